@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lm.data.batches import Batch
-from lm.data.tasks.generators import example
+from lm.data.tasks import example
 from lm.diagnostics.retrieval_length import OCTAVES, Retrieval, half_length, median_weights, retrieving_head
 from lm.errors import RunError
 from lm.evaluation.answers import QUESTION_SEED

@@ -8,7 +8,7 @@ from conftest import lm
 
 from lm.config.eval_config import DiagnosticsConfig
 from lm.config.task_config import MQAR
-from lm.data.tasks.generators import example
+from lm.data.tasks import example
 from lm.diagnostics.retrieval_length import Retrieval, RetrievingHead, half_length, median_weights, retrieving_head
 from lm.evaluation.diagnostics import retrieval_series
 from lm.model.decoder import Decoder

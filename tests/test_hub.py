@@ -9,9 +9,9 @@ import pytest
 from texts import TEXTS, one_line_error, start, stored_texts, write_parquet
 
 from lm.config.data_config import DataConfig, Hub, Mixture, TrainedTokenizer, WeightedSource
-from lm.data import hub as module
+from lm.data import sources as module
 from lm.data.prepare import prepare, summary
-from lm.data.sources import documents, identity, licence
+from lm.data.sources import documents, identity
 from lm.data.store import Store
 from lm.data.text_files import Unreadable
 from lm.errors import DataError
@@ -196,12 +196,12 @@ def test_a_saved_dataset_reads_like_any_other(hub: Hub, tmp_path: Path):
     datasets.DatasetDict({"train": saved, "test": saved.select(range(3))}).save_to_disk(str(tmp_path / "splits"))
     for folder in ("one", "splits"):
         assert list(documents(Hub(dataset=str(tmp_path / folder)))) == TEXTS
-        assert licence(Hub(dataset=str(tmp_path / folder))) == "not stated by the dataset"
+        store = prepared(Hub(dataset=str(tmp_path / folder)), tmp_path / f"of-{folder}")
+        assert (store.train.sources[0].licence, store.train.n_documents > 30) == ("not stated by the dataset", True)
     source = Hub(dataset=str(tmp_path / "splits"), split="test")
     assert list(documents(source)) == TEXTS[:3]
     assert "it was saved with the splits train, test" in one_line_error(dataclasses.replace(source, split="dev"))
     assert identity(source) != identity(Hub(dataset=str(tmp_path / "one"), split="test"))
-    assert prepared(Hub(dataset=str(tmp_path / "one")), tmp_path).train.n_documents > 30
 
 
 # ---------------------------------------------------------------- licences, and no network
@@ -214,7 +214,6 @@ def test_a_saved_dataset_reads_like_any_other(hub: Hub, tmp_path: Path):
 def test_the_licence_is_that_of_the_dataset_card(hub: Hub, tmp_path: Path, stated: str | None, expected: str):
     head = f"---\nlicense: {stated}\n---\n" if stated else ""
     (Path(hub.dataset) / "README.md").write_text(f"{head}# Texts\n")
-    assert licence(hub) == expected
     assert prepared(hub, tmp_path).train.sources[0].licence == expected
 
 
@@ -227,13 +226,13 @@ def test_an_unpinned_dataset_opens_without_a_network_by_its_recorded_identity(
     class Builder:
         hash = "1234"
 
-    def call(datasets, given):
+    def call(given):
         if not online[0]:
             raise ConnectionError("Couldn't reach the hub")
         return Builder()
 
     monkeypatch.setattr(module, "_builder", call)
-    monkeypatch.setattr(module, "_dataset", lambda datasets, given: dataset(datasets, hub))
+    monkeypatch.setattr(module, "_dataset", lambda given: dataset(hub))
     monkeypatch.setattr(module, "_card_licence", lambda given: "mit")
     store = prepared(source, tmp_path)
     online[0] = False

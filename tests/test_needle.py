@@ -14,7 +14,7 @@ from lm.config.model_config import ModelConfig, Transfer
 from lm.config.task_config import Needle
 from lm.data.prepare import prepare
 from lm.data.store import Store
-from lm.data.tasks.in_text import Text
+from lm.data.tasks import Text
 from lm.evaluation.answers import SCORED, NeedleMeasurement, finetuned, head_scores, score, trials
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.generation import generate

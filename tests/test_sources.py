@@ -15,9 +15,8 @@ from conftest import lm
 from texts import TEXTS, one_line_error, start, write_parquet, write_texts
 
 from lm.config.data_config import Files, Hub, Package
-from lm.data.packages import PACKAGES
-from lm.data.sources import description, documents, identity
-from lm.data.text_files import Unreadable, expand
+from lm.data.sources import PACKAGES, documents, identity
+from lm.data.text_files import Unreadable, description, expand
 from lm.errors import DataError
 
 # ---------------------------------------------------------------- sources

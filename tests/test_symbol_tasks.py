@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from texts import occurrences
 
 from lm.config.task_config import MQAR, Copy, FlipFlop, Induction, Maximum
-from lm.data.tasks.generators import example
+from lm.data.tasks import example
 
 INDICES, SUBSETS = st.integers(0, 2**32 - 1), st.sampled_from(["train", "test"])
 

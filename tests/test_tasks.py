@@ -20,9 +20,7 @@ from lm.config.data_config import DataConfig, Files, TrainedTokenizer
 from lm.config.load import load
 from lm.config.task_config import MQAR, TASKS, Copy, FlipFlop, Induction, Maximum, Needle, Passkey, Task
 from lm.data.prepare import prepare
-from lm.data.tasks.examples import Draw, Example, TaskError
-from lm.data.tasks.generators import check_task, example
-from lm.data.tasks.in_text import Text
+from lm.data.tasks import Draw, Example, TaskError, Text, check_task, example
 from lm.errors import ConfigError, DataError, Problem
 from lm.schema import build, own_problems
 

@@ -14,8 +14,8 @@ from lm.config.data_config import DataConfig, GPT2Tokenizer, PretrainedTokenizer
 from lm.config.load import load
 from lm.data.encoding import Document, cuts_between_words, encode_all, pieces
 from lm.data.inspect import describe
-from lm.data.packages import read_archive
 from lm.data.prepare import prepare
+from lm.data.sources import read_archive
 from lm.data.tokenizer import END_OF_TEXT, encode, load_tokenizer, token_bytes, tokenizer_of, train_tokenizer
 from lm.errors import ConfigError, DataError
 

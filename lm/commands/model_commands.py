@@ -196,7 +196,7 @@ def export(
 
         print(export(source, checkpoint, out))
     if push:
-        from lm.data.hub import upload
+        from lm.huggingface.exporting import upload
 
         print(upload(out, push))
 

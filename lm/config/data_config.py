@@ -402,7 +402,7 @@ class WeightedTask:
 class DataConfig:
     source: Source | Mixture = variant(SOURCES | {Mixture.name: Mixture}, "package", "where the text comes from")
     tokenizer: AnyTokenizer = variant(TOKENIZERS, "train", "text to tokens")
-    tasks: list[WeightedTask] = sections(WeightedTask, "synthetic tasks that make some or all of the training sequences (lm/data/tasks)")
+    tasks: list[WeightedTask] = sections(WeightedTask, "synthetic tasks that make some or all of the training sequences (lm/data/tasks.py)")
     seq_len: int = key(256, "tokens in a training sequence", ge=2, le=LONGEST)
     lengths: SequenceLengths = variant(
         LENGTHS,

@@ -1,6 +1,6 @@
 """The options of synthetic tasks: what their sequences hold, what chance gives, and which options contradict each other.
 
-The sequences themselves are made in lm/data/tasks.
+The sequences themselves are made in lm/data/tasks.py.
 """
 
 from dataclasses import dataclass

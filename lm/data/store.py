@@ -16,7 +16,7 @@ import os
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -98,11 +98,11 @@ class Split:
         if len(self.shards) == 1:
             return np.asarray(self.shards[0])[index]
         shard, within = np.divmod(index, self.shard_tokens)
-        taken = np.empty(index.shape, self.dtype)
+        tokens = np.empty(index.shape, self.dtype)
         for number in np.unique(shard):
             here = shard == number
-            taken[here] = np.asarray(self.shards[number])[within[here]]
-        return taken
+            tokens[here] = np.asarray(self.shards[number])[within[here]]
+        return tokens
 
     def around(self, starts: np.ndarray, length: int, first: int, n_tokens: int) -> np.ndarray:
         """The `length` + 1 tokens from each of `starts` (k,) in the circle of tokens `first` to `first + n_tokens`, int64."""
@@ -122,6 +122,14 @@ class Split:
 def shard_path(split: Path, number: int) -> Path:
     """The file of a split's shard."""
     return split.with_name(f"{split.name}-{number:05d}.bin")
+
+
+def manifests(root: Path, folders: str = "*") -> Iterator[tuple[Path, dict[str, Plain]]]:
+    """The manifests, with their paths, of stores in `root` whose folders match; without damaged ones, of which `Store.open` tells."""
+    for path in sorted(root.glob(f"{folders}/{MANIFEST}")):
+        with suppress(OSError, ValueError):
+            if isinstance(manifest := json.loads(path.read_bytes()), dict):
+                yield path, manifest
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,20 +160,11 @@ class Store:
             files = manifest["files"]
             if set(files) != _file_names(manifest):
                 raise ValueError("files")
-            if sum(file["bytes"] for file in files.values()) <= FULL_CHECK_BYTES:
-                for name, expected in files.items():
-                    _check_file(path / name, expected, file_sha256)
-            else:
-                _check_large(path, files)
-            store = cls(
-                path,
-                fingerprint(files),
-                manifest["vocab_size"],
-                manifest["end_of_text"]["id"],
-                np.load(path / TOKEN_BYTES),
-                manifest,
-                **{name: _split(path, name, manifest) for name in SPLITS},
-            )
+            large = sum(file["bytes"] for file in files.values()) > FULL_CHECK_BYTES
+            (_check_large if large else _check_files)(path, files)
+            size, end_of_text, token_bytes = manifest["vocab_size"], manifest["end_of_text"]["id"], np.load(path / TOKEN_BYTES)
+            splits = [_split(path, name, manifest) for name in SPLITS]
+            store = cls(path, fingerprint(files), size, end_of_text, token_bytes, manifest, *splits)
             if store.token_bytes.shape != (store.vocab_size,) or not 0 <= store.end_of_text < store.vocab_size:
                 raise ValueError("vocab_size")
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -174,8 +173,7 @@ class Store:
 
     def verify(self) -> None:
         """Check the sha256 of every file by reading it. Raises DataError if one was altered."""
-        for name, expected in self.manifest["files"].items():
-            _check_file(self.path / name, expected, file_sha256)
+        _check_files(self.path, self.manifest["files"])
 
     def tokenizer(self) -> "Tokenizer":
         """The store's tokenizer."""
@@ -245,7 +243,7 @@ def _file_names(manifest: Mapping[str, Plain]) -> set[str]:
 def _split(path: Path, name: str, manifest: Mapping[str, Plain]) -> Split:
     """The split as the manifest describes it. Raises ValueError if the files say otherwise, and what missing or mistyped facts raise."""
     facts = manifest["splits"][name]
-    sources = tuple(SourceCounts(**one) for one in facts["sources"])
+    sources = tuple(SourceCounts(**source) for source in facts["sources"])
     split = Split(path.absolute() / name, manifest["dtype"], **{**facts, "sources": sources}, shard_tokens=manifest["shard_tokens"])
     if split.dtype != token_dtype(manifest["vocab_size"]):
         raise ValueError("dtype")
@@ -258,6 +256,23 @@ def _split(path: Path, name: str, manifest: Mapping[str, Plain]) -> Split:
         if manifest["files"][shard_path(split.path, number).name]["bytes"] != shard.nbytes:
             raise ValueError("files")
     return split
+
+
+def _check_files(folder: Path, files: Mapping[str, Mapping[str, Plain]], sha256: Callable[[Path], str] = file_sha256) -> None:
+    """Check files in as many threads as there are cores. Raises DataError if one was altered."""
+
+    def check(name: str) -> None:
+        path, expected = folder / name, files[name]
+        try:
+            if (size := path.stat().st_size) != expected["bytes"]:
+                raise _damaged(path, f"has {size:,} bytes, not {expected['bytes']:,}")
+            if sha256(path) != expected["sha256"]:
+                raise _damaged(path, "was altered (its sha256 differs)")
+        except OSError as error:
+            raise _damaged(path, f"can't be read: {error.strerror}") from None
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(check, files))
 
 
 def _check_large(folder: Path, files: Mapping[str, Mapping[str, Plain]]) -> None:
@@ -274,8 +289,7 @@ def _check_large(folder: Path, files: Mapping[str, Mapping[str, Plain]]) -> None
             return known if known == files[path.name]["sha256"] else file_sha256(path)
 
         try:
-            with ThreadPoolExecutor() as threads:
-                list(threads.map(lambda name: _check_file(folder / name, files[name], sha256), files))
+            _check_files(folder, files, sha256)
         finally:
             hashes.save()
 
@@ -292,17 +306,6 @@ def _one_at_a_time(path: Path) -> Iterator[None]:
         if unlocked := lock(file.fileno(), path.parent, wait=True):
             Progress().say(f"note: {unlocked}: each process checks stores by itself; set data.root to a folder on another one")
         yield
-
-
-def _check_file(path: Path, expected: Mapping[str, Plain], sha256: Callable[[Path], str]) -> None:
-    try:
-        size = path.stat().st_size
-        if size != expected["bytes"]:
-            raise _damaged(path, f"has {size:,} bytes, not {expected['bytes']:,}")
-        if sha256(path) != expected["sha256"]:
-            raise _damaged(path, "was altered (its sha256 differs)")
-    except OSError as error:
-        raise _damaged(path, f"can't be read: {error.strerror}") from None
 
 
 def _damaged(path: Path, reason: str) -> DataError:
@@ -370,18 +373,18 @@ class SplitWriter:
         hashes = [file["sha256"] for file in self.files.values()] + ([self.sha256.hexdigest()] if self.file else [])
         return {"n_tokens": self.n_tokens, "shard_tokens": self.shard_tokens, "sha256": hashes}
 
-    def finish(self, n_bytes: int, sources: list[SourceCounts]) -> tuple[dict[str, Plain], dict[str, Plain]]:
+    def finish(self, sources: list[SourceCounts]) -> tuple[dict[str, Plain], dict[str, Plain]]:
         """Finish the split on disk; its manifest entry, and those of its files. Adds the numbers of tokens to `sources`."""
         if self.file:
             self._finish_shard()
         offsets = np.append(np.array(self.starts, "<i8"), self.n_tokens)
-        ends = offsets[np.cumsum([0, *(one.n_documents for one in sources)])]
+        ends = offsets[np.cumsum([0, *(source.n_documents for source in sources)])]
         facts = {
             "n_tokens": self.n_tokens,
             "n_documents": len(self.starts),
-            "n_bytes": n_bytes,
+            "n_bytes": sum(source.n_bytes for source in sources),
             "longest": int(np.diff(offsets).max()),
-            "sources": [vars(one) | {"n_tokens": int(n_tokens)} for one, n_tokens in zip(sources, np.diff(ends), strict=True)],
+            "sources": [vars(source) | {"n_tokens": int(count)} for source, count in zip(sources, np.diff(ends), strict=True)],
         }
         return facts, self.files | write_file(self.path.with_name(f"{self.path.name}.offsets.npy"), npy(offsets))
 

@@ -72,31 +72,21 @@ def column_texts(
         check_column(where, column, table.schema.names)
         for scalar in table.column(column):
             number += 1
-            text, row = None, f"{where}: row {number}"
+            row = f"{where}: row {number}: column '{column}'"
             try:
-                text = parse(_value(scalar), f"{row}: column '{column}'", 0)
+                document = parse(_value(scalar), row, 0)
             except UnicodeDecodeError:
-                n_bytes = scalar.as_buffer().size
-                on_error(Unreadable(f"{row}: column '{column}' is not UTF-8; {TO_UTF8}", n_bytes))
+                on_error(Unreadable(f"{row} is not UTF-8; {TO_UTF8}", scalar.as_buffer().size))
             except Unreadable as error:
                 on_error(error)
-            if text is not None:
-                yield text
+            else:
+                yield document
 
 
 def _value(scalar: "pyarrow.Scalar") -> Plain | np.ndarray:
     """The value of a table's cell; of a list of whole numbers an array, (numbers,)."""
     items = getattr(scalar, "values", None)
     return items.to_numpy(zero_copy_only=False) if items is not None and str(items.type).startswith(("int", "uint")) else scalar.as_py()
-
-
-def _json_document(line: str, column: str, where: str, n_bytes: int, parse: Parse) -> str | np.ndarray:
-    """The document in a `column` of a line of JSON. Raises Unreadable, with `n_bytes`, or what the library raises."""
-    row = json.loads(line)
-    if not isinstance(row, dict):
-        raise Unreadable(f"{where} holds {type(row).__name__}, not a JSON object; write one object a line", n_bytes)
-    check_column(where, column, list(row), n_bytes)
-    return parse(row[column], f"{where}: column '{column}'", n_bytes)
 
 
 def check_column(where: str, column: str, names: list[str], n_bytes: int = 0) -> None:
@@ -131,20 +121,14 @@ def identity(source: Files, root: Path, hashes: FileHashes) -> dict[str, Plain]:
     return {"files": files, "suffixes": source.suffixes, "column": source.column, "separator": source.separator}
 
 
-def licence(source: Files) -> str:
-    """Files state no licence."""
-    return "not stated (local files)"
-
-
 def expand(source: Files) -> list[Path]:
     """The files that `source.paths` names: sorted, each once; folders are searched recursively.
 
     Raises:
         DataError: a path that does not exist, matches nothing, is empty or has a suffix that can't be read.
     """
-    found: set[Path] = set()
-    for given in source.paths:
-        path = Path(given).expanduser()
+    matches: set[Path] = set()
+    for path in (Path(name).expanduser() for name in source.paths):
         if path.is_dir():
             files = [file for file in files_in(path) if _format(file, source)]
             if not files:
@@ -157,18 +141,18 @@ def expand(source: Files) -> list[Path]:
             files = [Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file()]
             if not files:
                 raise DataError(f"{path}: {_missing(path)} (data.source.paths)")
-        found.update(files)
-    for path in found:
+        matches.update(files)
+    for path in matches:
         if not _format(path, source):
             raise DataError(f"{path}: can't read files of this kind; data.source.paths takes {_supported(source)}")
-    unique = {path.resolve(): path for path in sorted(found, reverse=True)}
+    unique = {path.resolve(): path for path in sorted(matches, reverse=True)}
     return sorted(unique.values())
 
 
 def description(source: Files) -> str:
     """How many files are read, and how many files of the folders are ignored, by suffix. Raises DataError as `expand` does."""
-    folders = [path for path in map(Path, source.paths) if path.expanduser().is_dir()]
-    return _described(len(expand(source)), sum((_ignored(path.expanduser(), source) for path in folders), Counter()))
+    folders = [path for path in (Path(name).expanduser() for name in source.paths) if path.is_dir()]
+    return _described(len(expand(source)), sum((_ignored(path, source) for path in folders), Counter()))
 
 
 def _described(n_read: int, ignored: Counter[str]) -> str:
@@ -204,8 +188,8 @@ def _format(path: Path, source: Files) -> str:
     """A key of `READERS` by the file's suffix, in any case; empty if there is none."""
     compressed = path.suffix.lower() in (".gz", ".zst")
     suffix = (Path(path.stem) if compressed else path).suffix.lower()
-    found = TEXT if suffix in [one.lower() for one in source.suffixes] else FORMATS.get(suffix, "")
-    return "" if compressed and found == ".parquet" else found
+    kind = TEXT if suffix in map(str.lower, source.suffixes) else FORMATS.get(suffix, "")
+    return "" if compressed and kind == ".parquet" else kind
 
 
 def _supported(source: Files) -> str:
@@ -283,11 +267,11 @@ def _split_at(file: io.BufferedReader, separator: bytes) -> Iterator[tuple[int, 
         while block := file.read1(BLOCK):
             searched = max(0, len(begun) + 1 - longest)
             begun += block
-            while separator and (found := pattern.search(begun, searched)):
-                rest = begun[found.end() :]
-                del begun[found.start() :]
+            while separator and (match := pattern.search(begun, searched)):
+                rest = begun[match.end() :]
+                del begun[match.start() :]
                 yield first, begun
-                first, begun, searched = first + found.end(), rest, 0
+                first, begun, searched = first + match.end(), rest, 0
     except Unreadable as damage:
         damage.n_bytes += len(begun)
         raise
@@ -304,22 +288,25 @@ def _decoded(content: bytes | bytearray, begin: int, where: str) -> str:
 
 
 def _jsonl(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator[str | np.ndarray]:
-    begin = number = 0
+    begin = 0
     with io.BufferedReader(_Stream(path), BLOCK) as file:
-        while line := file.readline():
-            number += 1
-            where, row, text = f"{path}: line {number}", None, ""
+        for number, line in enumerate(iter(file.readline, b""), 1):
+            where, n_bytes, document = f"{path}: line {number}", len(line), None
             try:
-                text = _decoded(line, begin, where)
-                row = _json_document(text, source.column, where, len(line), parse) if text.strip() else None
+                if (text := _decoded(line, begin, where)).strip():
+                    row = json.loads(text)
+                    if not isinstance(row, dict):
+                        raise Unreadable(f"{where} holds {type(row).__name__}, not a JSON object; write one object a line", n_bytes)
+                    check_column(where, source.column, list(row), n_bytes)
+                    document = parse(row[source.column], f"{where}: column '{source.column}'", n_bytes)
             except Unreadable as error:
                 on_error(error)
             except (ValueError, RecursionError) as error:
-                on_error(Unreadable(f"{where}: not valid JSON: {one_line(error)}", len(line)))
-            begin += len(line)
-            if row is not None:
-                del line, text  # a long document is in memory once
-                yield row
+                on_error(Unreadable(f"{where}: not valid JSON: {one_line(error)}", n_bytes))
+            begin += n_bytes
+            line = text = row = None  # a long document is in memory once
+            if document is not None:
+                yield document
 
 
 def _parquet(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator[str | np.ndarray]:
@@ -335,18 +322,20 @@ def _parquet(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iter
         for number in range(file.num_row_groups):
             group = file.metadata.row_group(number)
             columns = [group.column(index) for index in range(group.num_columns)]
-            mine = [one for one in columns if f"{one.path_in_schema}.".startswith(f"{source.column}.")]
-            row_bytes = sum(one.total_uncompressed_size for one in mine) // max(1, group.num_rows)
-            batches = file.iter_batches(
-                max(1, min(ROWS, PARQUET_BATCH_BYTES // max(1, row_bytes))), [number], [source.column], use_threads=False
-            )
+            columns = [column for column in columns if f"{column.path_in_schema}.".startswith(f"{source.column}.")]
+            row_bytes = sum(column.total_uncompressed_size for column in columns) // max(1, group.num_rows)
+            rows = max(1, min(ROWS, PARQUET_BATCH_BYTES // max(1, row_bytes)))
+            batches = file.iter_batches(rows, [number], [source.column], use_threads=False)
             try:
                 yield from column_texts(batches, source.column, str(path), on_error, first, parse)
             except (OSError, pyarrow.ArrowException) as error:
-                n_bytes = sum(one.total_compressed_size for one in mine)
+                n_bytes = sum(column.total_compressed_size for column in columns)
                 on_error(damaged(f"{path}: row group {number + 1} of {file.num_row_groups}", error, n_bytes))
             first += group.num_rows
 
 
-Reader = Callable[[Path, Files, OnError, Parse], Iterator[str | np.ndarray]]
-READERS: dict[str, Reader] = {TEXT: _txt, ".jsonl": _jsonl, ".parquet": _parquet}
+READERS: dict[str, Callable[[Path, Files, OnError, Parse], Iterator[str | np.ndarray]]] = {
+    TEXT: _txt,
+    ".jsonl": _jsonl,
+    ".parquet": _parquet,
+}

@@ -9,7 +9,8 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -58,8 +59,8 @@ class Vocabulary:
                 raise Unreadable(f"{where}: {reason}; {OTHER_TOKENIZER}", n_bytes)
         first = int(len(ids) > 0 and ids[0] == self.end_of_text)
         last = int(len(ids) > first and ids[-1] == self.end_of_text)
-        found = ids[first : len(ids) - last].astype(np.uint32)
-        if len(inside := np.flatnonzero(found == self.end_of_text)):
+        document = ids[first : len(ids) - last].astype(np.uint32)
+        if len(inside := np.flatnonzero(document == self.end_of_text)):
             reason = f"the end of text {self.name} (id {self.end_of_text}) is inside the document, at token {first + inside[0]:,}"
             remedy = "split the document there, or set data.tokenizer.end_of_text to the token that separates documents"
             raise Unreadable(f"{where}: {reason}; {remedy}", n_bytes)
@@ -67,7 +68,7 @@ class Vocabulary:
         self.seen["largest_id"] = max(self.seen["largest_id"], int(ids.max(initial=0)))
         self.seen["end_of_text_first"] += first
         self.seen["end_of_text_last"] += last
-        return found
+        return document
 
     def n_bytes(self, ids: np.ndarray) -> int:
         """UTF-8 bytes of the text that ids stand for."""
@@ -79,12 +80,12 @@ class Vocabulary:
 def _array(ids: Plain | np.ndarray, where: str, n_bytes: int) -> np.ndarray:
     """Ids as an array of whole numbers, (tokens,); empty for null, which is counted as a blank document."""
     try:
-        found = np.empty(0, np.uint32) if ids is None or (isinstance(ids, list) and not ids) else np.asarray(ids)
+        array = np.empty(0, np.uint32) if ids is None or (isinstance(ids, list) and not ids) else np.asarray(ids)
     except ValueError:  # lists of unequal lengths
-        found = np.empty(0, object)
-    if found.ndim != 1 or found.dtype.kind not in "iu":
+        array = np.empty(0, object)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
         raise Unreadable(f"{where} does not hold a list of token ids; remove the row or set data.source.column", n_bytes)
-    return found
+    return array
 
 
 # ---------------------------------------------------------------- sources of ids
@@ -112,7 +113,7 @@ def identity(source: Tokens, root: Path, hashes: FileHashes) -> dict[str, Plain]
     kind = FORMATS[source.format]
 
     def hashed(part: Tokens | None) -> list[Plain]:
-        paths = [path for given in (kind.files(part) if part else []) for path in kind.parts(given)]
+        paths = [path for file in (kind.files(part) if part else []) for path in kind.parts(file)]
         return [{"path": str(path), "sha256": hashes.sha256(path)} for path in paths]
 
     column = {"column": source.column} if source.format in ("column", "saved") else {}
@@ -128,17 +129,13 @@ class TokenFormat:
     parts: Callable[[Path], list[Path]] = lambda path: [path]
 
 
-def _with_suffix(suffix: str) -> Callable[[Tokens], list[Path]]:
-    """Find the files of a source that have the suffix; others are ignored in folders, and refused if they are named."""
-
-    def files(source: Tokens) -> list[Path]:
-        named = [path for path in map(Path, source.paths) if path.is_file() and path.suffix.lower() != suffix]
-        found = [] if named else [path for path in text_files.expand(Files(source.paths, [suffix])) if path.suffix.lower() == suffix]
-        if not found:
-            where = named[0] if named else source.paths[0]
-            raise DataError(f"{where}: is or has no {suffix} file, which data.source.format={source.format} reads (data.source.paths)")
-        return found
-
+def _with_suffix(suffix: str, source: Tokens) -> list[Path]:
+    """The files of a source that have the suffix; others are ignored in folders, and refused if they are named."""
+    named = [path for path in map(Path, source.paths) if path.is_file() and path.suffix.lower() != suffix]
+    files = [] if named else [path for path in text_files.expand(Files(source.paths, [suffix])) if path.suffix.lower() == suffix]
+    if not files:
+        where = named[0] if named else source.paths[0]
+        raise DataError(f"{where}: is or has no {suffix} file, which data.source.format={source.format} reads (data.source.paths)")
     return files
 
 
@@ -181,36 +178,29 @@ def _modded(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnErro
 
 def _separated(path: Path, ids: np.ndarray, vocabulary: Vocabulary, on_error: OnError, after: int) -> Iterator[np.ndarray]:
     """The documents of a stream; end of text is the last token of each (`after` 1) or the first (0)."""
-    begin, number = 0, 0
-    for end in _borders(ids, vocabulary.end_of_text, after):
+    begin = number = 0
+    places = (start + np.flatnonzero(ids[start : start + _BLOCK] == vocabulary.end_of_text) for start in range(0, len(ids), _BLOCK))
+    for end in chain(chain.from_iterable((place + after).tolist() for place in places), [len(ids)]):
         if end > begin:
             number += 1
             yield from _checked(ids[begin:end], f"{path}: document {number:,}, from id {begin:,} on", vocabulary, on_error)
         begin = end
 
 
-def _borders(ids: np.ndarray, end_of_text: int, after: int) -> Iterator[int]:
-    """Where documents of a stream end, the last one included."""
-    for begin in range(0, len(ids), _BLOCK):
-        yield from (begin + after + np.flatnonzero(ids[begin : begin + _BLOCK] == end_of_text)).tolist()
-    yield len(ids)
-
-
 def _checked(ids: np.ndarray, where: str, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
     """The document, if it can be read."""
     try:
-        found = vocabulary.document(ids, where, ids.nbytes)
+        document = vocabulary.document(ids, where, ids.nbytes)
     except Unreadable as error:
         on_error(error)
     else:
-        yield found
+        yield document
 
 
 # ---------------------------------------------------------------- Megatron: an index
 
 
-MAGIC = b"MMIDIDX\x00\x00"
-INDEX_HEADER = 34  # bytes: magic, version (8), code of the ids (1), sequences (8), borders of documents (8)
+INDEX_HEADER = np.dtype([("magic", "S9"), ("version", "<u8"), ("code", "u1"), ("sequences", "<u8"), ("borders", "<u8")])
 CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floating-point numbers
 
 
@@ -229,22 +219,22 @@ def _megatron(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnEr
     def refused(reason: str) -> Unreadable:
         return Unreadable(f"{path}: {reason}", size)
 
-    head = np.fromfile(path, np.uint8, INDEX_HEADER).tobytes()
-    if len(head) < INDEX_HEADER or not head.startswith(MAGIC):
+    head = np.fromfile(path, INDEX_HEADER, 1)
+    if not len(head) or head["magic"][0] != b"MMIDIDX":
         raise refused("is no index of Megatron (it begins otherwise): damaged, or of another format")
-    version, code = int.from_bytes(head[9:17], "little"), head[17]
-    n_sequences, n_borders = (int.from_bytes(head[begin : begin + 8], "little") for begin in (18, 26))
+    _, version, code, n_sequences, n_borders = head[0].item()
     if version != 1 or code not in CODES:
         raise refused(f"has version {version} and ids of type {code}; version 1 and whole numbers ({', '.join(map(str, CODES))}) are read")
-    expected = INDEX_HEADER + 12 * n_sequences + 8 * n_borders
+    begin = INDEX_HEADER.itemsize
+    expected = begin + 12 * n_sequences + 8 * n_borders
     if path.stat().st_size == expected + n_sequences:
         raise refused("has modes of sequences, of a multimodal dataset, whose images are no text; only text can be read")
     if path.stat().st_size != expected:
         counts = f"{n_sequences:,} sequences and {n_borders:,} borders of documents"
         raise refused(f"has {path.stat().st_size:,} bytes, not the {expected:,} of {counts}: damaged")
-    sizes = np.fromfile(path, "<i4", n_sequences, offset=INDEX_HEADER).astype(np.int64)
-    pointers = np.fromfile(path, "<i8", n_sequences, offset=INDEX_HEADER + 4 * n_sequences)
-    borders = np.fromfile(path, "<i8", n_borders, offset=INDEX_HEADER + 12 * n_sequences)
+    sizes = np.fromfile(path, "<i4", n_sequences, offset=begin).astype(np.int64)
+    pointers = np.fromfile(path, "<i8", n_sequences, offset=begin + 4 * n_sequences)
+    borders = np.fromfile(path, "<i8", n_borders, offset=begin + 12 * n_sequences)
     dtype = np.dtype(CODES[code])
     starts = np.concatenate([[0], np.cumsum(sizes)])
     if (sizes < 0).any() or not np.array_equal(pointers, starts[:-1] * dtype.itemsize):
@@ -262,12 +252,12 @@ def _megatron(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnEr
 
 
 def _column(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
-    yield from text_files.read_files([path], Files([str(path)], [], source.column), on_error, vocabulary.document)
+    return text_files.read_files([path], Files([str(path)], [], source.column), on_error, vocabulary.document)
 
 
 def _folders(source: Tokens) -> list[Path]:
     """The folders that `Dataset.save_to_disk` wrote."""
-    paths = sorted(Path(given).expanduser() for given in source.paths)
+    paths = sorted(Path(name).expanduser() for name in source.paths)
     for path in paths:
         splits = sorted(folder.name for folder in path.iterdir() if (folder / "state.json").is_file()) if path.is_dir() else []
         if not (path / "state.json").is_file():
@@ -292,9 +282,9 @@ def _saved(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError
 
 
 FORMATS: dict[str, TokenFormat] = {
-    "nanogpt": TokenFormat(_with_suffix(".bin"), _nanogpt),
-    "modded-nanogpt": TokenFormat(_with_suffix(".bin"), _modded),
-    "megatron": TokenFormat(_with_suffix(".idx"), _megatron, _index_and_ids),
+    "nanogpt": TokenFormat(partial(_with_suffix, ".bin"), _nanogpt),
+    "modded-nanogpt": TokenFormat(partial(_with_suffix, ".bin"), _modded),
+    "megatron": TokenFormat(partial(_with_suffix, ".idx"), _megatron, _index_and_ids),
     "column": TokenFormat(lambda source: text_files.expand(Files(source.paths, [])), _column),
     "saved": TokenFormat(_folders, _saved, lambda path: sorted(files_in(path))),
 }

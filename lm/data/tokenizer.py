@@ -29,7 +29,6 @@ from lm.config.data_config import (
     TokenizerFile,
     TrainedTokenizer,
 )
-from lm.data.hub import downloaded
 from lm.errors import DataError, LMError, one_line, panicked
 from lm.schema import Plain, to_plain
 
@@ -229,6 +228,25 @@ def pretrained(spec: PretrainedTokenizer) -> tuple[str, str]:
     wanted = [TOKENIZER_FILE, TOKENIZER_CONFIG, "special_tokens_map.json", "config.json", *OLDER]
     folder = downloaded(spec.model, spec.revision, wanted, " (data.tokenizer.model)")
     return named_tokenizer(folder), folder.name
+
+
+def downloaded(name: str, revision: str | None, wanted: list[str], where: str = "") -> Path:
+    """The files of a model on the hub whose names match `wanted`, in its cache: a folder named by the commit.
+
+    Args:
+        where: words that end errors.
+
+    Raises:
+        DataError: not a name on the hub, no such model, or no network and not in the cache.
+    """
+    if name.count("/") != 1 or name.startswith(("/", ".", "~")):
+        raise DataError(f"{name}: no such folder or file, and not a name on the hub, such as HuggingFaceTB/SmolLM2-135M{where}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
+    except Exception as error:  # many kinds: offline, no such model, no permission
+        raise DataError(f"{name}: no such folder, and the hub does not give it: {one_line(error, 200)}{where}") from None
 
 
 def read_tokenizer(path: Path) -> str | None:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm.data.batches import Batch
-from lm.data.tasks.examples import Example
+from lm.data.tasks import Example
 from lm.diagnostics.attention_rows import AttentionRows
 from lm.model.attention_stream import AttentionBlock, attention_blocks
 from lm.model.decoder import Decoder

@@ -20,9 +20,7 @@ from lm.config.training_config import AdamW
 from lm.config.tree import Config
 from lm.data.batches import Batch
 from lm.data.store import Store
-from lm.data.tasks.examples import Draw, Example, NoRoom, Subset, TaskError
-from lm.data.tasks.generators import check_task, example
-from lm.data.tasks.in_text import Text
+from lm.data.tasks import Draw, Example, NoRoom, Subset, TaskError, Text, check_task, example
 from lm.errors import ConfigError, Problem
 from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
 from lm.evaluation.held_out import EVAL_TOKENS, by_sequence, lengths_axis, tokens_sha256

@@ -18,7 +18,7 @@ from lm.config.tree import Config
 from lm.data.batches import long_starts, validation_starts
 from lm.data.prepare import check_sequences
 from lm.data.store import Store
-from lm.data.tasks.generators import example
+from lm.data.tasks import example
 from lm.data.tokenizer import encoding_of
 from lm.diagnostics import concentration, limits, sparsity
 from lm.diagnostics.attention_rows import (

@@ -16,7 +16,7 @@ from lm.config.task_config import task_names
 from lm.config.tree import Config
 from lm.data.batches import Batch, long_starts, validation_starts, windows
 from lm.data.store import Store
-from lm.data.tasks.generators import STORE_SEED, example
+from lm.data.tasks import STORE_SEED, example
 from lm.errors import ConfigError, Problem
 from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
 from lm.model.cross_entropy import token_nll

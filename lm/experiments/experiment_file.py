@@ -11,8 +11,8 @@ from lm.config.load import merge, overrides_in, read_overrides, read_yaml
 from lm.config.task_config import task_names
 from lm.config.tree import Config, ExperimentConfig
 from lm.config.yaml_text import MAX_BYTES, parse_yaml
-from lm.data.build import labels
 from lm.data.prepare import vocabulary
+from lm.data.sources import labels
 from lm.errors import ConfigError, DataError, Problem
 from lm.experiments.arms import Arm, nested, read_arms, read_blocks
 from lm.experiments.experiment import Experiment, Primary, Tune, config_hash

@@ -11,8 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lm.config.data_config import LONGEST
-from lm.data.hub import downloaded
-from lm.data.tokenizer import named_tokenizer, read_tokenizer
+from lm.data.tokenizer import downloaded, named_tokenizer, read_tokenizer
 from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.files import check_new
 from lm.huggingface.architectures import ARCHITECTURES, HEAD, Architecture, Part, Shape

@@ -1,0 +1,414 @@
+"""Synthetic tasks (lm/config/task_config.py), whose sequences are made, not read: pure functions of (task, seed, subset, index, length)."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
+
+from lm.config.data_config import END_OF_TEXT
+from lm.config.task_config import HELD_OUT, MQAR, Copy, FlipFlop, Induction, Maximum, Needle, Passkey, Task
+from lm.data.tokenizer import decode, encoding_of
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from lm.data.store import Store
+
+Subset = Literal["train", "test"]
+SUBSETS: tuple[Subset, ...] = get_args(Subset)
+MOST_INDICES = 2**63
+MOST_TRIES = 1000  # contents drawn until one belongs to the subset, or windows of filler until one lies within a document
+MOST_CONTENTS = 50  # contents that are tried for one that fits into the sequence
+STORE_SEED = 0  # seed of the sequences of a store without text, and of those that tasks are evaluated on
+
+
+class TaskError(ValueError):
+    """A task that can't make the sequences that are asked for."""
+
+
+class NoRoom(TaskError):
+    """A task that doesn't fit into a sequence."""
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """A sequence, and the questions in it.
+
+    Spans are [start, stop) in `tokens`. A span in `questions` holds the tokens of an answer; what stands before it is the
+    question. The sequence shows the answer in the span of `evidence`: the same tokens (or the one symbol of a joined pair).
+    """
+
+    tokens: np.ndarray  # (length + 1,) int64
+    questions: np.ndarray  # (Q, 2) int64: where each answer is to be given, in order
+    evidence: np.ndarray  # (Q, 2) int64: where each answer is to be read; (0, 0) if the sequence doesn't show it
+    candidates: int  # answers of this kind in the sequence; `Task.chance` is what picking among them gives
+    needles: np.ndarray  # (Q, 2) int64: the evidence with what belongs to it, such as its key or its sentence; (0, 0) likewise
+
+    @property
+    def answers(self) -> np.ndarray:
+        """Which next tokens are targets, (length,) bool: entry t is about token t + 1."""
+        marked = np.zeros(len(self.tokens), bool)
+        for start, stop in self.questions:
+            marked[start:stop] = True
+        return marked[1:]
+
+
+class Draw:
+    """The random numbers of one sequence, from raw PCG64 output, which never changes between NumPy versions.
+
+    Args:
+        seed, index: below 2^32 and 2^63; no two sequences share a stream.
+    """
+
+    def __init__(self, seed: int, subset: Subset, index: int):
+        assert 0 <= seed < 2**32
+        assert 0 <= index < MOST_INDICES
+        self.subset = subset
+        self.raw: Callable[[int], np.ndarray] = np.random.PCG64(np.random.SeedSequence((seed, SUBSETS.index(subset), index))).random_raw
+
+    def below(self, limit: int, count: int) -> np.ndarray:
+        """`count` integers from 0 to `limit` - 1: int64."""
+        return (self.raw(count) % np.uint64(limit)).astype(np.int64)
+
+    def one(self, limit: int) -> int:
+        """An integer from 0 to `limit` - 1."""
+        return self.raw() % limit
+
+    def order(self, n: int, count: int | None = None) -> np.ndarray:
+        """`count` (default: all) different integers from 0 to `n` - 1, in random order: int64."""
+        return np.argsort(self.raw(n), kind="stable")[:count]
+
+    def places(self, room: int, widths: list[int]) -> np.ndarray:
+        """Starts of blocks of `widths` that lie in `room` positions in this order without overlap, uniform over all such choices: int64."""
+        spare = room - sum(widths)
+        gaps = np.sort(self.order(spare + len(widths), len(widths))) - np.arange(len(widths))  # filler before each block
+        return gaps + np.cumsum([0, *widths[:-1]])
+
+    def tries(self) -> Iterator[int]:
+        """Counts the draws of contents until one belongs to this subset. Raises TaskError when there seems to be none."""
+        yield from range(MOST_TRIES)
+        raise TaskError(f"too few different contents to have some for {self.subset} sequences alone")
+
+    def owns(self, *contents: int) -> bool:
+        """True if a sequence of this subset may have these contents: 1 in `HELD_OUT` is for test sequences, the others for training."""
+        return (fold(contents) % HELD_OUT == 0) == (self.subset == "test")
+
+
+def fold(contents: tuple[int, ...] | np.ndarray) -> int:
+    """A hash of integers in their order, the same on any machine."""
+    return int.from_bytes(hashlib.blake2b(np.asarray(contents, "<i8").tobytes(), digest_size=8).digest(), "little")
+
+
+def require(room: int, what: str, length: int) -> None:
+    """Raise NoRoom if `room`, the positions that remain for filler, is negative."""
+    if room < 0:
+        raise NoRoom(f"{what} need sequences of at least {length - room} tokens, not {length}")
+
+
+def span(start: int | np.ndarray, width: int = 1) -> np.ndarray:
+    """Spans [start, start + width): (Q, 2) int64."""
+    return np.add.outer(np.atleast_1d(np.asarray(start, np.int64)), (0, width))
+
+
+class Text:
+    """The tokenizer and the filler of a token store: training sequences take the training split, test sequences the held-out one."""
+
+    def __init__(self, store: "Store"):
+        self.vocab_size = store.vocab_size
+        self._tokenizer: Tokenizer = store.tokenizer()
+        self._splits = {"train": store.train, "test": store.val}
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids of a text by itself, int64."""
+        return np.array(encoding_of(self._tokenizer, text).ids, np.int64)
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """The text that tokens stand for."""
+        return decode(self._tokenizer, tokens.tolist())
+
+    def filler(self, draw: Draw, count: int) -> np.ndarray:
+        """`count` tokens side by side, int64: a random window within a document if one is that long, else across documents.
+
+        Raises:
+            TaskError: the split has not so many tokens.
+        """
+        split = self._splits[draw.subset]
+        if split.n_tokens < count:
+            raise TaskError(f"{count} tokens of filler are more than the {split.n_tokens} of the split")
+        for _ in range(MOST_TRIES if split.longest > count else 1):
+            start = draw.one(split.n_tokens - count + 1)
+            begin, end = np.searchsorted(split.offsets, (start, start + count - 1), "right")
+            if begin == end and start > split.offsets[begin - 1]:  # a document begins with the end-of-text token
+                break
+        return split.take(np.array([start]), count)[0].astype(np.int64)
+
+
+# ---------------------------------------------------------------- tasks over symbols
+
+
+def mqar(task: MQAR, draw: Draw, length: int, text: Text | None = None) -> Example:
+    """A sequence of `MQAR`."""
+    width = 1 if task.joined else 2
+    require(length + 1 - width * task.pairs - 2 * task.queries, f"{task.pairs} pairs and {task.queries} queries", length)
+    pairs = 1 + draw.one(task.pairs) if task.varied and draw.subset == "train" else task.pairs
+    queries = min(task.queries, pairs)
+    front = length + 1 - 2 * queries
+    first_filler, first_pair = task.keys + task.values, task.keys + task.values + task.filler
+    tokens = first_filler + draw.below(task.filler, length + 1)
+    at, asked = draw.places(front, [width] * pairs), draw.order(pairs, queries)
+    keys, values = _lists(task, pairs, draw)
+    if task.joined:
+        tokens[at] = first_pair + keys * task.values + values
+    else:
+        tokens[at], tokens[at + 1] = keys, task.keys + values
+    tokens[front::2], tokens[front + 1 :: 2] = keys[asked], task.keys + values[asked]
+    answers = span(np.arange(front + 1, length + 1, 2))
+    return Example(tokens, answers, span(at[asked] + width - 1), pairs, span(at[asked], width))
+
+
+def _lists(task: MQAR, pairs: int, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+    """Different keys, and different values for them."""
+    for _ in draw.tries():
+        keys, order = draw.order(task.keys, pairs), draw.order(task.values)
+        if task.held_out == "pairs":
+            break
+        if draw.owns(*keys, *order[:pairs]):
+            return keys, order[:pairs]
+    # Each key takes the first value that is free and fits: values / 8 or more fit, others hold at most pairs - 1 of them.
+    free = ((keys[:, None] + order) % HELD_OUT == 0) == (draw.subset == "test")  # (pairs, values)
+    values = np.empty(pairs, np.int64)
+    for pair in range(pairs):
+        first = int(free[pair].argmax())
+        values[pair] = order[first]
+        free[:, first] = False
+    return keys, values
+
+
+def copy(task: Copy, draw: Draw, length: int, text: Text | None = None) -> Example:
+    """A sequence of `Copy`."""
+    room = length - 2 * task.span
+    require(room, f"a string of {task.span} and its copy", length)
+    tokens = task.symbols + draw.below(task.filler, length + 1)
+    start, end = draw.one(room + 1), length + 1 - task.span
+    for _ in draw.tries():
+        string = draw.below(task.symbols, task.span)
+        if draw.owns(*string):
+            break
+    tokens[start : start + task.span] = tokens[end:] = string
+    tokens[end - 1] = task.vocab_size - 1
+    return Example(tokens, span(end, task.span), span(start, task.span), 1, span(start, task.span))
+
+
+def induction(task: Induction, draw: Draw, length: int, text: Text | None = None) -> Example:
+    """A sequence of `Induction`."""
+    require(length - 3, "two marks and two symbols", length)
+    start = draw.one(length - 2)  # place of the first mark; the last two tokens are the question and its answer
+    for _ in draw.tries():
+        tokens = draw.below(task.symbols, length + 1)
+        tokens[start] = tokens[-2] = task.symbols
+        tokens[-1] = tokens[start + 1]
+        if draw.owns(*tokens):
+            break
+    return Example(tokens, span(length), span(start + 1), 1, span(start, 2))
+
+
+def maximum(task: Maximum, draw: Draw, length: int, text: Text | None = None) -> Example:
+    """A sequence of `Maximum`."""
+    require(length - 1 - 2 * task.items, f"{task.items} items, the mark and the answer", length)
+    tokens = task.priorities + task.payloads + draw.below(task.filler, length + 1)
+    at = draw.places(length - 1, [2] * task.items)
+    for _ in draw.tries():
+        priorities, payloads = draw.order(task.priorities, task.items), draw.order(task.payloads, task.items)
+        if draw.owns(*priorities, *payloads):
+            break
+    tokens[at], tokens[at + 1] = priorities, task.priorities + payloads
+    best = int(priorities.argmax())
+    tokens[-2], tokens[-1] = task.vocab_size - 1, tokens[at[best] + 1]
+    return Example(tokens, span(length), span(at[best] + 1), task.items, span(at[best], 2))
+
+
+def flip_flop(task: FlipFlop, draw: Draw, length: int, text: Text | None = None) -> Example:
+    """A sequence of `FlipFlop`."""
+    count, start = divmod(length + 1, 2)
+    require(count - 2, "a write and a read", length)
+    write, ignore, read = task.symbols, task.symbols + 1, task.symbols + 2
+    few = round((1 - task.ignored) / 2 * 2**32)
+    for _ in draw.tries():
+        drawn = draw.below(2**32, count)
+        verbs = np.select([drawn < few, drawn < 2 * few], [write, read], ignore)
+        verbs[0], verbs[-1] = write, read
+        last = np.maximum.accumulate(np.where(verbs == write, np.arange(count), 0))  # write that holds at each instruction
+        written = draw.below(task.symbols, count)
+        symbols = np.where(verbs == read, written[last], written)
+        tokens = np.concatenate((np.full(start, task.symbols + 3), np.stack((verbs, symbols), 1).ravel()))
+        if draw.owns(*tokens):
+            break
+    reads = np.flatnonzero(verbs == read)
+    writes = start + 2 * last[reads]
+    return Example(tokens, span(start + 2 * reads + 1), span(writes + 1), task.symbols, span(writes, 2))
+
+
+# ---------------------------------------------------------------- tasks in text
+
+
+CITIES = (
+    "Accra", "Amsterdam", "Ankara", "Athens", "Baghdad", "Bangkok", "Beijing", "Berlin", "Bogota", "Boston", "Brussels", "Budapest",
+    "Cairo", "Chicago", "Copenhagen", "Dakar", "Delhi", "Denver", "Dublin", "Geneva", "Hanoi", "Havana", "Helsinki", "Istanbul",
+    "Jakarta", "Karachi", "Kyoto", "Lagos", "Lima", "Lisbon", "London", "Madrid", "Manila", "Melbourne", "Mexico", "Milan",
+    "Montreal", "Moscow", "Mumbai", "Munich", "Nairobi", "Naples", "Osaka", "Oslo", "Ottawa", "Paris", "Prague", "Quito", "Riga",
+    "Rome", "Santiago", "Seattle", "Seoul", "Shanghai", "Singapore", "Sofia", "Stockholm", "Sydney", "Tehran", "Tokyo", "Toronto",
+    "Vienna", "Warsaw", "Zurich",
+)  # fmt: skip
+GRASS = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+
+
+def needle(task: Needle, draw: Draw, length: int, text: Text | None = None) -> Example:
+    """A sequence of `Needle`."""
+    total = task.needles + task.distractors
+    cities = [CITIES[city] for city in draw.order(len(CITIES), total)]
+    starts = [text.encode(f" The special magic {city} number is:") for city in cities]
+    questions = [text.encode(f"\nWhat is the special magic {city} number? The special magic {city} number is:") for city in cities]
+    stop = text.encode(".")
+    shown = range(task.needles if task.absent else 0, total)
+    order = draw.order(task.needles)  # the order of the questions
+
+    def build(numbers: list[np.ndarray]) -> Example:
+        sentences = [np.concatenate((starts[which], numbers[which], stop)) for which in shown]
+        asked = [(questions[which], numbers[which]) for which in order]
+        sequence, at = haystack(draw, length, sentences, asked, None if task.absent else task.depth, text.filler)
+        edges = np.zeros((total, 4), np.int64)  # start of the sentence, start and stop of the number in it, stop of the sentence
+        for which, begin in zip(shown, at, strict=True):
+            edges[which] = begin + np.cumsum([0, len(starts[which]), len(numbers[which]), len(stop)])
+        return Example(sequence, answer_spans(asked, length), edges[order, 1:3], max(1, len(shown)), edges[order][:, [0, 3]])
+
+    times = [1 + (which in shown) if which < task.needles else 1 for which in range(total)]
+    return without_leaks(draw, text, 7, times, build)
+
+
+def passkey(task: Passkey, draw: Draw, length: int, text: Text | None = None) -> Example:
+    """A sequence of `Passkey`."""
+    parts = [text.encode(part) for part in (" The pass key is", ". Remember it.", " is the pass key.")]
+    question, grass = text.encode(" What is the pass key? The pass key is"), text.encode(GRASS)
+
+    def filler(draw: Draw, count: int) -> np.ndarray:
+        return np.resize(grass, count) if task.filler == "grass" else text.filler(draw, count)
+
+    def build(numbers: list[np.ndarray]) -> Example:
+        (number,) = numbers
+        sentence = np.concatenate((parts[0], number, parts[1], number, parts[2]))
+        asked = [(question, number)]
+        sequence, at = haystack(draw, length, [] if task.absent else [sentence], asked, task.depth, filler)
+        held, whole = (span(0, 0),) * 2 if task.absent else (span(at + len(parts[0]), len(number)), span(at, len(sentence)))
+        return Example(sequence, answer_spans(asked, length), held, 1, whole)
+
+    return without_leaks(draw, text, 5, [1 if task.absent else 3], build)
+
+
+def without_leaks(draw: Draw, text: Text, digits: int, times: list[int], build: Callable[[list[np.ndarray]], Example]) -> Example:
+    """The sequence that `build` makes of the tokens of random numbers with `digits` digits; the i-th stands `times[i]` times in the
+    sequence's text."""
+    for _ in draw.tries():
+        numbers: list[int] = []
+        while len(numbers) < len(times):
+            number = 10 ** (digits - 1) + draw.one(9 * 10 ** (digits - 1))
+            if draw.owns(number) and number not in numbers:
+                numbers.append(number)
+        sequence = build([text.encode(f" {number}") for number in numbers])
+        whole = text.decode(sequence.tokens)
+        if all(whole.count(str(number)) == expected for number, expected in zip(numbers, times, strict=True)):
+            break
+    return sequence
+
+
+def haystack(
+    draw: Draw,
+    length: int,
+    sentences: list[np.ndarray],
+    asked: list[tuple[np.ndarray, np.ndarray]],
+    depth: float | None,
+    filler: Callable[[Draw, int], np.ndarray],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sentences in `filler`, then questions with their answers: the sequence (length + 1,), and where each sentence begins, int64.
+
+    Raises:
+        NoRoom: no room for all of it.
+    """
+    end = [part for pair in asked for part in pair]
+    room = length + 1 - sum(map(len, [*sentences, *end]))
+    require(room, "the needles and their questions", length)
+    before = draw.below(room + 1, len(sentences))  # filler before each sentence
+    if depth is not None and sentences:
+        before[0] = round(depth * room)
+    order, widths = np.argsort(before, kind="stable"), np.array([len(sentence) for sentence in sentences], np.int64)
+    at = np.empty_like(before)
+    at[order] = before[order] + np.cumsum(widths[order]) - widths[order]
+    inserted = np.concatenate([np.empty(0, np.int64), *(sentences[which] for which in order)])
+    hay = np.insert(filler(draw, room), np.repeat(before[order], widths[order]), inserted)
+    return np.concatenate((hay, *end)), at
+
+
+def answer_spans(asked: list[tuple[np.ndarray, np.ndarray]], length: int) -> np.ndarray:
+    """Where the answers stand in a sequence that ends with the questions and their answers: (Q, 2)."""
+    stops = length + 1 - np.cumsum([0, *(len(question) + len(answer) for question, answer in asked[:0:-1])])[::-1]
+    return np.array([(stop - len(answer), stop) for stop, (_, answer) in zip(stops, asked, strict=True)], np.int64)
+
+
+# ---------------------------------------------------------------- any task
+
+
+# Makes a sequence of exactly length + 1 tokens of a task's options, or raises NoRoom.
+Generator = Callable[[Task, Draw, int, Text | None], Example]
+GENERATORS: dict[type[Task], Generator] = {
+    MQAR: mqar,
+    Copy: copy,
+    Induction: induction,
+    Maximum: maximum,
+    FlipFlop: flip_flop,
+    Needle: needle,
+    Passkey: passkey,
+}
+
+
+def example(task: Task, seed: int, index: int, length: int, subset: Subset = "train", text: Text | None = None) -> Example:
+    """Sequence `index` of a task: a pure function of the arguments, on any machine.
+
+    Args:
+        length: predicted tokens; the sequence has one more.
+        subset: training or test sequences, which never share a stream of random numbers.
+        text: tokenizer and filler for the tasks in text.
+
+    Raises:
+        NoRoom: the task doesn't fit into the sequence.
+        TaskError: it has no contents for this subset, or the text too little filler.
+    """
+    draw = Draw(seed, subset, index)
+    for last in reversed(range(MOST_CONTENTS)):
+        try:
+            sequence = GENERATORS[type(task)](task, draw, length, text)
+            break
+        except NoRoom:  # names and numbers differ in tokens: others may fit
+            if not last:
+                raise
+    assert len(sequence.tokens) == length + 1
+    return sequence
+
+
+def check_task(task: Task, seed: int, length: int, subset: Subset, count: int, text: Text | None = None) -> None:
+    """Raises TaskError if `count` sequences can't be made, or can't all differ."""
+    example(task, seed, 0, length, subset, text)
+    if count > (different := task.distinct(length, subset)):
+        kind = "test" if subset == "test" else "training"
+        raise TaskError(f"{count:,} {kind} sequences can't all differ: there are about {different:,.0f}")
+
+
+def symbol_tokenizer(tasks: list[Task]) -> "Tokenizer":
+    """Symbol i is the word "i"; the last id is the end of text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    size = max(task.vocab_size for task in tasks)
+    tokenizer = Tokenizer(models.WordLevel({str(symbol): symbol for symbol in range(size)} | {END_OF_TEXT: size}, unk_token=END_OF_TEXT))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer

@@ -1,1 +1,0 @@
-"""Synthetic tasks, whose sequences are made, not read: pure functions of (task, seed, training or test, index, length)."""
