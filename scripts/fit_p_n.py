@@ -132,11 +132,7 @@ def draw(p: np.ndarray, found: dict[str, Fit], heads: list[dict[str, float]]) ->
 
 
 def main(arguments: list[str]) -> None:
-    """Fit, print, write.
-
-    Raises:
-        LMError: no run with a table p_n, or the files can't be written.
-    """
+    """Fit, print, write. Raises LMError: no run with a table p_n, or the files can't be written."""
     if len(arguments) not in (1, 2):
         raise ConfigError("give a run, and a folder to write to: python scripts/fit_p_n.py runs/p_n [FOLDER]")
     run, out = Path(arguments[0]), Path(arguments[-1])

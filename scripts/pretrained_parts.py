@@ -15,7 +15,7 @@ from lm.attention.options import Options
 from lm.config.load import load as load_config
 from lm.config.load import merge, overrides_in, parse
 from lm.config.tree import Config
-from lm.data.batches import Batch, windows
+from lm.data.batches import Batch
 from lm.data.prepare import prepare
 from lm.errors import RunError
 from lm.evaluation.evaluate import open_device, text_config
@@ -223,7 +223,7 @@ class Workbench:
         old, new = self.loaded.decoder, self.decoder("ssmax")
         open_device(self.config, {})  # sets the number of threads
         chosen = np.arange(count) * ((self.store.train.n_tokens - length - 1) // count)
-        before, after = fit(old, new, [Batch.of(one[None]) for one in windows(self.store.train, chosen, length)])
+        before, after = fit(old, new, [Batch.of(sequence[None]) for sequence in self.store.train.take(chosen, length + 1)])
         return {"fit": self._measured(self._continuity(), new)}, {"before": before, "after": after, "s": scales(new)}
 
     def train(self, name: str) -> Made:

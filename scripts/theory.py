@@ -55,8 +55,7 @@ def first_runs(experiment: Path) -> dict[str, Path]:
     """The run of the lowest seed of each arm (and size) in a folder, at the learning rate that the arm was judged at, softmax first; by the
     label of the normalizer, with size and arm where several share it.
 
-    Raises:
-        RunError: there are no such runs.
+    Raises RunError: there are no such runs.
     """
     rates, configs = judged_rates(experiment), {folder: read_config(folder) for folder in run_folders(experiment)}
     places = {folder: config.experiment for folder, config in configs.items()}

@@ -102,8 +102,7 @@ class Run:
 def measured(folder: Path) -> Run:
     """A run's numbers at the training length.
 
-    Raises:
-        RunError: it was not trained on recall of pairs, or has no attention that the prediction holds for.
+    Raises RunError: it was not trained on recall of pairs, or has no attention that the prediction holds for.
     """
     config = read_config(folder)
     if not config.data.tasks:

@@ -27,7 +27,6 @@ from lm.data.batches import (
     train_loader,
     train_sequences,
     validation_starts,
-    windows,
 )
 from lm.data.prepare import prepare
 from lm.data.store import SourceCounts, Split, Store
@@ -228,7 +227,7 @@ def test_epochs_seeds_and_stores_give_different_orders():
 def test_validation_sequences_are_spread_evenly_and_share_no_target(n_tokens: int, seq_len: int, limit: int):
     split = counted_split([n_tokens])
     starts = validation_starts(split, seq_len, limit)
-    batch = windows(split, starts, seq_len)
+    batch = split.take(starts, seq_len + 1)
     assert batch.shape == (min(limit, (n_tokens - 1) // seq_len), seq_len + 1)
     assert len(np.unique(batch[:, 1:])) == batch[:, 1:].size
     if len(starts) > 1:
@@ -263,7 +262,7 @@ def test_long_windows_lie_within_documents_spread_evenly_over_all_there_are(size
 
 def test_windows_are_what_the_store_holds(store: Store):
     starts = validation_starts(store.val, SEQ_LEN, 5)
-    batch = windows(store.val, starts, SEQ_LEN)
+    batch = store.val.take(starts, SEQ_LEN + 1)
     assert batch.dtype == np.int64
     assert type(batch) is np.ndarray
     for sequence, begin in zip(batch, starts, strict=True):

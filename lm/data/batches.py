@@ -6,8 +6,8 @@ That holds for the lengths of sequences and for the draws among several streams,
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping
-from typing import ClassVar, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from lm.data.store import Split, Store
 from lm.data.tasks import TaskError, Text, example, fold
 from lm.errors import ConfigError, Problem
 
+T = TypeVar("T")
 BLOCK = 1024  # slots that are assigned together
 _SAMPLER_SEED = 2**61  # keeps these draws apart from those of epochs and lengths
 
@@ -29,6 +30,15 @@ def members(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The members of groups of the sizes `counts`, group by group: each member's group, and its number in it, from 0; int64 (members,)."""
     group = np.repeat(np.arange(len(counts)), counts)
     return group, np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _cached(known: dict[int, T], number: int, draw: Callable[[], T]) -> T:
+    """The draws of block or epoch `number`. Those before are kept, as a step may straddle two."""
+    if number not in known:
+        for other in [other for other in known if other != number - 1]:
+            del known[other]
+        known[number] = draw()
+    return known[number]
 
 
 class StratifiedSampler:
@@ -57,11 +67,7 @@ class StratifiedSampler:
 
     def block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """The assignment of the slots from block x BLOCK to (block + 1) x BLOCK."""
-        if block not in self._blocks:
-            # A step may straddle two blocks, so the one before is kept.
-            self._blocks = {before: assigned for before, assigned in self._blocks.items() if before == block - 1}
-            self._blocks[block] = self._drawn(block * BLOCK)
-        return self._blocks[block]
+        return _cached(self._blocks, block, lambda: self._drawn(block * BLOCK))
 
     def _drawn(self, first: int) -> tuple[np.ndarray, np.ndarray]:
         # Before slot t, as many are due as t, give or take one a stream: these slots are due between `begin` and `end`.
@@ -70,20 +76,13 @@ class StratifiedSampler:
         counts = np.ceil(end * self.weights).astype(np.int64) + 1 - firsts
         streams, place = members(counts)
         own = place + firsts[streams]
-        due = (own + self._places(firsts, counts)) / self.weights[streams]
+        shifts = []  # where in its 1 / w slots each slot of a stream is due, [0, 1]; raw PCG64 output never changes between NumPy versions
+        for stream, (begun, count) in enumerate(zip(firsts.tolist(), counts.tolist(), strict=True)):
+            random = np.random.PCG64(np.random.SeedSequence((*self.seed_words, _SAMPLER_SEED, stream)))
+            shifts.append(random.advance(begun).random_raw(count) / 2**64)
+        due = (own + np.concatenate(shifts)) / self.weights[streams]
         order = np.argsort(due, kind="stable")[first - firsts.sum() :][:BLOCK]
         return streams[order], own[order]
-
-    def _places(self, firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Where in its 1 / w slots each stream's slots from `firsts` on are due, `counts` of them: [0, 1], one stream after the other.
-
-        Drawn from raw PCG64 output, which never changes between NumPy versions.
-        """
-        drawn = []
-        for stream, (first, count) in enumerate(zip(firsts.tolist(), counts.tolist(), strict=True)):
-            random = np.random.PCG64(np.random.SeedSequence((*self.seed_words, _SAMPLER_SEED, stream)))
-            drawn.append(random.advance(first).random_raw(count) / 2**64)
-        return np.concatenate(drawn)
 
 
 # ---------------------------------------------------------------- lengths of sequences
@@ -130,8 +129,7 @@ def lengths_of(
 ) -> Lengths:
     """The lengths that `data.lengths` describes, in steps of `batch_slots` x `seq_len` tokens.
 
-    Raises:
-        NoFullStep: pieces of documents of no length fill a step.
+    Raises NoFullStep: pieces of documents of no length fill a step.
     """
     if begins := options.begins(seq_len, max_steps):
         return StepwiseLengths(begins)
@@ -150,7 +148,6 @@ class StepwiseLengths(Lengths):
         return self.lengths[bisect_right(self.steps, step) - 1]
 
     def fractions(self, steps: int) -> dict[int, float]:
-        """The same as `Lengths.fractions`."""
         counts: Counter[int] = Counter()
         for begin, end, length in zip(self.steps, [*self.steps[1:], steps], self.lengths, strict=True):
             counts[length] += max(0, min(end, steps) - begin)
@@ -170,7 +167,6 @@ class DrawnLengths(Lengths):
         return self.lengths[self.sampler.block(block)[0][place]]
 
     def fractions(self, steps: int) -> dict[int, float]:
-        """The same as `Lengths.fractions`."""
         return _fractions(Counter(map(self, range(steps))))
 
 
@@ -186,8 +182,7 @@ class DocumentPieces(Lengths):
         longest: tokens of the longest sequence, a power of two.
         step_tokens: tokens of a step, a multiple of `longest`.
 
-    Raises:
-        NoFullStep: pieces of no length fill a step.
+    Raises NoFullStep: pieces of no length fill a step.
     """
 
     reads_text: ClassVar[bool] = True
@@ -239,7 +234,6 @@ class DocumentPieces(Lengths):
         return _fractions(self.steps)
 
     def note(self) -> str:
-        """The same as `Lengths.note`."""
         never = f", {self.never_read:.1%} always: documents of fewer than {SHORTEST_PIECE}" if self.never_read else ""
         return f"{self.left_out:.1%} of the tokens are left out of each epoch{never}"
 
@@ -324,8 +318,7 @@ class TextStream:
     circle, from a random place, into `sequences_per_epoch` sequences of `seq_len` + 1 tokens (each sequence's last token is the next
     one's first) and visits them in a random order. Every token is a target once an epoch, but for the fewer than `seq_len` before the cut.
 
-    Raises:
-        ValueError: the part has no sequence of `seq_len` + 1 tokens (`lm.data.prepare.check_sequences` tells the user before).
+    Raises ValueError: the part has no sequence of `seq_len` + 1 tokens (`lm.data.prepare.check_sequences` tells the user before).
     """
 
     def __init__(self, split: Split, first: int, n_tokens: int, seq_len: int, seed_words: tuple[int, ...]):
@@ -340,21 +333,20 @@ class TextStream:
 
         Drawn from raw PCG64 output, which never changes between NumPy versions (those of `Generator` may).
         """
-        if epoch not in self._epochs:
+
+        def drawn() -> np.ndarray:
             random = np.random.PCG64(np.random.SeedSequence((*self.seed_words, epoch))).random_raw(self.sequences_per_epoch + 1)
-            cut = int(random[-1]) % self.n_tokens
-            # A step may straddle two epochs, so the one before is kept.
-            self._epochs = {before: starts for before, starts in self._epochs.items() if before == epoch - 1}
-            self._epochs[epoch] = (cut + self.seq_len * np.argsort(random[:-1], kind="stable")) % self.n_tokens
-        return self._epochs[epoch]
+            return (int(random[-1]) % self.n_tokens + self.seq_len * np.argsort(random[:-1], kind="stable")) % self.n_tokens
+
+        return _cached(self._epochs, epoch, drawn)
 
     def starts(self, slots: np.ndarray) -> np.ndarray:
         """Where in the part the sequences in slots (k,) begin: int64 (k,)."""
         epochs, places = np.divmod(slots, self.sequences_per_epoch)
-        found = np.empty_like(slots)
+        starts = np.empty_like(slots)
         for epoch in np.unique(epochs):
-            found[epochs == epoch] = self.epoch_starts(int(epoch))[places[epochs == epoch]]
-        return found
+            starts[epochs == epoch] = self.epoch_starts(int(epoch))[places[epochs == epoch]]
+        return starts
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
         """The same as `Stream.read`: the tokens of a slot are the same whatever the length."""
@@ -365,8 +357,7 @@ class TextStream:
 class TaskStream:
     """Sequences of a synthetic task, whose answers alone count, drawn independently: they repeat as often as `Task.distinct` lets expect.
 
-    Raises:
-        TaskError: the task doesn't fit into sequences of `shortest` tokens, or has none for training.
+    Raises TaskError: the task doesn't fit into sequences of `shortest` tokens, or has none for training.
     """
 
     def __init__(self, task: Task, seed: int, seq_len: int, shortest: int, text: Text | None):
@@ -374,10 +365,9 @@ class TaskStream:
         example(task, seed, 0, shortest, "train", text)  # raises in time
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """The same as `Stream.read`."""
         indices = (slots[:, None] * self.seq_len + np.arange(self.seq_len // length)).ravel()
-        made = [example(self.task, self.seed, int(index), length, "train", self.text) for index in indices]
-        return np.stack([one.tokens for one in made]), np.stack([one.answers for one in made])
+        examples = [example(self.task, self.seed, int(index), length, "train", self.text) for index in indices]
+        return np.stack([each.tokens for each in examples]), np.stack([each.answers for each in examples])
 
 
 class TrainSequences:
@@ -401,12 +391,12 @@ class TrainSequences:
         """The sources that sequences are drawn from, with weights that sum to 1."""
         if self.length.reads_text:
             return [1.0], [self.length]
-        tasks = self.data.tasks
-        rest = 1 - sum(one.weight for one in tasks)
-        weights, streams = [one.weight for one in tasks], []
-        text = Text(self.store) if any(one.task.vocab_size is None for one in tasks) else None
-        for number, one in enumerate(tasks):
-            streams.append(TaskStream(one.task, fold((seed, number)) % 2**32, self.seq_len, self.length.shortest, text))
+        tasks = [weighted.task for weighted in self.data.tasks]
+        weights, streams = [weighted.weight for weighted in self.data.tasks], []
+        rest = 1 - sum(weights)
+        text = Text(self.store) if any(task.vocab_size is None for task in tasks) else None
+        for number, task in enumerate(tasks):
+            streams.append(TaskStream(task, fold((seed, number)) % 2**32, self.seq_len, self.length.shortest, text))
         if rest < 1e-6:  # tasks alone, of which the store may hold sequences as its parts
             return weights, streams
         split, first = self.store.train, 0
@@ -449,8 +439,7 @@ class TrainSequences:
 def train_sequences(store: Store, config: Config, batch_slots: int | None = None) -> TrainSequences:
     """The sequences that a configuration trains on; with `batch_slots`, in steps of another size.
 
-    Raises:
-        ConfigError: the pieces of documents fill no step (`data.lengths=documents`), or a task can't make its sequences.
+    Raises ConfigError: the pieces of documents fill no step (`data.lengths=documents`), or a task can't make its sequences.
     """
     data = config.data
     slots = batch_slots or config.optim.batch_tokens // data.seq_len
@@ -459,7 +448,7 @@ def train_sequences(store: Store, config: Config, batch_slots: int | None = None
     except NoFullStep as error:
         raise ConfigError([Problem("data.lengths", data.lengths.name, str(error), "lower optim.batch_tokens, or add text")]) from None
     except TaskError as error:
-        names = ", ".join(one.task.name for one in data.tasks)
+        names = ", ".join(weighted.task.name for weighted in data.tasks)
         raise ConfigError([Problem("data.tasks", names, str(error), "change data.seq_len, data.lengths or the task's options")]) from None
 
 
@@ -504,11 +493,6 @@ def train_loader(
 
 
 # ---------------------------------------------------------------- held-out sequences
-
-
-def windows(split: Split, starts: np.ndarray, length: int) -> np.ndarray:
-    """The `length` + 1 tokens from each of `starts` (k,): int64 (k, length + 1)."""
-    return split.take(starts, length + 1).astype(np.int64)
 
 
 def validation_starts(split: Split, seq_len: int, limit: int) -> np.ndarray:

@@ -53,8 +53,7 @@ class Encoded:
 class Encoder:
     """Texts to tokens; ids pass unchanged.
 
-    Raises:
-        DataError: a text that decoding would not give back, or that encodes to a special token.
+    Raises DataError: a text that decoding would not give back, or that encodes to a special token.
     """
 
     def __init__(self, json: str, end_of_text: str):
@@ -65,7 +64,7 @@ class Encoder:
         self.special = special_tokens(self.tokenizer)
         plain = self.tokenizer.normalizer is None and getattr(self.tokenizer.model, "unk_token", None) is None
         added = self.tokenizer.get_added_tokens_decoder().items()
-        back = all(one.special or decode(self.tokenizer, [index]) == one.content for index, one in added)
+        back = all(token.special or decode(self.tokenizer, [index]) == token.content for index, token in added)
         self.byte_count_suffices = self.bytes is not None and plain and back  # tokens with the text's number of bytes decode to the text
 
     def __call__(self, contents: list[str | np.ndarray], begins: list[bool]) -> tuple[np.ndarray, np.ndarray]:

@@ -82,8 +82,7 @@ BAR, SAMPLE = 50, 200  # characters
 def inspect(arguments: list[str], samples: int) -> Store:
     """Check every byte of the store that `arguments` name (its folder, or a configuration), and print its statistics; returns the store.
 
-    Raises:
-        DataError: there is no such store, or it is damaged.
+    Raises DataError: there is no such store, or it is damaged.
     """
     folder = Path(arguments[0])
     is_store = len(arguments) == 1 and (folder.is_dir() or folder.name == MANIFEST)
@@ -121,7 +120,11 @@ def describe(store: Store, samples: int) -> Iterator[str]:
                 f"  {source.licence}"
             )
     yield ""
-    yield from overlaps(store)
+    yield f"held-out {N_GRAM}-grams of tokens that also occur in training text:"
+    fractions = overlap(store)
+    yield from (f"  {label[:24]:<24} {fraction:>7.1%} of {count:,} looked up" for label, count, fraction in fractions)
+    means = "such text is quoted, copied or near-duplicate: a model can recall it, and its loss there says nothing about new text"
+    yield f"  {means}" if fractions else f"  none: no held-out document has {N_GRAM} tokens"
     for name in SPLITS:
         yield ""
         yield from histogram(name, getattr(store, name))
@@ -131,18 +134,6 @@ def describe(store: Store, samples: int) -> Iterator[str]:
         yield ""
         yield f"{label}, training document {index:,} of {store.train.lengths[index] - 1:,} tokens:"
         yield f"  {text!r}"
-
-
-def overlaps(store: Store) -> Iterator[str]:
-    """Lines: the fraction of held-out n-grams that occur in the training text, by source, and what it means."""
-    yield f"held-out {N_GRAM}-grams of tokens that also occur in training text:"
-    fractions = overlap(store)
-    for label, count, fraction in fractions:
-        yield f"  {label[:24]:<24} {fraction:>7.1%} of {count:,} looked up"
-    if fractions:
-        yield "  such text is quoted, copied or near-duplicate: a model can recall it, and its loss there says nothing about new text"
-    else:
-        yield f"  none: no held-out document has {N_GRAM} tokens"
 
 
 def histogram(name: str, split: Split) -> Iterator[str]:

@@ -25,8 +25,7 @@ def prepare(data: DataConfig, progress: bool = False, wanted: str = "") -> Store
     `progress`: print progress (stderr) and a summary (stdout). `wanted`: a fingerprint: the store in `data.root` that has it is
     taken, if there is one, whether or not its sources still exist.
 
-    Raises:
-        DataError: a source can't be read, is too small, or the store can't be written or is damaged.
+    Raises DataError: a source can't be read, is too small, or the store can't be written or is damaged.
     """
     store = store_of(data, wanted) if wanted else None
     if store is None:
@@ -120,8 +119,7 @@ def check_sequences(store: Store, config: Config, fixed: str = "") -> None:
 
     fixed: the model whose training length that is, if it can't be another.
 
-    Raises:
-        ConfigError: a training or validation sequence does not fit.
+    Raises ConfigError: a training or validation sequence does not fit.
     """
     seq_len = config.data.seq_len
     name, shortest = min(("training", store.train.n_tokens), ("held-out", store.val.n_tokens), key=lambda split: split[1])
@@ -191,8 +189,7 @@ def _difference(root: Path, target: Path, spec: dict[str, Plain]) -> str:
 def _locked(root: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Lock `root`; the system releases the lock when the process dies.
 
-    Raises:
-        DataError: its file system has no locks: two processes would write one store.
+    Raises DataError: its file system has no locks: two processes would write one store.
     """
     root.mkdir(parents=True, exist_ok=True)
     with open(root / ".lock", "w") as file:

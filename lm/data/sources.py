@@ -81,8 +81,7 @@ def documents(source: Source, root: Path = ROOT, on_error: OnError = fail, vocab
     `root`: `data.root`, where fetched packages are. `on_error` is called with each file, document or row that can't be read, which
     is left out if the call returns; a file that is damaged part-way gives the documents before the damage. `vocabulary`: for `Tokens`.
 
-    Raises:
-        DataError: naming the file, dataset or row that can't be read, and why.
+    Raises DataError: naming the file, dataset or row that can't be read, and why.
     """
     return reader(source).documents(source, root, on_error, vocabulary)
 
@@ -93,8 +92,7 @@ def identity(source: Source, root: Path = ROOT) -> dict[str, Plain]:
     Files are hashed whole, once (`FileHashes`). A dataset of the hub is known by its pinned commit, else by the hash that
     the `datasets` library gives it (which asks the hub).
 
-    Raises:
-        DataError: the source is missing or unreadable.
+    Raises DataError: the source is missing or unreadable.
     """
     hashes = FileHashes(root)
     try:
@@ -156,8 +154,7 @@ class Fetched:
 def package_texts(name: str, root: Path) -> list[Path]:
     """The package's .txt files, a document each, in the order of their names; fetched into `root`/packages if need be.
 
-    Raises:
-        DataError: the package is not installed, can't be fetched, or is not what it should be.
+    Raises DataError: the package is not installed, can't be fetched, or is not what it should be.
     """
     package = PACKAGES[name]
     if isinstance(package, Installed):

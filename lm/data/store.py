@@ -90,8 +90,8 @@ class Split:
         return tokens
 
     def take(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """The `length` tokens from each of `starts` (k,), across shards: (k, length), in the store's dtype."""
-        return self.at(np.asarray(starts)[:, None] + np.arange(length))
+        """The `length` tokens from each of `starts` (k,), across shards: int64 (k, length)."""
+        return self.at(np.asarray(starts)[:, None] + np.arange(length)).astype(np.int64)
 
     def at(self, index: np.ndarray) -> np.ndarray:
         """The tokens at the indices `index` (any shape), in the store's dtype."""
@@ -152,8 +152,7 @@ class Store:
         The files of a store of more than 256 MiB are read for that once: their hashes are cached in the folder above (`FileHashes`), and
         computed again if a file's size, times or inode change. `verify` always reads them.
 
-        Raises:
-            DataError: a file is missing, truncated or altered, or the manifest does not describe it.
+        Raises DataError: a file is missing, truncated or altered, or the manifest does not describe it.
         """
         manifest = _read_manifest(path)
         try:

@@ -131,8 +131,7 @@ class Text:
     def filler(self, draw: Draw, count: int) -> np.ndarray:
         """`count` tokens side by side, int64: a random window within a document if one is that long, else across documents.
 
-        Raises:
-            TaskError: the split has not so many tokens.
+        Raises TaskError: the split has not so many tokens.
         """
         split = self._splits[draw.subset]
         if split.n_tokens < count:
@@ -142,7 +141,7 @@ class Text:
             begin, end = np.searchsorted(split.offsets, (start, start + count - 1), "right")
             if begin == end and start > split.offsets[begin - 1]:  # a document begins with the end-of-text token
                 break
-        return split.take(np.array([start]), count)[0].astype(np.int64)
+        return split.take(np.array([start]), count)[0]
 
 
 # ---------------------------------------------------------------- tasks over symbols
@@ -332,8 +331,7 @@ def haystack(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sentences in `filler`, then questions with their answers: the sequence (length + 1,), and where each sentence begins, int64.
 
-    Raises:
-        NoRoom: no room for all of it.
+    Raises NoRoom: no room for all of it.
     """
     end = [part for pair in asked for part in pair]
     room = length + 1 - sum(map(len, [*sentences, *end]))

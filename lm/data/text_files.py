@@ -124,8 +124,7 @@ def identity(source: Files, root: Path, hashes: FileHashes) -> dict[str, Plain]:
 def expand(source: Files) -> list[Path]:
     """The files that `source.paths` names: sorted, each once; folders are searched recursively.
 
-    Raises:
-        DataError: a path that does not exist, matches nothing, is empty or has a suffix that can't be read.
+    Raises DataError: a path that does not exist, matches nothing, is empty or has a suffix that can't be read.
     """
     matches: set[Path] = set()
     for path in (Path(name).expanduser() for name in source.paths):
@@ -217,8 +216,7 @@ def read_files(paths: list[Path], source: Files, on_error: OnError, parse: Parse
 class _Stream(io.RawIOBase):
     """A file's bytes, decompressed if its name says so. Unlike `zstandard`, pyarrow reports a truncated file.
 
-    Raises:
-        Unreadable: the file is damaged; all but some 64 kB before the damage has been read.
+    Raises Unreadable: the file is damaged; all but some 64 kB before the damage has been read.
     """
 
     def __init__(self, path: Path):

@@ -45,8 +45,7 @@ class Vocabulary:
     def document(self, ids: Plain | np.ndarray, where: str, n_bytes: int = 0) -> np.ndarray:
         """The ids of a document, without an end of text before or after it: uint32 (tokens,); none for null.
 
-        Raises:
-            Unreadable: `ids` are no whole numbers, or not the tokenizer's, or end of text stands among them.
+        Raises Unreadable: `ids` are no whole numbers, or not the tokenizer's, or end of text stands among them.
         """
         ids = _array(ids, where, n_bytes)
         for begin in range(0, len(ids), _BLOCK):

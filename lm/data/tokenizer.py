@@ -77,8 +77,7 @@ def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer"
 
     The same texts give the same tokenizer, on any number of cores.
 
-    Raises:
-        DataError: the texts support fewer than `spec.vocab_size` entries.
+    Raises DataError: the texts support fewer than `spec.vocab_size` entries.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -106,8 +105,7 @@ def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer"
 def load_tokenizer(path: Path, end_of_text: str = END_OF_TEXT) -> "Tokenizer":
     """The tokenizer of a tokenizer.json, set up so that text that looks like a special token stays text.
 
-    Raises:
-        DataError: the file is missing or invalid, uses BPE dropout, or has no token `end_of_text`.
+    Raises DataError: the file is missing or invalid, uses BPE dropout, or has no token `end_of_text`.
     """
     content = read(path, "data.tokenizer.path")
     return _parsed(lambda: content.decode(), end_of_text, str(path), "data.tokenizer.path")
@@ -218,8 +216,7 @@ OLDER = (VOCABULARY, "merges.txt", *SENTENCEPIECE, "vocab.txt")
 def pretrained(spec: PretrainedTokenizer) -> tuple[str, str]:
     """The content of a pretrained model's tokenizer.json, and the commit on the hub that it is of; empty of a folder.
 
-    Raises:
-        DataError: there is no such folder or model, it has no tokenizer, or the hub can't be reached.
+    Raises DataError: there is no such folder or model, it has no tokenizer, or the hub can't be reached.
     """
     if os.path.exists(folder := Path(spec.model)):
         if spec.revision:
@@ -236,8 +233,7 @@ def downloaded(name: str, revision: str | None, wanted: list[str], where: str = 
     Args:
         where: words that end errors.
 
-    Raises:
-        DataError: not a name on the hub, no such model, or no network and not in the cache.
+    Raises DataError: not a name on the hub, no such model, or no network and not in the cache.
     """
     if name.count("/") != 1 or name.startswith(("/", ".", "~")):
         raise DataError(f"{name}: no such folder or file, and not a name on the hub, such as HuggingFaceTB/SmolLM2-135M{where}")
@@ -252,8 +248,7 @@ def downloaded(name: str, revision: str | None, wanted: list[str], where: str = 
 def read_tokenizer(path: Path) -> str | None:
     """The content of a tokenizer.json, of a folder with one, or of a folder whose files transformers converts; None: no tokenizer there.
 
-    Raises:
-        DataError: files that can't be read, or transformers or what it needs for them is not installed.
+    Raises DataError: files that can't be read, or transformers or what it needs for them is not installed.
     """
     file = path / TOKENIZER_FILE if path.is_dir() else path
     if file.is_file():
@@ -335,8 +330,7 @@ def tiktoken_tokenizer(path: Path, encoding: str) -> "Tokenizer":
 
     tiktoken merges the neighbours whose union ranks lowest, so that every way to cut a token in two tokens is a merge.
 
-    Raises:
-        DataError: the file is missing or not a rank file.
+    Raises DataError: the file is missing or not a rank file.
     """
     lines = read(path, "data.tokenizer.path").split(b"\n")
     try:

@@ -188,8 +188,7 @@ def show_attention(
         overrides: `key=value` of eval.diagnostics.inference and trainer.
         out: the table, .csv or .json; the pictures lie beside it. None: attention.csv in the folder of the first model.
 
-    Raises:
-        LMError: no model there, no text, one that is too long, no such layer or head.
+    Raises LMError: no model there, no text, one that is too long, no such layer or head.
     """
     changes = merge({"eval": {"diagnostics": {}}}, overrides_in("diagnose", overrides or []))
     given = changes["eval"]["diagnostics"]

@@ -115,8 +115,7 @@ def sequence_length(asked: DiagnosticsConfig, seq_len: int) -> int:
 def sequences_of_text(tokenizer: "Tokenizer", end_of_text: int, asked: DiagnosticsConfig, length: int) -> HeldOut:
     """Up to `asked.sequences` windows of the text file `asked.text`, side by side, spread evenly over it.
 
-    Raises:
-        RunError: it is not to be read, not UTF-8, or has too few tokens.
+    Raises RunError: it is not to be read, not UTF-8, or has too few tokens.
     """
     tokens = np.array([end_of_text, *encoding_of(tokenizer, read_file(asked.text, "eval.diagnostics.text = ")).ids])
     fitting = (len(tokens) - 1) // length
@@ -390,8 +389,7 @@ def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str]
         checkpoint: of run folders: `last`, `best` or a step.
         overrides: `key=value` of keys that act in `lm diagnose`, such as eval.diagnostics.sequences=32.
 
-    Raises:
-        LMError: no model there, no text that could be read, other data than it was trained on.
+    Raises LMError: no model there, no text that could be read, other data than it was trained on.
     """
     sources, files = split_configurations(sources)
     for source in sources or files:

@@ -37,8 +37,7 @@ def evaluate_runs(folders: list[Path], checkpoint: str = "last", suite: str = ""
         suite: a name of `SUITES` or a YAML file with an `eval` block; empty: what the run's configuration says.
         overrides: `key=value` of keys that act in `lm eval`, after the suite's.
 
-    Raises:
-        LMError: not a run, no such checkpoint, other data than it was trained on, no such suite.
+    Raises LMError: not a run, no such checkpoint, other data than it was trained on, no such suite.
     """
     own = overrides_in("eval", overrides or [])
     folders, files = split_configurations(folders)
@@ -163,8 +162,7 @@ def text_config(loaded: Loaded, files: list[Path]) -> Config:
 def on_text(loaded: Loaded, config: Config) -> tuple[Loaded, Store]:
     """The model as if it had been trained, for no step, on the text of a `text_config`, and that text, prepared if it was not before.
 
-    Raises:
-        LMError: the text can't be prepared, or is shorter than the sequences that the model was trained on.
+    Raises LMError: the text can't be prepared, or is shorter than the sequences that the model was trained on.
     """
     store = prepare(config.data, progress=True)
     check_sequences(store, config, fixed=str(loaded.path))

@@ -147,8 +147,7 @@ class Measurement(ABC):
 def measurements(config: Config, store: Store, kinds: Iterable[str] | None = None) -> list[Measurement]:
     """All that `config.eval` asks for, the validation first; `kinds`: these alone.
 
-    Raises:
-        LMError: the store does not hold what one of them needs.
+    Raises LMError: the store does not hold what one of them needs.
     """
     chosen = [name.split(":") for kind, name in config.eval.wanted(config.data).items() if kinds is None or kind in kinds]
     return [getattr(import_module(module), attribute)(config, store) for module, attribute in chosen]

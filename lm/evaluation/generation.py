@@ -36,8 +36,7 @@ def generate(
         top_p: draw among the most probable tokens that together have this probability.
         seed: seed of the draws.
 
-    Raises:
-        RunError: the logits are not finite.
+    Raises RunError: the logits are not finite.
     """
     device = decoder.head.weight.device
     drawn = torch.Generator().manual_seed(seed)

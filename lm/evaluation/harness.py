@@ -259,8 +259,7 @@ def run_tasks(
         limit: documents of each task at most; below 1: a fraction of them.
         overrides: `key=value` of keys that act in `lm harness`.
 
-    Raises:
-        LMError: nothing to load there, no such task, a task whose data can't be read, or options out of range.
+    Raises LMError: nothing to load there, no such task, a task whose data can't be read, or options out of range.
     """
     require_options(
         ("--tasks", ",".join(tasks), bool(tasks), "names no task"),

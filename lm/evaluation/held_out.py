@@ -14,7 +14,7 @@ from torch import Tensor
 from lm.config.eval_config import Timing
 from lm.config.task_config import task_names
 from lm.config.tree import Config
-from lm.data.batches import Batch, long_starts, validation_starts, windows
+from lm.data.batches import Batch, long_starts, validation_starts
 from lm.data.store import Store
 from lm.data.tasks import STORE_SEED, example
 from lm.errors import ConfigError, Problem
@@ -80,7 +80,7 @@ class HeldOut:
     @classmethod
     def take(cls, store: Store, starts: np.ndarray, length: int, isolate: bool = False) -> "HeldOut":
         """The sequences of `length` + 1 tokens that begin at `starts` of the held-out split; `isolate`: their documents."""
-        sequences = windows(store.val, starts, length)
+        sequences = store.val.take(starts, length + 1)
         ends = np.cumsum([source.n_tokens for source in store.val.sources])
         sources = np.searchsorted(ends, starts, "right")
         documents = np.searchsorted(store.val.offsets, starts, "right") - 1

@@ -205,8 +205,7 @@ def swap_run(
         overrides: `key=value` of the new normalizer's options and of evaluation.
         files: configurations of the text to measure on, of a model without a training run.
 
-    Raises:
-        LMError: nothing to load, a pair that can't be swapped, other data than it was trained on, `out` not empty.
+    Raises LMError: nothing to load, a pair that can't be swapped, other data than it was trained on, `out` not empty.
     """
     with new_folder(out) as folder:
         loaded = load(source, checkpoint)
