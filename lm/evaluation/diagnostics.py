@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm.config.eval_config import WHEN, DiagnosticsConfig, EvalConfig, LongContextConfig
+from lm.config.eval_config import DiagnosticsConfig, EvalConfig, LongContextConfig
 from lm.config.load import merge, overrides_in, parse
 from lm.config.model_config import NoPosition
 from lm.config.task_config import MQAR
@@ -43,14 +43,13 @@ from lm.diagnostics.retrieval_length import STEPS_AN_OCTAVE, half_length, median
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.answers import QUESTION_SEED
 from lm.evaluation.evaluate import evaluate, evaluate_model, open_device, open_store, split_configurations, text_config
-from lm.evaluation.evaluation_kind import Advance, Measurement, ignore, weights_sha256
+from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
 from lm.evaluation.held_out import HeldOut, by_sequence, lengths_axis, task_sequences
 from lm.model.decoder import Decoder
 from lm.model.device import Device, eval_mode
 from lm.model.swapped import for_inference
 from lm.progress import Progress
 from lm.report.evaluation_tables import Evaluated
-from lm.runs.evaluations import Evaluation
 from lm.runs.folder import CHECKPOINTS, CONFIG, read_config, require_run
 from lm.runs.loading import DESCRIPTION, Loaded, find_checkpoint, load
 from lm.runs.series import Axis, Series, Shown
@@ -147,13 +146,17 @@ class Diagnostics(Measurement):
 
     kind = KIND
 
-    def __init__(self, config: Config, store: Store):
+    def __init__(self, config: Config, store: Store | None, held_out: HeldOut | None = None):
+        """Diagnose on `held_out`, or on sequences of the store."""
         super().__init__(config, store)
-        self.held_out = diagnostic_sequences(store, config, self.asked)
+        self.held_out = held_out or diagnostic_sequences(store, config, self.asked)
 
     @property
     def options(self) -> dict[str, Plain]:
-        return recorded(self.asked_plain, self.held_out, self.config.data.seq_len, self.config.seed)
+        length, asked = self.held_out.length, self.asked_plain
+        measured = {"sequences": len(self.held_out.sequences), "sequences_asked": asked["sequences"], "length": length}
+        measured |= {"sequences_sha256": self.held_out.sha256, "query_indices": query_indices(length, asked["queries"])}
+        return {"seq_len": self.config.data.seq_len, **asked, **measured, "least_keys": LEAST_KEYS, "untrained_seed": self.config.seed}
 
     @property
     def work(self) -> int:
@@ -162,25 +165,17 @@ class Diagnostics(Measurement):
     def precision(self, where: Device) -> str:
         return "32"
 
-    def lasts(self, series: Sequence[Series]) -> bool:
+    def cacheable(self, series: Sequence[Series]) -> bool:
         return True  # what is not finite is not defined there
 
     def picture(self, series: Sequence[Series]) -> bytes | None:
         from lm.evaluation.diagnostic_pictures import diagnostics  # imports matplotlib
 
-        picture = diagnostics(series)
-        return picture and picture.png
+        return (picture := diagnostics(series)) and picture.png
 
     def measure(self, decoder: Decoder, where: Device, progress: Advance) -> list[Series]:
-        series = describe(decoder, self.held_out, self.asked, where, self.config.seed, self.store.fingerprint, progress)
+        series = describe(decoder, self.held_out, self.asked, where, self.config.seed, self.fingerprint, progress)
         return series + retrieval_series(decoder, self.config, self.asked)
-
-
-def recorded(asked: dict[str, Plain], held_out: HeldOut, seq_len: int, seed: int) -> dict[str, Plain]:
-    """All that decides the numbers beside the model, as a result keeps it: what was asked for, and what was measured."""
-    measured = {"sequences": len(held_out.sequences), "sequences_asked": asked["sequences"], "sequences_sha256": held_out.sha256}
-    measured |= {"length": held_out.length, "query_indices": query_indices(held_out.length, asked["queries"]), "least_keys": LEAST_KEYS}
-    return {"seq_len": seq_len, **asked, **measured, "untrained_seed": seed}
 
 
 def describe(
@@ -426,25 +421,22 @@ def check_source(source: Path) -> None:
 
 def _of_model(loaded: Loaded, changes: dict[str, Plain]) -> Evaluated:
     """Diagnose a model folder on the held-out text of its run, or on `eval.diagnostics.text`; the result is not cached."""
-    config, fingerprint = config_of(loaded, changes), ""
+    config = config_of(loaded, changes)
     asked = config.eval.diagnostics
     if asked.text:
         held_out = sequences_of_text(*loaded.tokenizer_and_start(), asked, sequence_length(asked, loaded.spec.seq_len))
+        measurement = Diagnostics(config, None, held_out)
     elif loaded.config is None:
         remedy = "set eval.diagnostics.text=FILE, or name a configuration of text"
         raise RunError(f"{loaded.path}: has no training run behind it, whose held-out text could be read; {remedy}")
     else:
         store = open_store(config, loaded)
         check_sequences(store, config)
-        held_out, fingerprint = diagnostic_sequences(store, config, asked), store.fingerprint
-    where = replace(open_device(config, loaded.environment), bf16=False)
-    weights, decoder = weights_sha256(loaded.decoder), loaded.decoder.to(where.device)
-    with Progress().bar(f"{loaded.folder.name}: {KIND}", len(held_out.sequences) * len(asked.inference)) as advance:
-        series = (*describe(decoder, held_out, asked, where, config.seed, fingerprint, advance), *retrieval_series(decoder, config, asked))
-    facts = loaded.stamp | {"data_fingerprint": fingerprint, "precision": where.precision, "weights_sha256": weights}
-    plain = {name: value for name, value in to_plain(asked).items() if name not in WHEN}
-    options = recorded(plain, held_out, loaded.spec.seq_len, config.seed)
-    return Evaluated(loaded.folder, Evaluation(kind=KIND, options=options, series=series, **facts), cached=False)
+        measurement = Diagnostics(config, store)
+    where, stamp = replace(open_device(config, loaded.environment), bf16=False), loaded.stamp
+    with Progress().bar(f"{loaded.folder.name}: {KIND}", measurement.work) as advance:
+        evaluation = measurement.evaluate(loaded.decoder.to(where.device), where, stamp["step"], stamp["tokens_seen"], advance)
+    return Evaluated(loaded.folder, evaluation, cached=False)
 
 
 def config_of(loaded: Loaded, changes: dict[str, Plain]) -> Config:

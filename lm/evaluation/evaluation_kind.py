@@ -45,8 +45,9 @@ class Measurement(ABC):
 
     kind: ClassVar[str]  # the name of its block of `eval`
 
-    def __init__(self, config: Config, store: Store):
+    def __init__(self, config: Config, store: Store | None):
         self.config, self.store = config, store
+        self.fingerprint = store.fingerprint if store else ""  # of the data that its sequences come from; empty: they come from no store
 
     @property
     def asked(self) -> Timing:
@@ -81,10 +82,9 @@ class Measurement(ABC):
         """A PNG file of its result; None if there is nothing to draw."""
         from lm.report.pictures import fractions  # imports matplotlib
 
-        picture = fractions(series)
-        return picture and picture.png
+        return (picture := fractions(series)) and picture.png
 
-    def lasts(self, series: Sequence[Series]) -> bool:
+    def cacheable(self, series: Sequence[Series]) -> bool:
         """Whether a result is kept, so that it is not measured again: numbers that are not finite may be otherwise another time."""
         return all(each.is_finite for each in series)
 
@@ -106,7 +106,7 @@ class Measurement(ABC):
         weights = weights_sha256(decoder)
         series = self.measure(decoder, where, progress)
         return Evaluation(
-            self.kind, step, tokens_seen, self.store.fingerprint, self.options, self.precision(where), weights, tuple(series),
+            self.kind, step, tokens_seen, self.fingerprint, self.options, self.precision(where), weights, tuple(series),
             self.config.eval.asked(self.kind), self.code,
         )  # fmt: skip
 
@@ -120,7 +120,7 @@ class Measurement(ABC):
     def cache_path(self, run: Path, weights: str, where: Device) -> Path:
         """Where a run folder keeps the result of `weights` (a sha256); kind, code, options, model, data and precision name it, too."""
         model = function_of(self.config.model)
-        facts = [self.kind, self.code, self.options, model, self.store.fingerprint, self.precision(where), weights]
+        facts = [self.kind, self.code, self.options, model, self.fingerprint, self.precision(where), weights]
         return run / EVALUATIONS / "cache" / f"{self.kind}-{plain_sha256(facts)[:16]}.json"
 
     def cached(self, run: Path, weights: str, where: Device, step: int, tokens_seen: int) -> Evaluation | None:
@@ -137,8 +137,8 @@ class Measurement(ABC):
         return None
 
     def cache(self, run: Path, evaluation: Evaluation, where: Device) -> None:
-        """Keep a result in a run folder, if it is one that lasts."""
-        if self.lasts(evaluation.series):
+        """Keep a result in a run folder, if it is cacheable."""
+        if self.cacheable(evaluation.series):
             path = self.cache_path(run, evaluation.weights_sha256, where)
             path.parent.mkdir(exist_ok=True, parents=True)
             write_sealed(path, evaluation.plain())

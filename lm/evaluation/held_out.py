@@ -209,11 +209,6 @@ def bits_per_byte(nll: np.ndarray, held_out: HeldOut) -> float:
     return float(nll.sum(dtype=np.float64) / math.log(2) / n_bytes)
 
 
-def bucket_means(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Means over the positions of each bucket: (N, length) -> (N, buckets) float64."""
-    return np.add.reduceat(values.astype(np.float64), edges[:-1], axis=1) / np.diff(edges)
-
-
 def bucket_edges(seq_len: int, length: int) -> np.ndarray:
     """Edges 0 = e_0 < ... < e_K = length of position buckets, four an octave, with edges at seq_len x 2^i."""
     quarters = np.arange(-4 * math.ceil(math.log2(seq_len)), 4 * math.ceil(math.log2(length / seq_len)) + 1)
@@ -221,9 +216,13 @@ def bucket_edges(seq_len: int, length: int) -> np.ndarray:
     return np.concatenate(([0], edges[(edges > 0) & (edges < length)], [length]))
 
 
-def positions_axis(edges: np.ndarray) -> Axis:
-    """The axis of buckets of positions."""
-    return Axis("position in the sequence", "tokens", "at positions", tuple(edges.tolist()), bins=True)
+def by_position(held_out: HeldOut, values: np.ndarray, seq_len: int) -> dict[str, object]:
+    """The fields of a series of numbers by token, (N, length): means in buckets of positions, by sequence, and at every position."""
+    edges = bucket_edges(seq_len, held_out.length)
+    by_bucket = np.add.reduceat(values.astype(np.float64), edges[:-1], axis=1) / np.diff(edges)
+    axis = Axis("position in the sequence", "tokens", "at positions", tuple(edges.tolist()), bins=True)
+    curve = values.mean(0, dtype=np.float64)
+    return {"means": by_bucket.mean(0), "axis": axis, "samples": (held_out.sample(by_bucket),), "curve": curve}
 
 
 def lengths_axis(lengths: Iterable[int]) -> Axis:
@@ -261,13 +260,13 @@ class Validation(Measurement):
         bits = None if data.symbolic else bits_per_byte(nll, held_out)
         loss, sample = self._loss(nll, np.ones(len(nll), bool))
         level = self.store.val.unigram_cross_entropy if data.symbolic or data.text_weight else None  # text not trained on has none
-        series = validation_series(loss, bits, level, held_out.length, sample, self.store.fingerprint)
+        series = validation_series(loss, bits, level, held_out.length, sample, self.fingerprint)
         labels = task_names([to_plain(each.task) for each in data.tasks]) if data.symbolic else [p.label for p in self.store.val.sources]
         for number, label in enumerate(labels if len(labels) > 1 else []):  # the sources of a mixture, or the tasks over symbols
             chosen = held_out.sources == number
             if chosen.any():
                 loss, sample = self._loss(nll, chosen)
-                fields = {"samples": (sample,), "data_fingerprint": self.store.fingerprint, "logged": (f"val/loss {label}",)}
+                fields = {"samples": (sample,), "data_fingerprint": self.fingerprint, "logged": (f"val/loss {label}",)}
                 series.append(self.series(LOSS, NATS, "lower", loss, what=label, **fields))
         return series
 
@@ -298,7 +297,6 @@ class LongContext(Measurement):
 
     def measure(self, decoder: Decoder, where: Device, progress: Advance) -> list[Series]:
         held_out, count, length, series = self.held_out, len(self.held_out.sequences), self.held_out.length, []
-        edges = bucket_edges(self.config.data.seq_len, length)
         shown = Shown(
             "Long sequences, by position",
             "long-context sequences",
@@ -309,12 +307,10 @@ class LongContext(Measurement):
         )
         for setting in self.asked.inference:
             nll = nll_by_token(for_inference(decoder, setting), held_out, where, progress)
-            by_bucket = bucket_means(nll, edges)
             series += [
                 self.series(
-                    "loss", NATS, "lower", by_bucket.mean(0), setting=setting.label, axis=positions_axis(edges),
-                    samples=(held_out.sample(by_bucket),), curve=nll.mean(0, dtype=np.float64), data_fingerprint=self.store.fingerprint,
-                    interval="documents", logged=(self.asked.metric(setting.label),), shown=shown,
+                    "loss", NATS, "lower", **by_position(held_out, nll, self.config.data.seq_len), setting=setting.label, shown=shown,
+                    data_fingerprint=self.fingerprint, interval="documents", logged=(self.asked.metric(setting.label),),
                 ),
                 self.series("bits per byte", "", "lower", bits_per_byte(nll, held_out), setting=setting.label),
             ]  # fmt: skip
@@ -369,7 +365,7 @@ class ByLength(Measurement):
             series.append(
                 self.series(
                     "loss", NATS, "lower", by_stretch.mean(0), setting=setting.label, axis=lengths_axis(self.lengths),
-                    samples=(self.stretches.sample(by_stretch),), data_fingerprint=self.store.fingerprint, interval="documents",
+                    samples=(self.stretches.sample(by_stretch),), data_fingerprint=self.fingerprint, interval="documents",
                     logged=tuple(self.asked.metric(length, setting.label) for length in self.lengths), shown=shown,
                 )
             )  # fmt: skip

@@ -23,12 +23,10 @@ from lm.evaluation.evaluation_kind import Advance, Measurement, ignore, weights_
 from lm.evaluation.held_out import (
     NATS,
     HeldOut,
-    bucket_edges,
-    bucket_means,
+    by_position,
     by_sequence,
     by_token,
     lengths_axis,
-    positions_axis,
     validation_sequences,
 )
 from lm.files import file_sha256, new_folder, write_text
@@ -97,7 +95,7 @@ class Swap(Measurement):
     def measure(self, decoder: Decoder, where: Device, progress: Advance) -> list[Series]:
         models = [self.before.to(where.device), decoder]
         compared_at = [compared(*models, held_out, where, progress) for held_out in self.held_out]
-        series, fingerprint = [], {"data_fingerprint": self.store.fingerprint}
+        series, fingerprint = [], {"data_fingerprint": self.fingerprint}
         for first, (held_out, values) in enumerate(zip(self.held_out, compared_at, strict=True)):
             what = f"sequences of {held_out.length:,}"
             for (metric, name), numbers in zip(_METRICS.items(), values, strict=True):
@@ -115,10 +113,7 @@ class Swap(Measurement):
         """Means of `values` (sequences, length) in buckets of positions; one number where only answers count."""
         if held_out.answers is not None:
             return self.series(metric, NATS, "lower", values.mean(where=held_out.counts), **given)
-        edges = bucket_edges(self.config.data.seq_len, held_out.length)
-        by_bucket = bucket_means(values, edges)
-        given |= {"axis": positions_axis(edges), "samples": (held_out.sample(by_bucket),), "curve": values.mean(0)}
-        return self.series(metric, NATS, "lower", by_bucket.mean(0), **given)
+        return self.series(metric, NATS, "lower", **by_position(held_out, values, self.config.data.seq_len), **given)
 
     def _by_length(self, metric: str, values: list[np.ndarray]) -> Series:
         """Means of `values`, (sequences, length) of each length, with intervals over documents; for reports."""
@@ -131,7 +126,7 @@ class Swap(Measurement):
         title = f"{metric[0].upper()}{metric[1:]} at the swap of the normalizer"
         return self.series(
             metric, NATS, "lower", np.array(means), axis=lengths_axis(held_out.length for held_out in self.held_out),
-            samples=tuple(samples), interval="documents", data_fingerprint=self.store.fingerprint,
+            samples=tuple(samples), interval="documents", data_fingerprint=self.fingerprint,
             shown=Shown(title, "sequences around the swap", amount, f"{metric} at the swap, by sequence length"),
         )  # fmt: skip
 
