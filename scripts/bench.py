@@ -1,7 +1,6 @@
 """Side-by-side timings, interleaved in one run so that a noisy machine slows all sides alike.
 
 python scripts/bench.py normalizers             step time of every normalizer over softmax's
-python scripts/bench.py nanogpt PATH/model.py   our GPT-2 shape against nanoGPT's model code (bring your own copy)
 python scripts/bench.py optimizers              step time of every optimizer over AdamW's, each as a run builds it
 python scripts/bench.py compile                 fp32 and bf16, eager and compiled
 python scripts/bench.py kernels                 attention alone, forward and backward: each kernel and its dense definition over SDPA
@@ -15,7 +14,6 @@ python scripts/bench.py data                    start-up, memory and sequences a
 """
 
 import argparse
-import importlib.util
 import platform
 import random
 import statistics
@@ -36,7 +34,7 @@ from lm.attention.elementwise_sums import SCORE_FUNCTIONS, elementwise_attention
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
 from lm.config.eval_config import DiagnosticsConfig, Statistics
-from lm.config.model_config import Learned, ModelConfig
+from lm.config.model_config import ModelConfig
 from lm.config.training_config import OPTIMIZERS, AdamW, OptimConfig
 from lm.data.batches import Batch
 from lm.evaluation.diagnostics import statistics_of
@@ -146,33 +144,6 @@ def optimizer_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> t
             parameter.grad = torch.randn_like(parameter)
         sides[f"{name}: the update alone"] = make_optimizer(decoder, OptimConfig(optimizer=option())).step
     return sides, "adamw"
-
-
-def nanogpt_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
-    """GPT-2's shape in both code bases: LayerNorm, GELU, learned positions, biases, tied head, no dropout."""
-    spec = importlib.util.spec_from_file_location("nanogpt_model", arguments.path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["nanogpt_model"] = module
-    spec.loader.exec_module(module)
-    config = module.GPTConfig(
-        block_size=arguments.seq_len,
-        vocab_size=arguments.vocab_size,
-        n_layer=arguments.n_layer,
-        n_head=arguments.n_head,
-        n_embd=arguments.n_embd,
-        dropout=0.0,
-        bias=True,
-    )
-    gpt = module.GPT(config).to(sequences.device)
-    forward = torch.compile(gpt) if arguments.compile else gpt
-    inputs, targets = sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
-    ours = shape(arguments, mlp="gelu", norm="layer", position=Learned(), bias=True, tied=True)
-    sizes = [sum(p.numel() for p in m.parameters()) for m in (gpt, Decoder(ours, arguments.vocab_size, arguments.seq_len, seed=None))]
-    print(f"parameters: nanoGPT {sizes[0]:,}, ours {sizes[1]:,}")
-    return {
-        "nanoGPT": train_step(gpt, lambda batch: forward(inputs, targets)[1], sequences, arguments.bf16),
-        "lm softmax": made(ours, arguments, sequences, arguments.bf16, arguments.compile),
-    }, "nanoGPT"
 
 
 def compile_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
@@ -314,7 +285,6 @@ def dynamics_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tu
 SIDES = {
     "normalizers": normalizer_sides,
     "optimizers": optimizer_sides,
-    "nanogpt": nanogpt_sides,
     "compile": compile_sides,
     "kernels": kernel_sides,
     "documents": document_sides,
@@ -353,7 +323,7 @@ def main() -> None:
         return print_ratios(*bench_overhead.measured(sys.argv[2:]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=[*SIDES, "memory", "memory-of", "long", "diagnose"])
-    parser.add_argument("path", nargs="?", type=Path, help="nanoGPT's model.py")
+    parser.add_argument("path", nargs="?", type=Path, help=argparse.SUPPRESS)  # of memory-of: what is measured
     parser.add_argument("--n-layer", type=int, default=6)
     parser.add_argument("--n-head", type=int, default=6)
     parser.add_argument("--n-embd", type=int, default=384)
@@ -368,8 +338,6 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
-    if arguments.what == "nanogpt" and not (arguments.path and arguments.path.is_file()):
-        parser.error("give the path of nanoGPT's model.py")
     arguments.seq_len = arguments.seq_len or LENGTHS.get(arguments.what, 256)
     alone = {"memory": print_memory, "memory-of": memory_of, "long": measure_long, "diagnose": measure_diagnostics}
     if arguments.what in alone:

@@ -17,6 +17,7 @@ import numpy as np
 from lm.config.data_config import DataConfig, Files, TrainedTokenizer
 from lm.data.prepare import prepare
 from lm.data.store import SHARD_TOKENS, Store, npy, shard_path, write_file, write_manifest
+from lm.files import file_sha256
 
 START = """
 import json, sys, time
@@ -94,10 +95,11 @@ def sparse_store(folder: Path, n_tokens: int) -> Path:
         path, size = shard_path(store.path / "train", number), 2 * min(SHARD_TOKENS, n_tokens - begin)
         path.touch()
         os.truncate(path, size)
-        files[path.name] = {"bytes": size, "sha256": ""}
+        files[path.name] = {"bytes": size, "sha256": file_sha256(path)}
     offsets = np.append(np.arange(0, n_tokens, 1000), n_tokens).astype("<i8")
     files |= write_file(store.path / "train.offsets.npy", npy(offsets))
-    train = {**store.manifest["splits"]["train"], "n_tokens": n_tokens, "n_documents": len(offsets) - 1, "longest": 1000}
+    (source,), counts = store.manifest["splits"]["train"]["sources"], {"n_tokens": n_tokens, "n_documents": len(offsets) - 1}
+    train = {**store.manifest["splits"]["train"], **counts, "longest": min(1000, n_tokens), "sources": [{**source, **counts}]}
     write_manifest(store.path, {**store.manifest, "files": files, "splits": {**store.manifest["splits"], "train": train}})
     return Store.open(store.path).path
 
