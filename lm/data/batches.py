@@ -96,15 +96,10 @@ class NoFullStep(ValueError):
 
 
 class Lengths:
-    """Tokens in each sequence of a step.
+    """Tokens in each sequence of a step."""
 
-    Attributes:
-        shortest: the least length.
-        reads_text: true if the lengths come with the text that is read: a `lm.data.batches.Stream`.
-    """
-
-    shortest: int
-    reads_text: ClassVar[bool] = False
+    shortest: int  # the least length
+    reads_text: ClassVar[bool] = False  # true if the lengths come with the text that is read: a `lm.data.batches.Stream`
 
     def __call__(self, step: int) -> int:
         """The length of the sequences of `step` (0-based)."""
@@ -260,17 +255,11 @@ _SOURCE_SEED = 2**62  # keeps the draws of the sources of a mixture apart from t
 
 
 class Batch(NamedTuple):
-    """Sequences to train on or to evaluate.
+    """Sequences to train on or to evaluate."""
 
-    Attributes:
-        tokens: (B, T) int64.
-        targets: (B, T) int64, what each token is to predict; `IGNORED` where nothing.
-        positions: (B, T) int64 within each document, where documents don't see each other; None: a sequence is one document.
-    """
-
-    tokens: Tensor
-    targets: Tensor
-    positions: Tensor | None
+    tokens: Tensor  # (B, T) int64
+    targets: Tensor  # (B, T) int64, what each token is to predict; `IGNORED` where nothing
+    positions: Tensor | None  # (B, T) int64 within each document, where documents don't see each other; None: a sequence is one document
 
     @classmethod
     def of(cls, sequences: np.ndarray | Tensor, answers: np.ndarray | None = None, end_of_text: int | None = None) -> "Batch":

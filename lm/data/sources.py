@@ -55,19 +55,16 @@ class SourceReader:
 
     Attributes:
         documents: further arguments: `data.root`; what to do with what can't be read; for sources of ids those that the tokenizer knows.
-        identity: plain data, from `data.root` and cached hashes of files.
-        licence: the licence of the text, as far as the source states one.
         description: notes on what is read and ignored, where that is not plain from the options; else empty.
         held_out: the source's own held-out documents as a source, if the configuration names any.
-        streamed: whether every pass over the documents downloads them again.
     """
 
     documents: Callable[[Source, Path, OnError, Vocabulary | None], Documents]
-    identity: Callable[[Source, Path, FileHashes], dict[str, Plain]]
-    licence: Callable[[Source], str] = lambda source: "not stated (local files)"
+    identity: Callable[[Source, Path, FileHashes], dict[str, Plain]]  # plain data, from `data.root` and cached hashes of files
+    licence: Callable[[Source], str] = lambda source: "not stated (local files)"  # the licence of the text, as far as the source states one
     description: Callable[[Source], str] = lambda source: ""
     held_out: Callable[[Source], Source | None] = lambda source: None
-    streamed: Callable[[Source], bool] = lambda source: False
+    streamed: Callable[[Source], bool] = lambda source: False  # whether every pass over the documents downloads them again
 
 
 def reader(source: Source) -> SourceReader:

@@ -28,19 +28,12 @@ LEAST_KEYS = 32  # queries that see fewer keys are left out: their statistics sa
 
 @dataclass(frozen=True)
 class Moments:
-    """Moments of the scores of each query over the keys that it sees.
+    """Moments of the scores of each query over the keys that it sees."""
 
-    Attributes:
-        mean: beta.
-        std: gamma, the root of the mean squared deviation (divided by n, as S is).
-        skew: third standardised moment, 0 for Gaussian scores; NaN where all scores are equal.
-        excess_kurtosis: fourth standardised moment minus 3, 0 for Gaussian scores; NaN where all scores are equal.
-    """
-
-    mean: Tensor
-    std: Tensor
-    skew: Tensor
-    excess_kurtosis: Tensor
+    mean: Tensor  # beta
+    std: Tensor  # gamma, the root of the mean squared deviation (divided by n, as S is)
+    skew: Tensor  # third standardised moment, 0 for Gaussian scores; NaN where all scores are equal
+    excess_kurtosis: Tensor  # fourth standardised moment minus 3, 0 for Gaussian scores; NaN where all scores are equal
 
 
 def score_moments(scores: Tensor, visible: Tensor) -> Moments:
@@ -56,33 +49,19 @@ def score_moments(scores: Tensor, visible: Tensor) -> Moments:
 
 @dataclass(frozen=True, eq=False)
 class AttentionRows:
-    """Some queries of one layer and sequence.
+    """Some queries of one layer and sequence."""
 
-    Attributes:
-        layer: from 0.
-        queries: (T,) int64, index of each query in the sequence.
-        normalizer: of the layer: `normalize` makes weights of other scores.
-        layout: where queries and keys stand in their documents.
-        scores: (H, T, S) fp32, what the normalizer normalizes (`Normalizer.scores`); of visible keys alone they mean anything.
-        weights: (H, T, S) fp32, 0 for keys that are not visible; not negative in most families, summing to one in many.
-        visible: (T, S) bool, the keys that a query may give weight to: those of its document up to itself, or of its window.
-        inputs: the layer's x (1, L, C), q, k (1, H, L, D) and v (1, H, L, E), of all tokens of the sequence.
-        embedding: (1, L, C), their vectors in the embedding.
-        seed: tells sequences apart, for what is drawn at random.
-        is_shuffled: scores and weights are not where the inputs put them (`shuffled`).
-    """
-
-    layer: int
-    queries: Tensor
-    normalizer: Normalizer
-    layout: AttentionLayout
-    scores: Tensor
-    weights: Tensor
-    visible: Tensor
-    inputs: AttentionInputs | None = None
-    embedding: Tensor | None = None
-    seed: int = 0
-    is_shuffled: bool = False
+    layer: int  # from 0
+    queries: Tensor  # (T,) int64, index of each query in the sequence
+    normalizer: Normalizer  # of the layer: `normalize` makes weights of other scores
+    layout: AttentionLayout  # where queries and keys stand in their documents
+    scores: Tensor  # (H, T, S) fp32, what the normalizer normalizes (`Normalizer.scores`); of visible keys alone they mean anything
+    weights: Tensor  # (H, T, S) fp32, 0 for keys that are not visible; not negative in most families, summing to one in many
+    visible: Tensor  # (T, S) bool, the keys that a query may give weight to: those of its document up to itself, or of its window
+    inputs: AttentionInputs | None = None  # the layer's x (1, L, C), q, k (1, H, L, D) and v (1, H, L, E), of all tokens of the sequence
+    embedding: Tensor | None = None  # (1, L, C), their vectors in the embedding
+    seed: int = 0  # tells sequences apart, for what is drawn at random
+    is_shuffled: bool = False  # scores and weights are not where the inputs put them (`shuffled`)
 
     @classmethod
     def of(cls, block: AttentionBlock, embedding: Tensor | None = None, seed: int = 0) -> "AttentionRows":
@@ -205,21 +184,16 @@ class Statistic:
     """One number for each head and query.
 
     Attributes:
-        name: as tables and pictures show it.
-        unit: such as `keys` or `nats`; a `fraction` lies within 0 and 1; empty: a number without one.
         of: rows -> (H, T), NaN where it is not defined; None: it does not apply to the layer's normalizer. Its values of rows that are
             not `is_defined` are not used.
-        shown: in reports, pictures and the metrics of a run, too; any other is in the result and its tables alone.
-        fitted: its growth with the number of visible keys n is fitted by head, value ~ n^exponent.
-        log: its values are logarithms already, for the fit.
     """
 
-    name: str
-    unit: str
+    name: str  # as tables and pictures show it
+    unit: str  # such as `keys` or `nats`; a `fraction` lies within 0 and 1; empty: a number without one
     of: Callable[[AttentionRows], Tensor | None]
-    shown: bool = False
-    fitted: bool = False
-    log: bool = False
+    shown: bool = False  # in reports, pictures and the metrics of a run, too; any other is in the result and its tables alone
+    fitted: bool = False  # its growth with the number of visible keys n is fitted by head, value ~ n^exponent
+    log: bool = False  # its values are logarithms already, for the fit
 
     @property
     def without_first(self) -> "Statistic":
@@ -232,41 +206,30 @@ class Accumulated:
     """Sums over all queries of each sequence by head, such as those of weights by the position of the key.
 
     Attributes:
-        name, unit, shown: as of `Statistic`.
-        size: tokens of a sequence -> how many sums P a head has.
         sums: rows, tokens of the sequence -> (H, P), which are added up over blocks of queries; None: it does not apply. It leaves out
             the rows that are not `is_defined`.
         finish: sums of each sequence (N, layers, H, P) float64 -> one number for each head (layers, H), NaN where it is not defined; None:
             there is none, `Family.derive` makes use of the sums.
     """
 
-    name: str
-    unit: str
-    size: Callable[[int], int]
+    name: str  # as of `Statistic`
+    unit: str  # as of `Statistic`
+    size: Callable[[int], int]  # tokens of a sequence -> how many sums P a head has
     sums: Callable[[AttentionRows, int], Tensor | None]
     finish: Callable[[np.ndarray], np.ndarray] | None = None
-    shown: bool = False
+    shown: bool = False  # as of `Statistic`
 
 
 @dataclass(frozen=True, eq=False)
 class Values:
-    """The values of statistics of one model on N sequences, NaN where they are not defined.
+    """The values of statistics of one model on N sequences, NaN where they are not defined."""
 
-    Attributes:
-        n: (N, layers, T), how many keys each query sees.
-        by_query: (N, layers, H, T) of each `Statistic`, by its name.
-        by_head: (layers, H) of each `Accumulated` that has such numbers, by its name.
-        sums: (N, layers, H, P) float64 of each `Accumulated`, by its name.
-        length: tokens in a sequence.
-        train_length: tokens in a training sequence.
-    """
-
-    n: np.ndarray
-    by_query: dict[str, np.ndarray]
-    by_head: dict[str, np.ndarray]
-    sums: dict[str, np.ndarray]
-    length: int
-    train_length: int
+    n: np.ndarray  # (N, layers, T), how many keys each query sees
+    by_query: dict[str, np.ndarray]  # (N, layers, H, T) of each `Statistic`, by its name
+    by_head: dict[str, np.ndarray]  # (layers, H) of each `Accumulated` that has such numbers, by its name
+    sums: dict[str, np.ndarray]  # (N, layers, H, P) float64 of each `Accumulated`, by its name
+    length: int  # tokens in a sequence
+    train_length: int  # tokens in a training sequence
 
 
 @dataclass(frozen=True, eq=False)

@@ -43,22 +43,17 @@ class TopKeys:
     """The N keys with the largest |weights|, for each N; NaN where a query sees too few keys, all (G, R).
 
     Attributes:
-        distance: d~; 0 where the N are all keys.
-        bound: Theorem 1's upper bound on it, NaN of rows with a negative weight.
-        separable: Theorem 2's N_s / N: the fraction of the N that lie within r of s, r the distance of the nearest other key.
         lower, upper: its envelopes, between 0 and 1. They are no bounds: they suppose that keys lie uniformly on a sphere and
             independently of the weights, and r is taken from the data.
-        within: (G, R, S) bool: those keys.
-        chosen: (G, R, S) bool: the N keys.
     """
 
-    distance: Tensor
-    bound: Tensor
-    separable: Tensor
+    distance: Tensor  # d~; 0 where the N are all keys
+    bound: Tensor  # Theorem 1's upper bound on it, NaN of rows with a negative weight
+    separable: Tensor  # Theorem 2's N_s / N: the fraction of the N that lie within r of s, r the distance of the nearest other key
     lower: Tensor
     upper: Tensor
-    within: Tensor
-    chosen: Tensor
+    within: Tensor  # (G, R, S) bool: those keys
+    chosen: Tensor  # (G, R, S) bool: the N keys
 
 
 @dataclass(frozen=True)
@@ -68,15 +63,12 @@ class RandomKeys:
     Attributes:
         uncorrected: (n - N) / n sum |(a_i + N / (n - 1)) x_i - x-|, with x- = sum a_j x_j, as Theorem 1 was quoted
             to us: 2 to 12 times too large.
-        corrected: (n - N) / n sum |(1 + c) a_i x_i - c x-|, c = N / (n - 1): each norm of a mean, so at most E.
-        upper: each norm replaced by the root of its mean square, so at least E.
-        sampled: d~ of one random set a row, the same for all N but for its size: unbiased (Monte Carlo).
     """
 
     uncorrected: Tensor
-    corrected: Tensor
-    upper: Tensor
-    sampled: Tensor
+    corrected: Tensor  # (n - N) / n sum |(1 + c) a_i x_i - c x-|, c = N / (n - 1): each norm of a mean, so at most E
+    upper: Tensor  # each norm replaced by the root of its mean square, so at least E
+    sampled: Tensor  # d~ of one random set a row, the same for all N but for its size: unbiased (Monte Carlo)
 
 
 def top_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int]) -> TopKeys:
@@ -387,19 +379,12 @@ def _generator(rows: AttentionRows) -> torch.Generator:
 
 @dataclass(frozen=True)
 class Compared:
-    """Two samples, such as heads' mean distances of the largest weights and of random keys, compared for each number of keys N.
+    """Two samples, such as heads' mean distances of the largest weights and of random keys, compared for each number of keys N."""
 
-    Attributes:
-        counts: the numbers N.
-        statistic: (G,) largest difference of the two distribution functions, D; NaN where a sample is empty.
-        p: (G,) p values of the two-sided test.
-        size: values in each sample; D of two small samples is large by chance.
-    """
-
-    counts: Sequence[int]
-    statistic: np.ndarray
-    p: np.ndarray
-    size: int
+    counts: Sequence[int]  # the numbers N
+    statistic: np.ndarray  # (G,) largest difference of the two distribution functions, D; NaN where a sample is empty
+    p: np.ndarray  # (G,) p values of the two-sided test
+    size: int  # values in each sample; D of two small samples is large by chance
 
     def critical(self, level: float) -> float:
         """The smallest N at which the test at `level` does not reject that the samples are of one distribution; NaN if it does at all N."""

@@ -31,21 +31,13 @@ OCTAVES = 40  # as far as is looked: beyond it a model is said never to lose the
 
 @dataclass(frozen=True, eq=False)
 class Retrieval:
-    """Scores that a head gives to questions at one length, fp64.
+    """Scores that a head gives to questions at one length, fp64."""
 
-    Attributes:
-        needle: (Q,) z*, score of the key that holds the answer.
-        others: (Q, K) scores of all other visible keys.
-        is_filler: (Q, K) bool, which of those a longer sequence has more of.
-        n: (Q,) visible keys.
-        slope: (Q,) of the scores' scale on ln n, relative to the scale at n.
-    """
-
-    needle: np.ndarray
-    others: np.ndarray
-    is_filler: np.ndarray
-    n: np.ndarray
-    slope: np.ndarray
+    needle: np.ndarray  # (Q,) z*, score of the key that holds the answer
+    others: np.ndarray  # (Q, K) scores of all other visible keys
+    is_filler: np.ndarray  # (Q, K) bool, which of those a longer sequence has more of
+    n: np.ndarray  # (Q,) visible keys
+    slope: np.ndarray  # (Q,) of the scores' scale on ln n, relative to the scale at n
 
     def weight(self, more: float) -> np.ndarray:
         """Weight on the needle (Q,) in a sequence of `more` further tokens."""
@@ -63,20 +55,13 @@ class Retrieval:
 
 @dataclass(frozen=True, eq=False)
 class RetrievingHead:
-    """The head that gives the needle most weight, a mean over questions.
+    """The head that gives the needle most weight, a mean over questions."""
 
-    Attributes:
-        layer, head: from 0.
-        weight: that mean.
-        effective_keys: (Q,) N_eff of its rows.
-        scores: those of its rows.
-    """
-
-    layer: int
-    head: int
-    weight: float
-    effective_keys: np.ndarray
-    scores: Retrieval
+    layer: int  # from 0
+    head: int  # from 0
+    weight: float  # that mean
+    effective_keys: np.ndarray  # (Q,) N_eff of its rows
+    scores: Retrieval  # those of its rows
 
 
 @torch.no_grad()

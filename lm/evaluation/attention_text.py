@@ -36,17 +36,14 @@ class Maps:
     """All heads' weights on one sequence.
 
     Attributes:
-        size: tokens along each side of a cell; 1: every weight has a cell of its own.
         weights: (layers, H, K, K) fp32, of queries by keys; NaN where no query of a cell sees a key of it, or a weight is not finite.
-        queries, keys: (layers, H, K, K) int64, the token that each weight is of; -1 where there is none.
-        effective: (layers, H), mean of N_eff / n over queries, the first token left out: the smaller, the more concentrated.
     """
 
-    size: int
+    size: int  # tokens along each side of a cell; 1: every weight has a cell of its own
     weights: np.ndarray
-    queries: np.ndarray
-    keys: np.ndarray
-    effective: np.ndarray
+    queries: np.ndarray  # (layers, H, K, K) int64, the token that each weight is of; -1 where there is none
+    keys: np.ndarray  # (layers, H, K, K) int64, the token that each weight is of; -1 where there is none
+    effective: np.ndarray  # (layers, H), mean of N_eff / n over queries, the first token left out: the smaller, the more concentrated
 
     def most_concentrated(self, count: int) -> list[tuple[int, int]]:
         """(layer, head) of the heads with the smallest `effective`, at most `count` of them, in the order of layers."""
@@ -98,26 +95,16 @@ DECADES = 4  # of weights that colours tell apart, below the largest
 
 @dataclass(frozen=True, eq=False)
 class Shown:
-    """One model's attention on the text, under one inference setting.
+    """One model's attention on the text, under one inference setting."""
 
-    Attributes:
-        name: the name of the run or model, and its setting where there are several.
-        said: how much of the model is shown, in words.
-        source: its folder.
-        setting: label of the inference setting.
-        tokens: the text of each token; the first one begins the document.
-        characters: where each token begins in the text; 0 for the first one.
-        heads: (layer, head) of those that are shown.
-    """
-
-    name: str
-    said: str
-    source: Path
-    setting: str
-    tokens: list[str]
-    characters: list[int]
+    name: str  # the name of the run or model, and its setting where there are several
+    said: str  # how much of the model is shown, in words
+    source: Path  # its folder
+    setting: str  # label of the inference setting
+    tokens: list[str]  # the text of each token; the first one begins the document
+    characters: list[int]  # where each token begins in the text; 0 for the first one
     maps: Maps
-    heads: list[tuple[int, int]]
+    heads: list[tuple[int, int]]  # (layer, head) of those that are shown
 
 
 def attention_picture(models: Sequence[Shown]) -> Picture:

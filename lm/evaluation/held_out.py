@@ -38,16 +38,14 @@ class HeldOut:
     Attributes:
         documents: index of the held-out document that each sequence begins in, (N,). None: sequences are independent.
         sources: index of the source or task that each sequence is from, (N,). None: not known.
-        answers: (N, length) bool, which predictions count; None: all.
-        end_of_text: the token that begins a document, where documents in a sequence don't see each other; else None.
     """
 
     sequences: np.ndarray
     token_bytes: np.ndarray
     documents: np.ndarray | None = None
     sources: np.ndarray | None = None
-    answers: np.ndarray | None = None
-    end_of_text: int | None = None
+    answers: np.ndarray | None = None  # (N, length) bool, which predictions count; None: all
+    end_of_text: int | None = None  # the token that begins a document, where documents in a sequence don't see each other; else None
 
     @cached_property
     def sha256(self) -> str:
