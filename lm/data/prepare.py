@@ -1,8 +1,7 @@
 """From sources to a token store in a folder named by its content: prepared once, opened by every later run."""
 
-from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from lm.config.data_config import DataConfig, TrainedTokenizer
@@ -10,9 +9,9 @@ from lm.config.tree import Config
 from lm.data import tokenizer
 from lm.data.build import build
 from lm.data.sources import identity, labels, reader
-from lm.data.store import FORMAT, Store, fingerprint, manifests
+from lm.data.store import FORMAT, Store, fingerprint, locked, manifests
 from lm.errors import ConfigError, DataError, Problem, one_line
-from lm.files import lock, plain_sha256
+from lm.files import plain_sha256
 from lm.progress import Progress
 from lm.schema import Plain, to_plain
 
@@ -41,7 +40,12 @@ def _prepared(data: DataConfig, shown: Progress) -> Path:
     target = _folder(data, spec)
     try:
         if not target.exists():
-            with _locked(target.parent, shown.say):
+            root, wait = target.parent, "waiting for another process that prepares a token store"
+            root.mkdir(parents=True, exist_ok=True)
+            with locked(root / ".lock", lambda: shown.say(f"{root}: {wait}")) as unlocked:
+                if unlocked:
+                    remedy = "set data.root to a folder on another one; a store that was prepared there may be moved here"
+                    raise DataError(f"{unlocked}, which keep processes from preparing one store at the same time; {remedy}")
                 if not target.exists():  # another process may have made it meanwhile
                     _announce(data, target, spec, shown)
                     build(data, spec, target, shown)
@@ -183,22 +187,3 @@ def _difference(root: Path, target: Path, spec: dict[str, Plain]) -> str:
         return "none of this source exists"
     nearest = min(differences, key=lambda name: len(differences[name]))
     return f"{nearest} differs in {', '.join(differences[nearest])}"
-
-
-@contextmanager
-def _locked(root: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Lock `root`; the system releases the lock when the process dies.
-
-    Raises DataError: its file system has no locks: two processes would write one store.
-    """
-    root.mkdir(parents=True, exist_ok=True)
-    with open(root / ".lock", "w") as file:
-        try:
-            unlocked = lock(file.fileno(), root)
-        except BlockingIOError:
-            say(f"{root}: waiting for another process that prepares a token store")
-            unlocked = lock(file.fileno(), root, wait=True)
-        if unlocked:
-            remedy = "set data.root to a folder on another one; a store that was prepared there may be moved here"
-            raise DataError(f"{unlocked}, which keep processes from preparing one store at the same time; {remedy}")
-        yield

@@ -16,7 +16,7 @@ import os
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -276,7 +276,10 @@ def _check_files(folder: Path, files: Mapping[str, Mapping[str, Plain]], sha256:
 
 def _check_large(folder: Path, files: Mapping[str, Mapping[str, Plain]]) -> None:
     """Check files whose hashes may be cached in the folder above. Of several processes one reads them, and the others wait."""
-    with _one_at_a_time(folder.parent / ".hashes.lock"):
+    with ExitStack() as stack:
+        with suppress(OSError):  # the lock only saves work: a folder that can't be written has none
+            if unlocked := stack.enter_context(locked(folder.parent / ".hashes.lock")):
+                Progress().say(f"note: {unlocked}: each process checks stores by itself; set data.root to a folder on another one")
         hashes = FileHashes(folder.parent)
         unknown = sum(expected["bytes"] for name, expected in files.items() if hashes.cached(folder / name) != expected["sha256"])
         if unknown:
@@ -294,17 +297,18 @@ def _check_large(folder: Path, files: Mapping[str, Mapping[str, Plain]]) -> None
 
 
 @contextmanager
-def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Lock the file `path`, which only saves work: without a lock in a folder that can't be written, or on a file system without locks."""
-    try:
-        file = open(path, "w")  # noqa: SIM115 (closed below)
-    except OSError:
-        yield
-        return
-    with file:
-        if unlocked := lock(file.fileno(), path.parent, wait=True):
-            Progress().say(f"note: {unlocked}: each process checks stores by itself; set data.root to a folder on another one")
-        yield
+def locked(path: Path, waiting: Callable[[], object] = lambda: None) -> Iterator[str]:
+    """Lock the file `path`, which the system releases when the process dies; `waiting` is called if another process has it.
+
+    Yields why there is no lock, on a file system without locks; else nothing. Raises OSError if the file can't be written.
+    """
+    with open(path, "w") as file:
+        try:
+            unlocked = lock(file.fileno(), path.parent)
+        except BlockingIOError:
+            waiting()
+            unlocked = lock(file.fileno(), path.parent, wait=True)
+        yield unlocked
 
 
 def _damaged(path: Path, reason: str) -> DataError:
