@@ -105,7 +105,7 @@ def test_a_module_can_be_read_in_one_sitting(name: str):
 
 
 # Rooms whose names have been gone through.
-NAMED = ("attention", "config", "diagnostics", "errors", "evaluation", "files", "huggingface", "machine", "model", "progress", "schema",
+NAMED = ("attention", "config", "data", "diagnostics", "errors", "evaluation", "files", "huggingface", "machine", "model", "progress", "schema",
          "statistics", "training")  # fmt: skip
 
 

@@ -350,7 +350,7 @@ def tiktoken_tokenizer(path: Path, encoding: str) -> "Tokenizer":
     cutter = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     spelled = {token: _spelled(token) for token in ranks}
     ids = {spelled[token]: rank for token, rank in ranks.items()}
-    return _byte_level(ids, [(spelled[left], spelled[right]) for left, right in pairs], end, cutter, ignore_merges=True)
+    return _byte_level(ids, [(spelled[first], spelled[second]) for first, second in pairs], end, cutter, ignore_merges=True)
 
 
 def _byte_level(ids: dict[str, int], pairs: list[tuple[str, str]], end: int, cutter: object, ignore_merges: bool = False) -> "Tokenizer":
