@@ -105,8 +105,8 @@ def test_a_module_can_be_read_in_one_sitting(name: str):
 
 
 # Rooms whose names have been gone through.
-NAMED = ("attention", "config", "data", "diagnostics", "errors", "evaluation", "files", "huggingface", "machine", "model", "progress", "schema",
-         "statistics", "training")  # fmt: skip
+NAMED = ("attention", "config", "data", "diagnostics", "errors", "evaluation", "files", "huggingface", "machine", "model", "progress",
+         "schema", "statistics", "training")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODULES)
