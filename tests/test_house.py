@@ -20,6 +20,7 @@ ROOMS = (
     "files",
     "progress",
     "attention",
+    "functional",
     "config",
     "data",
     "model",
@@ -127,7 +128,7 @@ def test_local_names_are_nouns(name: str):
 
 @pytest.mark.parametrize("name", [name for name, path in MODULES.items() if path.name == "__init__.py"])
 def test_packages_pass_nothing_on(name: str):
-    assert name == "lm.__init__" or not GRAPH[name]
+    assert name in ("lm.__init__", "lm.huggingface.__init__") or not GRAPH[name]  # these two are read by users of Python
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,15 @@ class Normalizer(ABC, Module):
         """Features of the keys, likewise; appended to k and cached with it."""
         return None
 
+    def append_features(self, x: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q (B, H, T, D + F) and k (B, K, T, .) with the features computed from the layer's input x, in the wider of their dtypes: sums of
+        a feature over all tokens would accumulate its rounding."""
+        import torch
+
+        of_queries, of_keys = self.query_features(x), group_key_features(self.key_features(x), k.size(1))
+        q = q if of_queries is None else torch.cat((q, of_queries), -1)
+        return q, k if of_keys is None else torch.cat((k, of_keys), -1)
+
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
         """Features of queries and keys whose products, but for a decay, are the scores, (B, H, T, F) and (B, H, S, F); None: none are."""
         return None
@@ -174,6 +183,16 @@ class Normalizer(ABC, Module):
         from lm.attention.routes import by_query_blocks
 
         return by_query_blocks(self, q, k, v, layout)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        """`forward` of whole sequences, document by document where a sequence holds several."""
+        from lm.attention.layout import by_documents
+
+        return self(q, k, v, layout) if layout.documents is None else by_documents(self, q, k, v, layout)
+
+    def fused_inputs(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor] | None:
+        """Queries and keys of which plain softmax of q.k / sqrt(D) gives the weights, q in fp32 or wider; None: there are no such."""
+        return None
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: object) -> tuple[Tensor, object]:
         """`forward` for tokens that go on from earlier ones: (weights x values, state).

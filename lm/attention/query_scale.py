@@ -44,13 +44,14 @@ class QueryScale(SoftmaxNormalizer):
         z, scale = logits(q, k), self.scale(layout)
         return z if scale is None else z * scale.unsqueeze(-1).to(z.dtype)
 
+    def fused_inputs(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
+        scale = self.scale(layout)
+        return q if scale is None else q * scale.unsqueeze(-1), k
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         from lm.attention.routes import fused_softmax
 
-        scale = self.scale(layout)
-        if scale is not None:
-            q = q * scale.unsqueeze(-1)
-        return fused_softmax(q, k, v, layout)
+        return fused_softmax(*self.fused_inputs(q, k, layout), v, layout)
 
     def kernel_description(self, device: str = "cpu") -> str:
         from lm.attention.routes import softmax_route
@@ -339,8 +340,8 @@ class CosineNormalizer(QueryScale):
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         return super().define_scores(unit_vectors(q), unit_vectors(k), layout)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        return super().forward(unit_vectors(q), unit_vectors(k), v, layout)
+    def fused_inputs(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
+        return super().fused_inputs(unit_vectors(q), unit_vectors(k), layout)
 
 
 def unit_vectors(x: Tensor) -> Tensor:
@@ -422,10 +423,13 @@ class QASSMaxNormalizer(SoftmaxNormalizer):
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         return logits(self.scaled(q, layout), k)
 
+    def fused_inputs(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
+        return self.scaled(q, layout), k
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         from lm.attention.routes import fused_softmax
 
-        return fused_softmax(self.scaled(q, layout), k, v, layout)
+        return fused_softmax(*self.fused_inputs(q, k, layout), v, layout)
 
     def kernel_description(self, device: str = "cpu") -> str:
         from lm.attention.routes import softmax_route

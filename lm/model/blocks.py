@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.attention.catalogue import make_normalizer
-from lm.attention.layout import AttentionLayout, by_documents
-from lm.attention.normalizer import LayerSpec, Normalizer, group_key_features
+from lm.attention.layout import AttentionLayout
+from lm.attention.normalizer import LayerSpec, Normalizer
 from lm.config.model_config import ModelConfig
 from lm.model.rope import Rotation, rotate
 
@@ -104,7 +104,7 @@ class AttentionBase(nn.Module):
             q, k = rotate(q, context.rotation), rotate(k, context.rotation)
         if context.logit_factor != 1:
             q = q * context.logit_factor
-        q, k = _append(q, self.normalizer.query_features(x)), _append(k, group_key_features(self.normalizer.key_features(x), k.size(1)))
+        q, k = self.normalizer.append_features(x, q, k)
         if context.cache:
             states = context.cache.states
             out, states[self] = self.normalizer.decode(q, k, v, context.layout, states.get(self))
@@ -112,16 +112,8 @@ class AttentionBase(nn.Module):
             k, v = self.normalizer.expand_kv_heads(k, v)
             if context.captured is not None:
                 context.captured.append(AttentionInputs(x, q, k, v))
-            if context.layout.documents is None:
-                out = self.normalizer(q, k, v, context.layout)
-            else:
-                out = by_documents(self.normalizer, q, k, v, context.layout)
+            out = self.normalizer.attend(q, k, v, context.layout)
         return out.transpose(1, 2).flatten(2)
-
-
-def _append(heads: Tensor, features: Tensor | None) -> Tensor:
-    """Heads with their features appended, in the wider of their dtypes: sums of a feature over all tokens would accumulate its rounding."""
-    return heads if features is None else torch.cat((heads, features), -1)
 
 
 class Attention(AttentionBase):

@@ -1,0 +1,149 @@
+"""lm's normalizers as attention of transformers' own models, with what they learn as parameters of each layer's attention.
+
+    import lm.huggingface
+    lm.huggingface.register()
+    model = AutoModelForCausalLM.from_pretrained(NAME, attn_implementation="lm_ssmax")
+    lm.huggingface.add_parameters(model)  # of normalizers that learn something
+
+The same lines read the parameters again from a folder that `save_pretrained` wrote. Without them transformers warns of unexpected tensors
+and computes softmax.
+
+Shapes: B sequences, T queries, S keys, H heads of queries, K of keys and values, D head size.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import lm.functional as functional
+from lm.attention.catalogue import ENTRIES
+from lm.attention.layout import AttentionLayout
+from lm.functional import Named
+
+LENGTH = "lm_train_length"  # field of the configuration
+HOLDER = "lm_normalizer"  # of a layer's parameters, within its attention; and the field of the configuration that names the normalizer
+ELSEWHERE = ("forget", "asentmax", "p_n")  # the first two read the layer's input, the last has a table for all layers
+REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias")  # arguments of attention functions that change what is computed
+
+
+def register(normalizers: Mapping[str, Named] | None = None) -> None:
+    """Make normalizers known to transformers.
+
+    Args:
+        normalizers: by their `attn_implementation`, e.g. {"lm_ssmax_b": {"name": "ssmax", "bias": True}}; None: all but forget, asentmax
+            and p_n with their default options, as lm_NAME.
+
+    Raises:
+        ConfigError: no such normalizer, or options that it does not have.
+    """
+    for name, normalizer in (normalizers or {f"lm_{name}": name for name in ENTRIES if name not in ELSEWHERE}).items():
+        functional.parameters(normalizer, 1, 2, 2)
+        ALL_ATTENTION_FUNCTIONS.register(name, partial(_attend, normalizer))
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, sdpa_mask)
+
+
+def add_parameters(model: PreTrainedModel, train_length: int | None = None) -> None:
+    """Give each attention of a model the parameters of the normalizer that `attn_implementation` names, in fp32.
+
+    They are `lm_normalizer` of the attention module: optimizers see them, `save_pretrained` saves them. A model that was read from a local
+    folder with such parameters gets those, others initial values.
+
+    Args:
+        train_length: tokens in a training sequence; None: the configuration's `max_position_embeddings`.
+
+    Raises:
+        ValueError: no normalizer of lm is named, or the folder has the parameters of another one.
+    """
+    config = model.config
+    function = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
+    if not isinstance(function, partial) or function.func is not _attend:
+        raise ValueError(f"attn_implementation is {config._attn_implementation}: call lm.huggingface.register() and name one of lm's")
+    (normalizer,) = function.args
+    plain = {"name": normalizer} if isinstance(normalizer, str) else dict(normalizer)
+    if (before := getattr(config, HOLDER, None)) not in (None, plain):
+        raise ValueError(f"{config._name_or_path} was saved with {before}, attn_implementation {config._attn_implementation} is {plain}")
+    setattr(config, HOLDER, plain)
+    setattr(config, LENGTH, train_length or _train_length(config))
+    for module in model.modules():
+        if hasattr(module, "layer_idx") and hasattr(module, "head_dim"):
+            first = functional.parameters(normalizer, config.num_attention_heads, module.head_dim, _train_length(config))
+            module.add_module(HOLDER, _Parameters(first).to(next(module.parameters()).device))
+    if before:
+        _read_saved(model)
+
+
+def _train_length(config: PreTrainedConfig) -> int:
+    return getattr(config, LENGTH, config.max_position_embeddings)
+
+
+class _Parameters(nn.Module):
+    """Parameters by names that may have dots."""
+
+    def __init__(self, values: Mapping[str, Tensor]):
+        super().__init__()
+        for name, value in values.items():
+            self.register_parameter(name.replace(".", "_"), nn.Parameter(value))
+        self.names = list(values)
+
+    def by_name(self) -> dict[str, Tensor]:
+        """The parameters by the names that `lm.functional` gives them."""
+        return dict(zip(self.names, self.parameters(), strict=True))
+
+
+def _read_saved(model: PreTrainedModel) -> None:
+    """Read the parameters that lie beside the weights that the model was read from. Raises ValueError: one is missing."""
+    folder, saved = Path(model.config._name_or_path), {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            saved |= {name: opened.get_tensor(name) for name in opened.keys() if f".{HOLDER}." in name}  # noqa: SIM118
+    wanted = {name: parameter for name, parameter in model.named_parameters() if f".{HOLDER}." in name}
+    if missing := wanted.keys() - saved.keys():
+        raise ValueError(f"{folder}: its configuration names {HOLDER}, and it has no tensor {min(missing)}")
+    for name, parameter in wanted.items():
+        parameter.data.copy_(saved[name])
+
+
+def _attend(
+    normalizer: Named, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, position_ids: Tensor | None = None, **kwargs: object,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """An attention function of transformers: (B, T, H, D) of query (B, H, T, D), key and value (B, K, S, D)."""
+    if refused := [name for name in REFUSED if kwargs.get(name) is not None]:
+        raise ValueError(f"lm's normalizers do not compute {refused[0]} of {type(module).__name__}; use a model without it")
+    if dropout:
+        raise ValueError("lm's normalizers have no dropout of weights; set attention_dropout (or attn_pdrop) to 0")
+    holder, config = getattr(module, HOLDER, None), module.config
+    if holder is None and functional.parameters(normalizer, 1, 2, 2):
+        raise ValueError(f"{config._attn_implementation} has learned parameters: call lm.huggingface.add_parameters(model) once it is made")
+    factor = 1.0 if scaling is None else scaling * math.sqrt(query.size(-1))
+    query = query if math.isclose(factor, 1.0) else query * factor
+    if attention_mask is None and 1 < query.size(2) < key.size(2):  # an empty cache of fixed size
+        key, value = key[:, :, : query.size(2)], value[:, :, : query.size(2)]
+    layout = _layout(query, key, attention_mask, position_ids)
+    parameters = holder.by_name() if holder is not None else {}
+    out = functional.attention(normalizer, query, key, value, parameters, positions=layout, train_length=_train_length(config))
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _layout(query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> AttentionLayout:
+    """Where queries and keys stand, by the mask, which knows padding and packing; without one by the positions, which may be packed."""
+    queries, keys = query.size(2), key.size(2)
+    if mask is None:
+        packed = position_ids is not None and queries == keys and bool((position_ids[:, 1:] == 0).any())
+        return functional.make_layout(query, key, position_ids if packed else None)
+    visible = (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)[:, 0]  # (B, T, S)
+    positions = (visible.sum(-1) - 1).clamp(min=0)  # of padding: 0
+    if queries == keys:
+        return AttentionLayout.from_positions(positions)
+    start = visible[:, -1].int().argmax(-1, keepdim=True)  # (B, 1), of the document that goes on
+    key_positions = torch.arange(keys, device=key.device) - start
+    of_keys = (key_positions >= 0).long()
+    return AttentionLayout(positions, key_positions, positions[:, -1:] + 1, False, torch.ones_like(positions), of_keys)

@@ -1,0 +1,151 @@
+"""`lm.functional`: every entry, forward and backward, is its definition in fp64, in whatever sequences; and what it refuses."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import lm.functional as L
+from lm.attention import catalogue as opt
+from lm.attention.catalogue import ENTRIES
+from lm.attention.contract import HEADS, SIZE, TRAIN_LENGTH, WIDTH, randomized
+from lm.attention.layout import AttentionLayout
+from lm.attention.normalizer import Normalizer
+from lm.errors import ConfigError
+from lm.schema import to_plain
+
+CASES = [
+    *(entry() for entry in ENTRIES.values()),
+    opt.SSMax(bias=True), opt.SSMax(scale="none"), opt.SSMax(n="fixed:40"), opt.SSMax(n="sample"), opt.LogN(base=20.0, clip=True),
+    opt.Cosine(log_n=True), opt.Relu2(n="sum"), opt.Sigmoid(bias=True), opt.Window(size=5), opt.Softmax(temperature=0.5),
+]  # fmt: skip
+LENGTHS = [11, 1, 19, 9]  # of the documents in a sequence
+TOKENS = sum(LENGTHS)
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
+
+
+def packed() -> Tensor:
+    return torch.cat([torch.arange(length) for length in LENGTHS]).expand(2, -1)
+
+
+# How the documents of two sequences of `TOKENS` are given, and their layout.
+GIVEN: dict[str, tuple[dict, Callable[[], AttentionLayout]]] = {
+    "whole": ({}, lambda: AttentionLayout.full(TOKENS)),
+    "positions": ({"positions": packed()}, lambda: AttentionLayout.from_positions(packed())),
+    "cu_seqlens": (
+        {"cu_seqlens": torch.tensor([0, *LENGTHS, *LENGTHS]).cumsum(0).int()},
+        lambda: AttentionLayout.from_positions(packed()),
+    ),
+    "a layout": ({"positions": AttentionLayout.full(TOKENS)}, lambda: AttentionLayout.full(TOKENS)),
+}
+
+
+def inputs(normalizer: Normalizer, heads: int = HEADS) -> tuple[Tensor, ...]:
+    """x, q, k, v, leaves in fp64; x is unused by most."""
+    sizes = (HEADS, SIZE), (heads, SIZE), (heads, SIZE)
+    return drawn(2, TOKENS, WIDTH, seed=4), *(drawn(2, h, TOKENS, d, seed=seed) for seed, (h, d) in enumerate(sizes))
+
+
+def reads_input(normalizer: Normalizer) -> bool:
+    return any(getattr(normalizer, name)(torch.zeros(1, 1, WIDTH).double()) is not None for name in ("query_features", "key_features"))
+
+
+def defined(normalizer: Normalizer, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+    """The definition: dense weights times values, features and shared heads by hand."""
+    of_q, of_k = normalizer.query_features(x), normalizer.key_features(x)
+    k, v = (part.repeat_interleave(HEADS // part.size(1), 1) for part in (k, v))
+    q, k = (part if own is None else torch.cat((part, own), -1) for part, own in ((q, of_q), (k, of_k)))
+    return normalizer.weights(q, k, layout) @ v
+
+
+def assert_same(actual: Tensor, expected: Tensor, leaves: list[Tensor]) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
+    grad = drawn(*expected.shape, seed=9).detach()
+    for mine, theirs in zip(
+        *(torch.autograd.grad(out, leaves, grad, allow_unused=True, materialize_grads=True) for out in (actual, expected)), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("options", CASES, ids=lambda options: options.label())
+def test_attention_and_its_gradients_are_the_definition(options: opt.Options, given: str):
+    normalizer, (arguments, layout) = randomized(options), GIVEN[given]
+    leaves, parameters = inputs(normalizer, heads=2), dict(normalizer.named_parameters())
+    x = {"x": leaves[0]} if reads_input(normalizer) else {}
+    out = L.attention(to_plain(options), *leaves[1:], parameters, train_length=TRAIN_LENGTH, **x, **arguments)
+    assert_same(out, defined(normalizer, *leaves, layout()), [*leaves, *parameters.values()])
+
+
+@pytest.mark.parametrize("options", CASES, ids=lambda options: options.label())
+def test_fewer_queries_than_keys_go_on_from_earlier_ones(options: opt.Options):
+    normalizer = randomized(options)
+    x, q, k, v = inputs(normalizer)
+    parameters, last = dict(normalizer.named_parameters()), slice(TOKENS - 3, TOKENS)
+    if reads_input(normalizer):
+        with pytest.raises((ConfigError, RuntimeError)):
+            L.attention(to_plain(options), q[:, :, last], k, v, parameters, train_length=TRAIN_LENGTH)
+        return
+    out = L.attention(to_plain(options), q[:, :, last], k, v, parameters, train_length=TRAIN_LENGTH)
+    expected = defined(normalizer, x, q[:, :, last], k, v, AttentionLayout.continuing(TOKENS - 3, 3, TOKENS))
+    assert_same(out, expected, [q, k, v, *parameters.values()])
+
+
+SCALED = [
+    options for options in CASES if randomized(options).fused_inputs(*(drawn(1, HEADS, 4, SIZE, seed=0),) * 2, AttentionLayout.full(4))
+]
+
+
+def test_the_entries_with_scaled_queries_are_those_of_the_fused_kernel():
+    names = {options.name for options in SCALED}
+    assert names == {"softmax", "ssmax", "log_n", "sqrt_log_n", "llama4", "yarn", "infoscale", "cosine", "p_n", "qassmax"}
+
+
+@pytest.mark.parametrize("options", SCALED, ids=lambda options: options.label())
+def test_plain_softmax_of_scaled_queries_is_the_definition(options: opt.Options):
+    normalizer = randomized(options)
+    x, q, k, v = inputs(normalizer)
+    parameters, layout = dict(normalizer.named_parameters()), AttentionLayout.from_positions(packed())
+    scaled_q, scaled_k = L.scaled(to_plain(options), q, k, parameters, positions=packed(), train_length=TRAIN_LENGTH)
+    weights = (scaled_q @ scaled_k.mT / SIZE**0.5).masked_fill(~layout.visible(), -torch.inf).softmax(-1)
+    assert_same(weights @ v, defined(normalizer, x, q, k, v, layout), [q, k, v, *parameters.values()])
+
+
+@pytest.mark.parametrize("options", CASES, ids=lambda options: options.label())
+def test_initial_parameters_are_those_of_a_model(options: opt.Options):
+    first = L.parameters(to_plain(options), HEADS, SIZE, TRAIN_LENGTH, WIDTH)
+    for name, parameter in randomized(options, torch.float32).named_parameters():
+        assert first[name].shape == parameter.shape
+    if options.name == "ssmax" and "s" in first and options.n == "visible":
+        mean = torch.arange(1, TRAIN_LENGTH + 1).log().mean()
+        torch.testing.assert_close(first["s"], (1 / mean).expand(HEADS))
+
+
+def test_queries_are_rounded_once_to_their_dtype():
+    q, k = drawn(1, HEADS, TOKENS, SIZE, seed=0).bfloat16(), drawn(1, HEADS, TOKENS, SIZE, seed=1).bfloat16()
+    s = {"s": torch.full((HEADS,), 0.2)}
+    exact = q.double() * (0.2 * torch.arange(1, TOKENS + 1).double().log()).view(-1, 1)
+    scaled_q, _ = L.scaled("ssmax", q, k, s)
+    assert scaled_q.dtype == torch.bfloat16
+    torch.testing.assert_close(scaled_q.double(), exact, rtol=2**-8, atol=0)
+
+
+def test_what_is_missing_or_unknown_is_refused_by_name():
+    q = k = v = drawn(2, HEADS, 8, SIZE, seed=0)
+    for error, said, call in (
+        (ConfigError, "did you mean 'ssmax'", lambda: L.attention("ssmaxx", q, k, v)),
+        (ConfigError, "normalizer.n = 'wide'", lambda: L.attention({"name": "ssmax", "n": "wide"}, q, k, v)),
+        (ValueError, r"ssmax has the parameters \['s'\], given are \[\]", lambda: L.attention("ssmax", q, k, v)),
+        (ConfigError, "train_length", lambda: L.attention("log_n", q, k, v)),
+        (ConfigError, "reads the layer's input", lambda: L.attention("forget", q, k, v, L.parameters("forget", HEADS, SIZE, 8))),
+        (ConfigError, "relu2.*is no softmax of scaled queries", lambda: L.scaled("relu2", q, k)),
+        (ValueError, "begin with a document", lambda: L.attention("softmax", q, k, v, positions=torch.arange(1, 9))),
+        (ValueError, "not those of 8 queries", lambda: L.attention("softmax", q, k, v, positions=torch.arange(7))),
+        (ValueError, "not both", lambda: L.make_layout(q, k, torch.arange(8), torch.tensor([0, 8]))),
+    ):
+        with pytest.raises(error, match=said):
+            call()

@@ -1,0 +1,153 @@
+"""Normalizers inside models of transformers: three lines give a Llama the loss and gradients of lm's decoder."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_import import LLAMA_SIZES, V, imported, save
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+import lm.huggingface
+from lm.attention import catalogue as opt
+from lm.attention.layout import AttentionLayout
+from lm.data.batches import Batch
+from lm.errors import ConfigError
+from lm.huggingface.architectures import ARCHITECTURES
+from lm.huggingface.fields import Fields
+from lm.huggingface.inside import HOLDER
+from lm.model.decoder import Decoder
+from lm.runs.loading import load
+
+T = 60
+KINDS = {
+    "lm_ssmax": opt.SSMax(), "lm_log_n": opt.LogN(), "lm_sink": opt.Sink(), "lm_qassmax": opt.QASSMax(), "lm_relu2": opt.Relu2(),
+    "lm_entmax15": opt.Entmax15(), "lm_ssmax_b": opt.SSMax(bias=True, n="fixed:100"),
+}  # fmt: skip
+SMALL = {**LLAMA_SIZES, "attention_dropout": 0.0}
+
+
+def tokens(length: int = T) -> torch.Tensor:
+    return torch.randint(V, (2, length), generator=torch.Generator().manual_seed(1))
+
+
+def llama(folder: Path, kind: str, start: str) -> PreTrainedModel:
+    """A Llama with a normalizer by three lines, randomly initialised or read from a folder; its parameters moved off initial values."""
+    lm.huggingface.register()
+    lm.huggingface.register({"lm_ssmax_b": {"name": "ssmax", "bias": True, "n": "fixed:100"}})
+    save(folder / "plain", "llama", SMALL)
+    if start == "imported":
+        model = LlamaForCausalLM.from_pretrained(folder / "plain", attn_implementation=kind)
+    else:
+        torch.manual_seed(5)
+        model = LlamaForCausalLM._from_config(LlamaConfig(**SMALL), attn_implementation=kind)
+    lm.huggingface.add_parameters(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if HOLDER in name:
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)) * 0.1)
+    return model
+
+
+def ours(model: PreTrainedModel, kind: str, folder: Path) -> tuple[Decoder, dict[str, tuple[str, ...]]]:
+    """lm's decoder with the same weights, and the names of the tensors in transformers that make up each of its parameters."""
+    model.save_pretrained(folder / "saved")
+    fields = Fields({**model.config.to_dict(), HOLDER: None, "lm_train_length": None}, folder)
+    architecture = ARCHITECTURES["llama"]
+    shape = architecture.read(Fields(LlamaConfig(**SMALL).to_dict() | {"architectures": None}, folder))
+    decoder = Decoder(replace(shape.model, normalizer=KINDS[kind]), V, shape.positions)
+    state, theirs = model.state_dict(), {}
+    for part in architecture.placed(shape, fields, architecture.base):
+        theirs[part.ours] = tuple(name for name, _ in part.theirs)
+    for name in decoder.state_dict():
+        if ".normalizer." in name:
+            layer, parameter = name.split(".")[1], name.partition(".normalizer.")[2].replace(".", "_")
+            theirs[name] = (f"model.layers.{layer}.self_attn.{HOLDER}.{parameter}",)
+    decoder.load_state_dict({name: torch.cat([state[part] for part in parts]) for name, parts in theirs.items()})
+    return decoder, theirs
+
+
+@pytest.mark.parametrize("start", ["random", "imported"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_of_a_llama_are_those_of_our_decoder(kind: str, start: str, tmp_path: Path):
+    model = llama(tmp_path, kind, start)
+    decoder, theirs = ours(model, kind, tmp_path)
+    given = tokens()
+    loss = model(given, labels=given).loss
+    expected = decoder.loss(Batch.of(given)) / (2 * (T - 1))
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-5)
+    loss.backward()
+    expected.backward()
+    there = dict(model.named_parameters())
+    for name, parameter in decoder.named_parameters():
+        torch.testing.assert_close(torch.cat([there[part].grad for part in theirs[name]]), parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_padding_packing_and_the_cache_keep_n(kind: str, tmp_path: Path):
+    model = llama(tmp_path, kind, "random").eval()
+    decoder, _ = ours(model, kind, tmp_path)
+    given, whole = tokens(), decoder.logits(tokens())
+
+    def near(actual: torch.Tensor, expected: torch.Tensor) -> None:
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+
+    padding = torch.ones_like(given)
+    padding[0, :20] = 0
+    alone = decoder.logits(given[:1, 20:])[0]
+    places = (padding.cumsum(-1) - 1).clamp(min=0)
+    near(model(given, attention_mask=padding, position_ids=places).logits[0, 20:], alone)
+    if kind == "lm_qassmax":
+        return  # scales dimensions of rotated queries, so that Llama's own positions, which count padding, change it
+    near(model(given, attention_mask=padding).logits[0, 20:], alone)
+    positions = torch.cat((torch.arange(25), torch.arange(T - 25))).expand(2, -1)
+    packed = decoder.head(decoder(given, AttentionLayout.from_positions(positions)))
+    for use_cache in (True, False):
+        near(model(given, position_ids=positions, use_cache=use_cache).logits, packed)
+    out = model(given[:, :30], attention_mask=padding[:, :30], use_cache=True)
+    parts = [out.logits]
+    for end in (31, 32, 45, T):
+        seen = sum(part.size(1) for part in parts)
+        out = model(given[:, seen:end], attention_mask=padding[:, :end], past_key_values=out.past_key_values)
+        parts.append(out.logits)
+    cached = torch.cat(parts, 1)
+    near(cached[0, 20:], alone)
+    near(cached[1], whole[1])
+
+
+def test_what_is_learned_is_saved_and_read_again_by_the_same_lines(tmp_path: Path):
+    model = llama(tmp_path, "lm_ssmax", "imported")
+    first = dict(model.named_parameters())[f"model.layers.1.self_attn.{HOLDER}.s"]
+    model.save_pretrained(tmp_path / "learned")
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "learned", attn_implementation="lm_ssmax")
+    with pytest.raises(ValueError, match=r"lm_ssmax has learned parameters: call lm.huggingface.add_parameters"):
+        again(tokens())
+    lm.huggingface.add_parameters(again)
+    assert torch.equal(dict(again.named_parameters())[f"model.layers.1.self_attn.{HOLDER}.s"], first)
+    assert torch.equal(again.eval()(tokens()).logits, model.eval()(tokens()).logits)
+    other = LlamaForCausalLM.from_pretrained(tmp_path / "learned", attn_implementation="lm_log_n")
+    with pytest.raises(ValueError, match=r"was saved with \{'name': 'ssmax'\}, attn_implementation lm_log_n is \{'name': 'log_n'\}"):
+        lm.huggingface.add_parameters(other)
+
+
+def test_what_can_not_be_computed_is_refused(tmp_path: Path):
+    lm.huggingface.register()
+    sliding = Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=10, max_window_layers=1)
+    dropped = LlamaConfig(**SMALL | {"attention_dropout": 0.1})
+    for model, said in (
+        (Qwen2ForCausalLM._from_config(sliding, attn_implementation="lm_log_n"), "do not compute sliding_window of Qwen2Attention"),
+        (LlamaForCausalLM._from_config(dropped, attn_implementation="lm_log_n"), "set attention_dropout"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            model.train()(tokens())
+    with pytest.raises(ValueError, match=r"attn_implementation is sdpa: call lm\.huggingface\.register"):
+        lm.huggingface.add_parameters(LlamaForCausalLM(LlamaConfig(**SMALL)))
+    with pytest.raises(ConfigError, match="did you mean 'ssmax'"):
+        lm.huggingface.register({"lm_typo": "ssmaxx"})
+
+
+def test_our_decoder_imports_the_plain_model_that_the_lines_start_from(tmp_path: Path):
+    """The Llama above is one that `lm import` reads: both doors are of one model."""
+    save(tmp_path / "plain", "llama", SMALL)
+    assert imported(tmp_path / "plain", tmp_path / "out").spec == load(tmp_path / "out").spec
