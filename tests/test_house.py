@@ -72,6 +72,25 @@ def test_no_module_imports_itself_by_way_of_others():
         pytest.fail(" -> ".join(error.args[1]))
 
 
+def test_names_are_imported_from_modules_that_define_them():
+    defined = {}
+    for name, path in MODULES.items():
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        names |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        names |= {alias.asname or alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
+        defined[name.removesuffix(".__init__")] = names
+    missing = [
+        f"{path.relative_to(ROOT)}: {node.module}.{alias.name}"
+        for path in sorted(path for folder in ("lm", "tests", "scripts") for path in (ROOT / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "lm"
+        for alias in node.names
+        if alias.name not in {*defined.get(node.module, ()), "*"} and f"{node.module}.{alias.name}" not in MODULES
+    ]
+    assert not missing
+
+
 def test_rooms_import_the_ones_before_them_only():
     inner = [name for name in MODULES if room(name) not in ("__init__", "__main__")]
     assert {room(name) for name in inner} == set(ROOMS)
