@@ -399,12 +399,8 @@ def reference_markdown() -> str:
         "|---|---|---|---|---|",
     ]
     for path, kind, default, text in reference(Config):
-        lines.append(f"| `{path}` | {kind.replace('|', '&#124;')} | `{default}` | {_affects(path)} | {text.replace('|', '&#124;')} |")
+        declared = effect(Config, path)
+        strict = declared.affects in ("model", "training", "seed")
+        affects = f"{declared.affects}, *{declared.on_resume}*" if strict and declared.on_resume != "same" else declared.affects
+        lines.append(f"| `{path}` | {kind.replace('|', '&#124;')} | `{default}` | {affects} | {text.replace('|', '&#124;')} |")
     return "\n".join(lines) + "\n"
-
-
-def _affects(path: str) -> str:
-    """Words for the effect of a key, and whether a resumed run may change it although it affects what is learned."""
-    declared = effect(Config, path)
-    strict = declared.affects in ("model", "training", "seed")
-    return f"{declared.affects}, *{declared.on_resume}*" if strict and declared.on_resume != "same" else declared.affects

@@ -12,11 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 import lm
 from lm.attention.plugins import PLUGINS
-from lm.config.model_config import ModelConfig
 from lm.config.training_config import Group, Groups
 from lm.config.tree import Config
 from lm.data.batches import train_sequences
@@ -55,6 +53,11 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     device = "cuda" if machine.accelerator == "gpu" else "cpu"
     kernels = dict.fromkeys(normalizer.kernel_description(device) for normalizer in decoder.normalizers())
     accumulation = config.rank_sequences // config.micro_batch
+    heads = f"{model.n_head} heads" + (f" ({model.kv_heads} of keys and values)" if model.kv_heads != model.n_head else "")
+    options = {name: value for name, value in vars(model).items() if name not in _IN_OTHER_LINES}
+    base = "lr is that of a base model of 1/{:.4g} of the width and 1/{:.4g} of the depth".format(*model.size_multipliers)
+    source = "its maker" if device == "cuda" else "of a matrix product"
+    peak = f"peak {machine.peak_flops:.2e} FLOP/s ({source})" if machine.peak_flops else "the device's peak is not known"
     epochs = _epochs(store, config)
     few = _ratio(config, parameters) < FEWEST and not (config.init_from or data.symbolic)
     notes = few * [FEW] + any(number > MOST_EPOCHS for _, number in epochs) * [MANY]
@@ -64,9 +67,9 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         "run": f"{config.run_folder}  (lm {lm.__version__})",
         "model": f"{parameters['total']:,} parameters, {parameters['non_embedding']:,} without embedding and head, "
         f"{parameters['normalizer']:,} in normalizers",
-        "": f"{model.n_layer} layers x {_heads(model)} x {model.key_dims}, width {model.n_embd}, "
+        "": f"{model.n_layer} layers x {heads} x {model.key_dims}, width {model.n_embd}, "
         f"{model.block.label(model)}, {model.position.label}, vocabulary {store.vocab_size:,}",
-        "options": _model_options(model),
+        "options": ", ".join(f"{name} = {json.dumps(value)}" for name, value in options.items()),
         "normalizer": _normalizer(decoder),
         "kernel": "; ".join(kernels),
         **({"phases": _phases(config, start.phase)} if config.phases else {}),
@@ -80,11 +83,11 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         "optimizer": f"{_options(optim.optimizer)}; lr = {optim.lr:g}, {_options(optim.schedule)}, warm-up of {optim.warmup_steps} steps; "
         f"gradients' norm {f'at most {optim.grad_clip:g}' if optim.grad_clip else 'not bounded'}"
         + (f"; z-loss x {optim.z_loss:g}" if optim.z_loss else ""),
-        **({"transfer": _transfer(model)} if model.transfer else {}),
+        **({"transfer": base} if model.transfer else {}),
         **({"groups": _groups(config, decoder)} if optim.groups != Groups() or model.transfer else {}),
         **({"lengths": _lengths(store, config)} if data.lengths.shorter else {}),
         **({"documents": "isolated: attention and n restart at each"} if data.documents == "isolate" else {}),
-        "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all; {_peak(machine)}",
+        "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all; {peak}",
         "memory": _memory(config, start.phase, store.vocab_size, machine),
         "device": f"{machine.device}, precision {machine.precision}, compile {machine.compiled}",
         "seed": f"{config.seed} (initial weights, {'order of the batches, ' if data.seed is None else ''}dropout)"
@@ -98,13 +101,6 @@ def _ratio(config: Config, parameters: dict[str, int]) -> float:
     return config.trainer.max_steps * config.optim.batch_tokens / (parameters["total"] - parameters["normalizer"])
 
 
-def _peak(machine: Machine) -> str:
-    """The FLOPs that the device can make a second."""
-    if not machine.peak_flops:
-        return "the device's peak is not known"
-    return f"peak {machine.peak_flops:.2e} FLOP/s ({'its maker' if machine.accelerator == 'gpu' else 'of a matrix product'})"
-
-
 def _memory(config: Config, phase: int, vocab_size: int, machine: Machine) -> str:
     """The estimate of what the tensors of a training step take."""
     try:
@@ -113,12 +109,6 @@ def _memory(config: Config, phase: int, vocab_size: int, machine: Machine) -> st
         return f"not estimated: {one_line(error)}"
     saved = "inputs of blocks" if config.trainer.activation_checkpointing else "activations"
     return f"about {n_bytes / 2**30:.2f} GiB of tensors a process (weights, gradients, optimizer, {saved}); libraries and evaluations aside"
-
-
-def _model_options(model: ModelConfig) -> str:
-    """All options of the model but its shape, position and normalizer, which have lines of their own."""
-    named = {name: value for name, value in vars(model).items() if name not in _IN_OTHER_LINES}
-    return ", ".join(f"{name} = {json.dumps(value)}" for name, value in named.items())
 
 
 def _normalizer(decoder: Decoder) -> str:
@@ -140,18 +130,13 @@ def _options(options: object) -> str:
     return ", ".join([options.name, *(f"{name} = {value}" for name, value in named.items())])
 
 
-def _transfer(model: ModelConfig) -> str:
-    """The base model that the learning rate is of, in sizes of this model."""
-    width, depth = model.size_multipliers
-    return f"lr is that of a base model of 1/{width:.4g} of the width and 1/{depth:.4g} of the depth"
-
-
 def _groups(config: Config, decoder: Decoder) -> str:
     """Size, learning rate and weight decay of each group of parameters, and epsilon where it has its own; its parts, where they differ."""
     groups, texts = parameter_groups(decoder, config.optim), []
     counts = Counter(group["name"] for group in groups)
     for group in groups:
-        part = f" ({_layers(group['params'])})" if counts[group["name"]] > 1 else ""
+        parts = dict.fromkeys(re.sub(r"^blocks\.\d+\.", "", name).removesuffix(".weight") for name, _ in group["params"])
+        part = f" ({', '.join(parts)})" if counts[group["name"]] > 1 else ""
         eps = f", eps {group['eps']:.4g}" if "eps" in group else ""
         size = sum(p.numel() for _, p in group["params"])
         factors = f"lr x {group['lr_factor']:.4g}, weight decay {group['weight_decay']:.4g}"
@@ -161,11 +146,6 @@ def _groups(config: Config, decoder: Decoder) -> str:
             f"normalizer (of later phases), lr x {later.lr_factor:.4g}, weight decay {config.optim.weight_decay('normalizer'):.4g}"
         )
     return "; ".join(texts)
-
-
-def _layers(params: list[tuple[str, Tensor]]) -> str:
-    """The layers that parameters belong to, each once, whatever the block."""
-    return ", ".join(dict.fromkeys(re.sub(r"^blocks\.\d+\.", "", name).removesuffix(".weight") for name, _ in params))
 
 
 def _epochs(store: Store, config: Config) -> list[tuple[str, float]]:
@@ -199,10 +179,6 @@ def _lengths(store: Store, config: Config) -> str:
 
 def _length_fractions(store: Store, config: Config) -> dict[int, float]:
     return train_sequences(store, config).length.fractions(config.trainer.max_steps)
-
-
-def _heads(model: ModelConfig) -> str:
-    return f"{model.n_head} heads" + (f" ({model.kv_heads} of keys and values)" if model.kv_heads != model.n_head else "")
 
 
 def _phases(config: Config, phase: int) -> str:
