@@ -111,7 +111,7 @@ def by_hand(model: Decoder, batch: Batch) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_the_largest_score_is_over_all_pairs_that_are_seen_however_many_are_held(tiny, name: str, monkeypatch: pytest.MonkeyPatch):
-    made = decoder(tiny, catalogue.ENTRIES[name].options()).train()
+    made = decoder(tiny, catalogue.ENTRIES[name]()).train()
     sequences = torch.randint(0, 400, (2, 33), generator=torch.Generator().manual_seed(0))
     sequences[:, [0, 11, 20]] = 0
     for batch in (Batch.of(sequences), Batch.of(sequences, end_of_text=0)):

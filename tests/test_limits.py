@@ -88,7 +88,7 @@ APPLIES = {"softmax", "cosine", "window", "alibi", "scale_invariant", "forget", 
 
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_lemma_1_applies_to_positive_functions_that_know_no_length(name: str):
-    rows = rows_of(catalogue.ENTRIES[name].options(), [LENGTH - 1])[0]
+    rows = rows_of(catalogue.ENTRIES[name](), [LENGTH - 1])[0]
     assert lemmas.lemma_1_applies(rows) == (name in APPLIES)
     assert (lemmas.log_c2(rows) is None) == (name not in APPLIES)
 
@@ -103,7 +103,7 @@ def test_options_decide_whether_lemma_1_applies(options: Options, applies: bool)
 
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_the_norm_of_the_jacobian_stays_below_its_bound(name: str):
-    for rows in rows_of(catalogue.ENTRIES[name].options()):
+    for rows in rows_of(catalogue.ENTRIES[name]()):
         bound = lemmas.jacobian_ceiling(rows)
         if bound is None:
             assert not rows.normalizer.score_map
@@ -198,7 +198,7 @@ def test_finite_differences_of_softmax_stay_below_their_ceiling():
 
 @pytest.mark.parametrize("name", ["relu2", "softpick", "linear"])
 def test_rows_without_weight_and_with_negative_weights_give_numbers_or_nan(name: str):
-    options = opt.Linear(features="identity", n="visible") if name == "linear" else catalogue.ENTRIES[name].options()
+    options = opt.Linear(features="identity", n="visible") if name == "linear" else catalogue.ENTRIES[name]()
     values, derived = measured(options)
     for one in derived:
         assert not np.isinf(one.values).any(), one.name
