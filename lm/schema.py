@@ -1,7 +1,7 @@
 """Dataclasses as configuration schemas: strict building from plain data, and their reference text.
 
 A schema is a dataclass whose fields are made with `key` (a value), `section` (a nested dataclass), `optional` (one that may be null),
-`sections` (a list of them) or `variant` (one of several dataclasses, chosen by the node's `name`).
+`sections` (a list of them), `variant` (one of several dataclasses, chosen by the node's `name`) or `named` (a map of such).
 `build` checks plain data against it and collects every problem instead of stopping at the first.
 """
 
@@ -64,7 +64,8 @@ class Effect:
         affects: `model`: the function that trained weights define; `training`: the weights that are learned; `seed`: the random
             numbers of training; `numerics`: results up to rounding; `execution`: where and how fast; `evaluation`: what is measured;
             `label`: how a run is named, stored and displayed.
-        on_resume: whether a resumed run may have another value: `same`: no; `free`: yes; `ahead`: for steps that are still to come.
+        on_resume: whether a resumed run may have another value: `same`: no; `free`: yes; `ahead`: for steps that are still to come;
+            `branch`: no, but a new run that branches from it (`branch_from`) may.
         acts_in: the commands in which the key has an effect: `train`, or commands on a trained model.
     """
 
@@ -77,7 +78,7 @@ class DeclaredEffect(typing.TypedDict, total=False):
     """The part of an `Effect` that a field declares; the rest comes from the block that contains it."""
 
     affects: typing.Literal["model", "training", "seed", "numerics", "execution", "evaluation", "label"]
-    on_resume: typing.Literal["same", "free", "ahead"]
+    on_resume: typing.Literal["same", "free", "ahead", "branch"]
     acts_in: tuple[str, ...]
 
 
@@ -119,6 +120,11 @@ def variants(table: Mapping[str, type], help: str):
     return field(default_factory=list, metadata={"help": help, "effect": None, "list_table": table})
 
 
+def named(table: Mapping[str, type], help: str, effect: DeclaredEffect | None = None):
+    """A map from names of the user's to blocks, each as in `variant`; empty by default."""
+    return field(default_factory=dict, metadata={"help": help, "effect": effect, "named_table": table})
+
+
 def effect(schema: type, path: str) -> Effect | None:
     """The effect of the key at `path` (dotted, items of lists by index or not) affects; None if `schema` has no such key.
 
@@ -130,7 +136,7 @@ def effect(schema: type, path: str) -> Effect | None:
         return None
     inherited = effect_within(Effect(), spec)
     for name in rest:
-        table = spec.metadata.get("table") or spec.metadata.get("list_table")
+        table = spec.metadata.get("table") or spec.metadata.get("list_table") or spec.metadata.get("named_table")
         inner = list(table.values()) if table else [spec.metadata.get("item") or block_of(spec)]
         if not inner[0]:
             break
@@ -211,6 +217,11 @@ def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: lis
     if "list_table" in spec.metadata:
         items = value if isinstance(value, list) else [value]
         return [_build_variant(spec.metadata["list_table"], None, item, f"{path}[{index}]", problems) for index, item in enumerate(items)]
+    if table := spec.metadata.get("named_table"):
+        if not is_block(value):
+            problems.append(Problem(path, value, "must be a map from names to blocks"))
+            return MISSING
+        return {name: _build_variant(table, None, item, f"{path}.{name}", problems) for name, item in value.items()}
     if "item" in spec.metadata:
         if not isinstance(value, list | None):
             problems.append(Problem(path, value, "must be a list of blocks"))
@@ -326,6 +337,8 @@ def own_problems(block, path: str = "") -> list[Problem]:
     for spec in fields(type(block)):
         value = getattr(block, spec.name)
         items = {f"[{index}]": item for index, item in enumerate(value)} if isinstance(value, list) else {"": value}
+        if "named_table" in spec.metadata:
+            items = {f".{name}": item for name, item in value.items()}
         for index, item in items.items():
             if is_dataclass(item):
                 problems += own_problems(item, _join(path, spec.name) + index)
@@ -342,6 +355,8 @@ def to_plain(config) -> dict[str, Plain]:
             continue
         if "item" in spec.metadata or "list_table" in spec.metadata:
             plain[spec.name] = [to_plain(item) for item in value]
+        elif "named_table" in spec.metadata:
+            plain[spec.name] = {name: to_plain(item) for name, item in value.items()}
         else:
             plain[spec.name] = to_plain(value) if is_dataclass(value) else value
     return plain
@@ -371,6 +386,8 @@ def reference(schema: type, path: str = "", described: set[type] | None = None) 
                     rows += reference(option, f"{where}[{name}]", described)
         elif "list_table" in spec.metadata:
             rows.append((where, "a list of names or blocks", "[]", spec.metadata["help"]))
+        elif "named_table" in spec.metadata:
+            rows.append((where, "a map from names to blocks", "{}", spec.metadata["help"]))
         elif "item" in spec.metadata:
             rows.append((where, "a list of blocks", _yaml_flow([to_plain(item) for item in spec.default_factory()]), spec.metadata["help"]))
             rows += reference(spec.metadata["item"], f"{where}[]", described)

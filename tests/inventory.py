@@ -162,6 +162,7 @@ class Mirror:
 
     def __init__(self):
         self.keys: dict[str, None] = {}
+        self.summary: dict[str, object] = {}
 
     def init(self, **arguments: object) -> "Mirror":
         self.keys |= dict.fromkeys(f"init: {name}" for name in arguments)

@@ -106,3 +106,5 @@ def test_the_commit_is_that_of_the_package_s_own_checkout(tmp_path, monkeypatch:
     git("commit", "-qm", "x")
     monkeypatch.setattr("lm.__file__", str(package / "__init__.py"))
     assert git_state() == ((git("rev-parse", "HEAD"), False) if tracked else (None, None))
+    monkeypatch.setenv("LM_COMMIT", "abc")  # as an image sets it, which holds no checkout
+    assert git_state() == ((git("rev-parse", "HEAD"), False) if tracked else ("abc", None))

@@ -1,12 +1,17 @@
 """wandb: when it is on, and what a run sends there, read from the file that it keeps offline. Nothing here needs a network."""
 
+import csv
 import json
 import struct
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import wandb
+from conftest import lm
+from trials import written
 from wandb.proto.wandb_internal_pb2 import Record
 
 from lm.config.training_config import LogConfig
@@ -57,6 +62,7 @@ def test_wandb_is_online_only_with_credentials(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.delenv("WANDB_API_KEY")
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key\n")
     assert wandb_mode(LogConfig()) == "online"
+    assert wandb_mode(LogConfig(to=["csv"])) == "disabled"
 
 
 def test_an_empty_wandb_mode_is_none_and_an_unknown_one_is_refused(monkeypatch: pytest.MonkeyPatch, tiny):
@@ -124,12 +130,99 @@ def test_a_run_says_where_it_belongs_and_sends_what_is_logged_over_tokens(placed
     assert any(name.startswith("long_context/loss by position in the sequence, as trained") for _, name in logged)
 
 
+def test_project_and_entity_are_those_of_the_environment_unless_the_configuration_names_them(placed: Config, monkeypatch):
+    sent = Sent()
+    monkeypatch.setattr("wandb.init", sent.init)
+    monkeypatch.setattr("wandb.setup", lambda settings: None)
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    few = replace(placed, trainer=replace(placed.trainer, max_steps=2), optim=replace(placed.optim, warmup_steps=1))
+    assert train(replace(few, name="a", log=replace(few.log, tags=["first try"], notes="why"))) == 0
+    assert train(replace(few, name="b", log=replace(few.log, project="ours", entity="group"))) == 0
+    monkeypatch.delenv("WANDB_PROJECT")
+    assert train(replace(few, name="c")) == 0
+    assert [one["project"] for one in sent.starts] == ["theirs", "ours", "lm"]
+    assert [one["entity"] for one in sent.starts] == [None, "group", None]  # None: wandb reads WANDB_ENTITY
+    assert (sent.starts[0]["tags"][-1], sent.starts[0]["notes"]) == ("first try", "why")
+    assert sent.summary["best/step"] == 2
+
+
+def test_an_experiment_that_ends_sends_its_verdicts_and_its_report(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = written(tmp_path, tune=None, seeds=[1, 2, 3])
+    few = ["trainer.max_steps=2", "optim.warmup_steps=1", "eval.long_context.length_factor=0", "log.tags=[mine]"]
+    ended = lm("compare", str(file), *arguments[1:], *few)  # wandb is off
+    assert ended.returncode == 0, ended.stderr
+    folder = tmp_path / "runs" / "trial"
+    assert not (folder / "wandb").exists()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    judged = lm("compare", str(file), *arguments[1:], *few, "log.wandb=offline", "--report-only", "--json")
+    assert json.loads(judged.stdout) == json.loads((folder / "verdicts.json").read_text())
+    assert not (folder / "wandb").exists()  # it was judged before
+    assert lm("compare", str(file), *arguments[1:], *few, "log.wandb=offline").returncode == 0
+    sent = records(folder)
+    run = next(one.run for one in sent if one.HasField("run"))
+    assert (run.display_name, run.run_group, run.job_type, sorted(run.tags)) == ("trial report", "trial", "report", ["mine", "report"])
+    names = {name.partition(".")[0] for line in history(sent) for name in line}
+    assert {"report", "verdicts"} <= names
+    summary = {
+        item.key or ".".join(item.nested_key): item.value_json for one in sent if one.HasField("summary") for item in one.summary.update
+    }
+    baseline, line = json.loads((folder / "verdicts.json").read_text())["arms"]
+    assert (baseline["arm"], json.loads(summary["verdict ssmax"])) == ("softmax", line["verdict"])
+    assert "verdict softmax" not in summary  # it is what the others are compared with
+    assert [
+        path
+        for path in folder.rglob("*.html")
+        if "wandb" in path.parts and path.read_bytes() == (folder / "report" / "report.html").read_bytes()
+    ]
+
+
+def test_csv_has_what_metrics_jsonl_has_and_a_resumed_run_a_file_of_its_own(tiny):
+    config = tiny("name=run", "log.to=[csv]", "eval.long_context.length_factor=0")
+    half = config.trainer.max_steps // 2
+    train(replace(config, trainer=replace(config.trainer, max_steps=half)))
+    train(replace(config, resume="auto"))
+    lines = [line for line in read_metrics(config.run_folder / METRICS)[0] if "train/loss" in line]
+    found = []
+    for step in (0, half):
+        with (config.run_folder / "csv" / f"from-step-{step}" / "metrics.csv").open() as file:
+            found += [line for line in csv.DictReader(file) if line["train/loss"]]
+    assert [(int(line["step"]), float(line["train/loss"]), float(line["lr"])) for line in found] == [
+        (line["step"], line["train/loss"], line["lr"]) for line in lines
+    ]
+
+
+def test_tensorboard_has_what_metrics_jsonl_has(tiny):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = tiny("name=run", "log.to=[tensorboard]", "eval.long_context.length_factor=0")
+    train(config)
+    events = EventAccumulator(str(config.run_folder / "tensorboard"))
+    events.Reload()
+    lines = [line for line in read_metrics(config.run_folder / METRICS)[0] if "train/loss" in line]
+    assert [(one.step, one.value) for one in events.Scalars("train/loss")] == [
+        (line["step"], pytest.approx(line["train/loss"], rel=1e-6)) for line in lines
+    ]
+
+
+def test_trackio_is_sent_what_is_logged_and_what_is_not_installed_is_named(tiny, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(ConfigError, match=r"log\.to = 'trackio': is not installed .*; install it \(the extra `log`\), or leave it out"):
+        train(tiny("name=without", "log.to=[trackio]"))
+    sent = Sent()
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=sent.init))
+    train(tiny("name=run", "log.to=[trackio]", "log.project=ours", "eval.long_context.length_factor=0"))
+    assert (sent.starts[0]["project"], sent.starts[0]["name"]) == ("ours", "run")
+    assert set(sent.steps) == set(range(1, 9))
+
+
 class Sent:
     """A wandb run that keeps what it is given."""
 
     def __init__(self):
         self.starts: list[dict[str, object]] = []
         self.steps: list[int] = []
+        self.summary: dict[str, object] = {}
 
     def init(self, **arguments: object) -> "Sent":
         self.starts.append(arguments)

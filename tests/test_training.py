@@ -69,7 +69,7 @@ def test_a_run_learns_and_leaves_a_complete_run_folder(tiny, capsys: pytest.Capt
 def test_a_metrics_log_that_can_not_be_written_is_one_line(tmp_path: Path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(RunError, match=r"metrics\.jsonl: can't log step 3: No space left on device; go on with resume=auto"):
-        MetricLog(tmp_path / "metrics.jsonl", None, True).write({"step": 3, "train/loss": 1.0})
+        MetricLog(tmp_path / "metrics.jsonl", [], True).write({"step": 3, "train/loss": 1.0})
 
 
 def test_the_recorded_command_can_be_run_again(monkeypatch: pytest.MonkeyPatch):

@@ -1,5 +1,7 @@
 """Commands that compare runs: experiments and reports."""
 
+import sys
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -49,6 +51,7 @@ def compare(
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="jobs at a time")] = 1,
     job_options: Annotated[str, typer.Option(metavar="KEY=VALUE,...", help="of each job, e.g. partition=gpu,timeout_min=240")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="with --report-only: print verdicts.json of each and nothing else")] = False,
 ) -> None:
     """Train and compare the arms of an experiment.
 
@@ -56,18 +59,26 @@ def compare(
     interrupted ones resumed: the same command continues. Writes verdicts and a report (docs/experiments.md).
     """
     files, overrides = paths_and_overrides(arguments, "no experiment file given, e.g. configs/experiments/ssmax.yaml")
-    from lm.experiments.compare import Work, compare, print_commands
+    from lm.commands.python_face import send_to_wandb
+    from lm.experiments.compare import VERDICTS, Work, compare, print_commands
+    from lm.experiments.experiment_file import read_experiment
+    from lm.experiments.experiment_folder import folder_of
 
     modes = {"--plan": plan, "--report-only": report_only, "--commands": commands, "--submit": submit}
     modes |= {"--minutes": minutes is not None} if submit or commands else {}
     modes |= {"--jobs": jobs, "--jobs-per-gpu": jobs_per_gpu > 1} if submit else {"--out": out} if commands else {}
     if len(given := [name for name, on in modes.items() if on]) > 1:
         raise ConfigError(f"{' and '.join(given)} exclude each other")
+    if as_json and not report_only:
+        raise ConfigError("--json goes with --report-only: training prints its progress")
     if commands:
         print_commands(files, overrides, anew, aa)
     else:
         work = Work(jobs, retry, minutes, anew, aa, jobs_per_gpu, submit, workers, job_options)
-        compare(files, overrides, work, plan, report_only, out)
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            compare(files, overrides, work, plan, report_only, out, send_to_wandb)
+        for path in files if as_json else ():
+            print((folder_of(read_experiment(path, overrides), aa) / f"{VERDICTS}.json").read_text(encoding="utf-8"), end="")
 
 
 def judge(

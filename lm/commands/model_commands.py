@@ -1,5 +1,6 @@
 """Commands on trained models."""
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -46,6 +47,7 @@ def evaluate(
     suite: Suite = "",
     needle: NeedleOption = False,
     out: Results = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print all numbers as JSON, one object each, and nothing else")] = False,
     allow_plugin: AllowPlugin = None,
 ) -> None:
     """Evaluate trained models.
@@ -58,18 +60,22 @@ def evaluate(
     folders, overrides = paths_and_overrides(arguments, "no run folder given, e.g. runs/softmax")
     grid = ["eval.needle.length_factors=[1,2,4,8,16]"] if needle else []
     try:
-        results = evaluate_runs(folders, checkpoint, suite, grid + overrides)
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+            results = evaluate_runs(folders, checkpoint, suite, grid + overrides)
     except KeyboardInterrupt:
         print("stopped; what was measured is kept, and the same command goes on from there", file=sys.stderr)
         raise
-    _print_evaluations(results, out)
+    _print_evaluations(results, out, as_json)
 
 
-def _print_evaluations(results: list["Evaluated"], out: Path | None) -> None:
-    """Tables of evaluations, and all of their numbers in a file."""
-    from lm.report.evaluation_tables import print_results, write_table
+def _print_evaluations(results: list["Evaluated"], out: Path | None, as_json: bool = False) -> None:
+    """Tables of evaluations, or their numbers as JSON, and all of their numbers in a file."""
+    from lm.report.evaluation_tables import print_results, results_bytes, write_table
 
-    print_results(results, out)
+    if as_json:
+        print(results_bytes(results, Path("all.json")).decode(), end="")
+    else:
+        print_results(results, out)
     if out:
         write_table(results, out)
 

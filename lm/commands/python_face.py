@@ -23,7 +23,7 @@ from lm.config.load import load, to_yaml
 from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.experiments.compare import REPORT, VERDICTS, Work
 from lm.experiments.compare import compare as compare_experiments
-from lm.experiments.experiment import Primary
+from lm.experiments.experiment import Experiment, Primary
 from lm.experiments.experiment_folder import open_experiment
 from lm.experiments.judging import Judged, judge_table
 from lm.experiments.page import PAGE
@@ -31,7 +31,14 @@ from lm.report.frame import evaluation_blocks, frame, results, run_columns
 from lm.report.tables import csv_text
 from lm.runs.folder import CONFIG, METRICS, read_metrics
 from lm.runs.record import read_run
-from lm.schema import build
+from lm.schema import Plain, build
+from lm.training.mirror import send_report
+
+
+def send_to_wandb(experiment: Experiment, lines: list[dict[str, Plain]]) -> None:
+    """Send the lines of an experiment's verdicts and its report to wandb, where that is on."""
+    log, report = experiment.first_config.log, experiment.folder / REPORT / PAGE
+    send_report(log, experiment.name, experiment.folder, lines, report)
 
 
 @dataclass(frozen=True)
@@ -124,7 +131,7 @@ def compare(*given: Given, jobs: int | None = None, train: bool = True, verbose:
     if len(files) > 1:
         raise RunError(f"{files[1]}: lm.compare works on one experiment: call it for each")
     with _printing(verbose):
-        compare_experiments(files, overrides, Work(jobs), report_only=not train)
+        compare_experiments(files, overrides, Work(jobs), report_only=not train, send=send_to_wandb)
     folder = open_experiment(files[0], overrides).experiment.folder
     return Compared(folder, pd.read_csv(folder / f"{VERDICTS}.csv"))
 
@@ -170,7 +177,7 @@ def judged_table(
 ) -> Judged:
     """The verdicts on a table: arguments and errors of `judge`; `spread`: the standard deviation of differences that is expected."""
     problems: list[Problem] = []
-    asked = {"metric": metric, "better": better, "matters": matters, "spread": spread}
+    asked: dict[str, Plain] = {"metric": metric, "better": better, "matters": matters, "spread": spread}
     primary = build(Primary, asked, "", problems)
     if problems:
         raise ConfigError(problems)

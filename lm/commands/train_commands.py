@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lm.commands.arguments import AllowPlugin, paths_and_overrides
+from lm.commands.arguments import AllowPlugin
 from lm.machine import without_collection
 
 if TYPE_CHECKING:
@@ -16,22 +16,27 @@ if TYPE_CHECKING:
     from lm.report.pictures import Picture
     from lm.schema import Plain
 
-NO_FILE = "no configuration file given, e.g. configs/softmax.yaml"
 
 Configuration = Annotated[
     list[str],
     typer.Argument(metavar="CONFIG|KEY=VALUE", help="YAML files and overrides, e.g. optim.lr=3e-4; later ones win", show_default=False),
 ]
 Reference = Annotated[bool, typer.Option("--reference", help="print every key with type, default and description instead (docs/config.md)")]
+JsonSchema = Annotated[bool, typer.Option("--schema", help="print the JSON Schema of configurations instead, for editors")]
 
 
-def config(arguments: Configuration = [], reference: Reference = False) -> None:  # noqa: B006
+def config(arguments: Configuration = [], reference: Reference = False, schema: JsonSchema = False) -> None:  # noqa: B006
     """Print the resolved configuration.
 
     If something is wrong with it, print every problem instead and exit with status 2.
     """
     from lm.config.load import load, reference_markdown, to_yaml
 
+    if schema:
+        from lm.config.json_schema import configuration_schema
+
+        print(json.dumps(configuration_schema(), indent=1))
+        return
     print(reference_markdown() if reference else to_yaml(load(arguments)), end="")
 
 
@@ -103,7 +108,6 @@ def prepare(arguments: Configuration) -> None:
 
     `lm train` does this by itself if the store does not exist.
     """
-    paths_and_overrides(arguments, NO_FILE)  # the defaults alone are no configuration to spend hours on
     from lm.config.load import load
 
     loaded = load(arguments)
@@ -168,9 +172,8 @@ def train(arguments: Configuration, allow_plugin: AllowPlugin = None) -> None:
     """Train a model.
 
     Everything about the run is written to its run folder, runs/NAME, where NAME is the name of the first YAML file
-    unless name=NAME is given. resume=auto continues a run from its last checkpoint.
+    (without one `run`) unless name=NAME is given. resume=auto continues a run from its last checkpoint.
     """
-    paths_and_overrides(arguments, NO_FILE)  # the defaults alone are no configuration to spend hours on
     with without_collection():
         from lm.config.load import load
         from lm.training.train import train

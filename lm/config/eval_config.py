@@ -6,16 +6,17 @@ from functools import cache
 from typing import ClassVar, Literal, get_args
 
 from lm.attention.options import Options
-from lm.config.data_config import DataConfig
+from lm.config.data_config import SOURCES, DataConfig, Source
 from lm.config.inference_config import InferenceSetting, ThetaFactor, check_inference
 from lm.config.model_config import ModelConfig
 from lm.config.task_config import TASKS, Task, task_names
 from lm.errors import Problem
-from lm.schema import Plain, block_of, key, optional, section, sections, to_plain, variants
+from lm.schema import Plain, block_of, key, named, optional, section, sections, to_plain, variants
 
 Suite = Literal["quick", "full"]
 SUITES: tuple[Suite, ...] = get_args(Suite)
 DIAGNOSE = ("train", "eval", "diagnose")  # commands in which the keys of diagnostics act
+AUTO_FACTOR = 8.0  # the longest sequences of `length_factor: auto`, in training lengths
 MOST_LENGTHS = 65536  # training lengths in a sequence
 MOST_SEQUENCES = 10**6
 MOST_TOKENS = 2**28  # tokens that are measured at once, of one length: their losses and ids take 3 GiB
@@ -97,15 +98,25 @@ def lengths_of(factors: list[float], data: DataConfig) -> list[int]:
 @dataclass
 class LongContextConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.held_out:LongContext"
-    length_factor: float = key(8.0, "sequence length, in training lengths; 0: off", ge=0, le=MOST_LENGTHS)
+    length_factor: float | Literal["auto"] = key(
+        8.0,
+        "sequence length, in training lengths; 0: off; auto: the first of 8, 4, 2 ... that two held-out documents are long enough for",
+        ge=0,
+        le=MOST_LENGTHS,
+    )
     sequences: int = key(32, "sequences, spread over the held-out documents that are long enough", ge=1, le=MOST_SEQUENCES)
     inference: list[InferenceSetting] = sections(
         InferenceSetting, "inference settings there, each measured", (InferenceSetting(), InferenceSetting(ThetaFactor()))
     )
 
+    @property
+    def longest_factor(self) -> float:
+        """Length of its sequences in training lengths, at most."""
+        return AUTO_FACTOR if self.length_factor == "auto" else self.length_factor
+
     def length(self, seq_len: int) -> int:
-        """Predicted tokens in a sequence; 0: off."""
-        return int(self.length_factor * seq_len)
+        """Predicted tokens in a sequence, at most; 0: off."""
+        return int(self.longest_factor * seq_len)
 
     def metric(self, setting: str) -> str:
         """The loss's name in metrics.jsonl, by the label of the inference setting."""
@@ -115,7 +126,7 @@ class LongContextConfig(EvaluationConfig):
         return [self.metric(setting.label) for setting in self.inference]
 
     def wanted(self, data: DataConfig) -> bool:
-        return self.length_factor > 0
+        return self.longest_factor > 0
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
         problems = check_inference(self.inference, model.position)
@@ -123,9 +134,10 @@ class LongContextConfig(EvaluationConfig):
             reason = "there is no text to read beyond the training length"
             remedy = "set it to 0; eval.recall has longer sequences of the tasks"
             problems.append(Problem("length_factor", self.length_factor, reason, remedy))
-        problems += no_tokens("length_factor", [self.length_factor], data)
-        problems += too_large("length_factor", self.length_factor, self.length_factor, self.sequences, data)
-        return problems + beyond_positions(model, "length_factor", self.length_factor, self.length_factor)
+        problems += no_tokens("length_factor", [self.longest_factor], data)
+        problems += too_large("length_factor", self.length_factor, self.longest_factor, self.sequences, data)
+        longest = 1 if self.length_factor == "auto" else self.length_factor  # which fits itself to learned positions, too
+        return problems + beyond_positions(model, "length_factor", self.length_factor, longest)
 
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         if name == "quick":
@@ -168,6 +180,39 @@ class ByLengthConfig(EvaluationConfig):
             problems.append(Problem("lengths", self.lengths, "there is no text to cut into sequences", remedy))
         problems += too_large("lengths", self.lengths, longest, self.sequences, data)
         return problems + beyond_positions(model, "lengths", self.lengths, longest)
+
+
+@dataclass
+class TextsConfig(EvaluationConfig):
+    measurement: ClassVar[str] = "lm.evaluation.held_out:Texts"
+    of: dict[str, Source] = named(
+        SOURCES, "texts beside the held-out one, read whole with the run's tokenizer, e.g. {code: {name: files, paths: [code]}}"
+    )
+    sequences: int = key(256, "sequences of seq_len tokens of each, spread over it", ge=1, le=MOST_SEQUENCES)
+
+    def wanted(self, data: DataConfig) -> bool:
+        return bool(self.of)
+
+    def problems(self) -> list[Problem]:
+        """Names that are none."""
+        wrong = [name for name in self.of if name == "name" or not name.replace("-", "").replace("_", "").replace(".", "").isalnum()]
+        return [Problem(f"of.{name}", name, "can't be the name of a text", "use letters, digits, - _ and .") for name in wrong]
+
+    def metric(self, name: str, what: str = "loss") -> str:
+        """The name in metrics.jsonl of a text's loss, or of its bits per byte."""
+        return f"text/{name}/{what}"
+
+    def metrics(self, data: DataConfig) -> list[str]:
+        return [self.metric(name) for name in self.of]
+
+    def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
+        problems = too_large("sequences", self.sequences, 1, self.sequences, data)
+        if data.symbolic:
+            problems.append(Problem("of", list(self.of), "needs a model of text", "leave it out"))
+        return problems
+
+    def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
+        return {"sequences": min(32, self.sequences)} if name == "quick" else {}
 
 
 @dataclass
@@ -342,6 +387,7 @@ class EvalConfig:
     )
     long_context: LongContextConfig = section(LongContextConfig, "loss by position, beyond the training length or within it")
     by_length: ByLengthConfig | None = optional(ByLengthConfig, "loss on the same held-out tokens, cut into sequences of several lengths")
+    texts: TextsConfig | None = optional(TextsConfig, "loss on texts beside the held-out one, each by its name: text/NAME/loss")
     recall: RecallConfig = section(RecallConfig, "accuracy on synthetic tasks, by length")
     needle: NeedleConfig = section(NeedleConfig, "needles in a haystack, by length and depth")
     diagnostics: DiagnosticsConfig | None = optional(

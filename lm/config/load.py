@@ -108,9 +108,7 @@ def check_steps(config: Config) -> list[Problem]:
     data, optim, steps, phases, ends = config.data, config.optim, config.trainer.max_steps, config.phases, config.phase_ends
     profile = config.trainer.profile
     problems = data.lengths.conflicts(data.seq_len, steps, one_source=len(data.sources) == 1 and not data.tasks)
-    if optim.warmup_steps > steps:
-        problems.append(Problem("optim.warmup_steps", optim.warmup_steps, f"is more than trainer.max_steps = {steps}", "lower it"))
-    if isinstance(optim.schedule, WSD) and optim.warmup_steps + round(optim.schedule.decay_fraction * steps) > steps:
+    if isinstance(optim.schedule, WSD) and optim.warmup(steps) + round(optim.schedule.decay_fraction * steps) > steps:
         reason = f"leaves less than optim.warmup_steps = {optim.warmup_steps} of {steps} steps for the warm-up"
         problems.append(Problem("optim.schedule.decay_fraction", optim.schedule.decay_fraction, reason, "lower one of them"))
     if profile and profile.first > steps:
@@ -223,7 +221,7 @@ def load(arguments: list[str], with_weights: WithWeights | None = None) -> Confi
     named = with_weights and weights and isinstance(weights, str)
     merged = with_weights(weights, merged, own) if named else merge(merged, own)
     with PLUGINS.trusted():
-        return parse(interpolated({**merged, "name": merged.get("name") or name}))
+        return parse(interpolated({**merged, "name": merged.get("name") or name or "run"}))
 
 
 def load_normalizer(name: str, overrides: list[str]) -> Options:
@@ -393,7 +391,8 @@ def reference_markdown() -> str:
         "random numbers of training; `numerics`, results up to rounding; `execution`, where and how fast; `evaluation`, what is measured;",
         "`label`, how a run is named, stored and displayed. Runs that differ in model, training or numerics belong to different arms. A",
         "resumed run must have the same values of all keys that affect model, training or seed, except those marked *free* and those",
-        "marked *ahead*, which may change for steps that are still to come.",
+        "marked *ahead*, which may change for steps that are still to come. Those marked *branch* may differ in a run that branches from",
+        "another one (`branch_from`).",
         "",
         "| key | type | default | affects | what it is |",
         "|---|---|---|---|---|",

@@ -167,7 +167,7 @@ class Groups:
 
 @dataclass
 class OptimConfig:
-    lr: float = key(1e-3, "peak learning rate", gt=0)
+    lr: float = key(1e-3, "peak learning rate", {"on_resume": "branch"}, gt=0)
     optimizer: Optimizer = variant(OPTIMIZERS, "adamw", "how gradients become updates")
     groups: Groups = section(Groups, "learning rate, weight decay and epsilon of groups of parameters")
     z_loss: float | None = key(
@@ -183,14 +183,21 @@ class OptimConfig:
         "at a loss or gradient that is not finite: stop and name the place, or skip the step's update and count it",
         {"on_resume": "free"},
     )
-    warmup_steps: int = key(100, "steps of linear warm-up", ge=0, le=10**9)
-    schedule: Constant | Cosine | WSD = variant({v.name: v for v in (Constant, Cosine, WSD)}, "cosine", "learning rate after warm-up")
+    warmup_steps: int = key(100, "steps of linear warm-up; of a shorter run all are", {"on_resume": "branch"}, ge=0, le=10**9)
+    schedule: Constant | Cosine | WSD = variant(
+        {v.name: v for v in (Constant, Cosine, WSD)}, "cosine", "learning rate after warm-up", {"on_resume": "branch"}
+    )
     batch_tokens: int = key(8192, "tokens in one optimizer step, over all devices", ge=2, le=10**9)
 
     def lr_at(self, step: int, max_steps: int) -> float:
         """Learning rate of optimizer step `step` (0-based). Warm-up is linear and ends at the peak: step 0 has lr / warmup_steps."""
-        factor = (step + 1) / self.warmup_steps if step < self.warmup_steps else self.schedule.factor(step, self.warmup_steps, max_steps)
+        warmup_steps = self.warmup(max_steps)
+        factor = (step + 1) / warmup_steps if step < warmup_steps else self.schedule.factor(step, warmup_steps, max_steps)
         return self.lr * factor
+
+    def warmup(self, max_steps: int) -> int:
+        """Steps of warm-up in a run of `max_steps`."""
+        return min(self.warmup_steps, max_steps)
 
     def weight_decay(self, group: str) -> float:
         """The weight decay of a group: a step subtracts learning rate x weight decay x weight."""
@@ -294,13 +301,19 @@ class LogConfig:
     wandb: Literal["auto", "online", "offline", "disabled"] = key(
         "auto", "`auto`: online with credentials, else offline; in an experiment disabled"
     )
-    project: str = key("lm", "wandb project")
+    to: list[Literal["wandb", "tensorboard", "trackio", "csv"]] = key(
+        ["wandb"], "where metrics go beside metrics.jsonl; tensorboard and csv are folders of the run's (all but wandb: the extra `log`)"
+    )
+    project: str | None = key(None, "wandb project; null: WANDB_PROJECT, else lm")
+    entity: str | None = key(None, "wandb entity; null: WANDB_ENTITY, else your default one")
+    tags: list[str] = key([], "wandb tags, beside those of an experiment's runs")
+    notes: str | None = key(None, "wandb notes")
     progress: Literal["auto", "bar", "lines", "none"] = key("auto", "`auto`: a bar on a terminal, else lines")
 
     def problems(self) -> list[Problem]:
         """A name that is given twice."""
-        twice = len(set(self.dynamics)) < len(self.dynamics)
-        return [Problem("dynamics", self.dynamics, "names something twice", "name it once")] if twice else []
+        given = {"dynamics": self.dynamics, "to": self.to}
+        return [Problem(name, some, "names something twice", "name it once") for name, some in given.items() if len(set(some)) < len(some)]
 
     def is_due(self, step: int, max_steps: int) -> bool:
         """Whether metrics are logged after optimizer step `step` (1-based)."""

@@ -25,12 +25,18 @@ class ExperimentConfig:
 
 @dataclass
 class Config:
-    name: str = key("", "name of the run; empty: the first configuration file's name", {"affects": "label"})
+    name: str = key("", "name of the run; empty: the first configuration file's name, or `run`", {"affects": "label"})
     runs: str = key("runs", "folder that holds the run folders", {"affects": "label"})
     resume: str = key(
         "", "`auto`: go on from the run's last checkpoint; or the path of one of its checkpoints; empty: a new run", {"affects": "label"}
     )
     init_from: str = key("", "start a new run from these weights: a run folder, a checkpoint or an export")
+    branch_from: str = key(
+        "",
+        "start a new run at a step of another one, with its weights, optimizer state and place in the data, under another length or "
+        "schedule: a checkpoint, or a run folder for its last; all other keys as they were",
+        omit_default=True,
+    )
     train_only: Literal["normalizer"] | None = key(None, "`normalizer`: train the normalizer's parameters alone; null: everything")
     seed: int = key(
         1, "seed of initial weights, dropout and, unless data.seed is given, the order of the batches", {"affects": "seed"}, ge=0, lt=2**31

@@ -364,7 +364,8 @@ def _scan(data: DataConfig, partial: Path, shown: Progress) -> Scan:
     """Hash every document, find copies, and hold out the documents with the smallest hashes of each source.
 
     Equal texts have equal hashes: a document that is held out of one source is in the training split of none. A source with a
-    validation split of its own has that held out, whole; without `data.deduplicate`, its training split stays whole, too.
+    validation split of its own has that held out, whole; without `data.deduplicate`, its training split stays whole, too. A text that is
+    read for evaluation alone (`data.val_fraction` is 1, which no run can have) is held out whole.
     """
     hashes, sizes, ends, left_out = array("Q"), array("q"), [], LeftOut(data.on_error)
     with shown.bytes("scan", None) as advance:
@@ -395,7 +396,9 @@ def _scan(data: DataConfig, partial: Path, shown: Progress) -> Scan:
     spans = [slice(*edge) for edge, reading in zip(pairwise([0, *ends]), readings, strict=True) if reading.index not in with_own]
     training = [(hash_array[part][assignment[part] == TRAIN], size_array[part][assignment[part] == TRAIN]) for part in spans]
     assignment[np.isin(hash_array, _held_out(training, data.val_fraction)) & (assignment == TRAIN)] = VAL
-    if not (assignment == VAL).any() or not (assignment == TRAIN).any():
+    if data.val_fraction == 1:
+        assignment[assignment == TRAIN] = VAL
+    elif not (assignment == VAL).any() or not (assignment == TRAIN).any():
         is_text = any(weighted.source.name == Files.name for weighted in data.sources)
         split = ", or set data.source.separator to split .txt files into documents" if is_text else ""
         words = left_out.words(int((assignment == COPY).sum()))

@@ -197,7 +197,7 @@ def unigram_cross_entropy(counts: np.ndarray, training: np.ndarray) -> float:
         training: the same of training text. A token's probability is (count + 1) / (sum of counts + V): add-one smoothing.
     """
     log_p = np.log(training + 1) - np.log(training.sum() + len(training))
-    return float(-(counts * log_p).sum() / counts.sum())
+    return float(-(counts * log_p).sum() / max(1, counts.sum()))
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -249,7 +249,11 @@ def _split(path: Path, name: str, manifest: Mapping[str, Plain]) -> Split:
     for counted in ("n_tokens", "n_documents", "n_bytes"):
         if sum(getattr(source, counted) for source in sources) != getattr(split, counted):
             raise ValueError(f"splits.{name}.{counted}")
-    if split.offsets.shape != (split.n_documents + 1,) or split.offsets[-1] != split.n_tokens or not 1 <= split.longest <= split.n_tokens:
+    if (
+        split.offsets.shape != (split.n_documents + 1,)
+        or split.offsets[-1] != split.n_tokens
+        or not min(1, split.n_tokens) <= split.longest <= split.n_tokens
+    ):
         raise ValueError(f"splits.{name}")
     for number, shard in enumerate(split.shards):
         if manifest["files"][shard_path(split.path, number).name]["bytes"] != shard.nbytes:
@@ -386,7 +390,7 @@ class SplitWriter:
             "n_tokens": self.n_tokens,
             "n_documents": len(self.starts),
             "n_bytes": sum(source.n_bytes for source in sources),
-            "longest": int(np.diff(offsets).max()),
+            "longest": int(np.diff(offsets).max(initial=0)),
             "sources": [vars(source) | {"n_tokens": int(count)} for source, count in zip(sources, np.diff(ends), strict=True)],
         }
         return facts, self.files | write_file(self.path.with_name(f"{self.path.name}.offsets.npy"), npy(offsets))

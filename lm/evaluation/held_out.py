@@ -11,19 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lm.config.data_config import DataConfig, Source, TokenizerFile
 from lm.config.eval_config import Timing
 from lm.config.task_config import task_names
 from lm.config.tree import Config
 from lm.data.batches import Batch, long_starts, validation_starts
-from lm.data.store import Store
+from lm.data.prepare import prepare
+from lm.data.store import TOKENIZER, Store
 from lm.data.tasks import STORE_SEED, example
-from lm.errors import ConfigError, Problem
+from lm.errors import ConfigError, DataError, Problem
 from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
 from lm.model.cross_entropy import token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode
 from lm.model.swapped import for_inference
-from lm.runs.series import KIND, LOSS, Axis, Sample, Series, Shown, validation_series
+from lm.runs.series import KIND, LOSS, Axis, Sample, Series, Shown, selects, validation_series
 from lm.schema import Plain, to_plain
 
 NATS = "nats per token"
@@ -111,6 +113,11 @@ def long_sequences(store: Store, config: Config) -> HeldOut:
     """Up to `eval.long_context.sequences` long sequences, each within one held-out document. Raises ConfigError: none is long enough."""
     asked, seq_len, longest = config.eval.long_context, config.data.seq_len, store.val.longest
     length = asked.length(seq_len)
+    if asked.length_factor == "auto":
+        length = seq_len if config.model.position.ends else length
+        enough = min(2, int((store.val.lengths > 1).sum()))
+        while length > 1 and (store.val.lengths > length).sum() < enough:
+            length = max(1, length // 2)
     if length >= longest:
         fitting = (longest - 1) / seq_len
         smaller = f"{int(fitting * 10) / 10:g} or less, or to " if fitting >= 1 else ""
@@ -274,6 +281,69 @@ class Validation(Measurement):
         means = loss.mean(1, dtype=np.float64, where=counts)[:, None]
         sample = Sample(self.held_out.sha256, means, counts.sum(1), self.held_out.document_labels[chosen])
         return float(loss.mean(dtype=np.float64, where=counts)), sample
+
+
+class Texts(Measurement):
+    """Loss at the training length on each of `eval.texts.of`, as `Validation` has it on the held-out text."""
+
+    kind = "texts"
+
+    def __init__(self, config: Config, store: Store):
+        """Raises DataError: a text can't be read; ConfigError: it is shorter than a sequence."""
+        super().__init__(config, store)
+        self.stores = {name: self._prepared(name, source) for name, source in self.asked.of.items()}
+        self.held_out: dict[str, HeldOut] = {}
+        for name, text in self.stores.items():
+            starts = validation_starts(text.val, config.data.seq_len, self.asked.sequences)
+            if not len(starts):
+                reason = f"has {text.val.n_tokens:,} tokens, and a sequence needs {config.data.seq_len + 1:,}"
+                raise ConfigError([Problem(f"eval.texts.of.{name}", text.path.name, reason, "name a longer text, or leave it out")])
+            self.held_out[name] = HeldOut.take(text, starts, config.data.seq_len, config.data.documents == "isolate")
+
+    def _prepared(self, name: str, source: Source) -> Store:
+        """The store of a text: all of its documents, with the tokenizer of the run's store."""
+        data = self.config.data
+        tokenizer = TokenizerFile(path=str(self.store.path / TOKENIZER), end_of_text=self.store.manifest["end_of_text"]["token"])
+        keys = {name: getattr(data, name) for name in ("on_error", "root", "prepare_workers")}
+        try:
+            return prepare(DataConfig(source=source, tokenizer=tokenizer, val_fraction=1.0, deduplicate=False, **keys))
+        except DataError as error:
+            raise DataError(f"eval.texts.of.{name}: {error}") from None
+
+    @property
+    def options(self) -> dict[str, Plain]:
+        sha256 = {name: held_out.sha256 for name, held_out in self.held_out.items()}
+        return {"seq_len": self.config.data.seq_len, "sequences_sha256": sha256, "documents": self.config.data.documents}
+
+    @property
+    def work(self) -> int:
+        return sum(len(held_out.sequences) for held_out in self.held_out.values())
+
+    def measure(self, decoder: Decoder, where: Device, progress: Advance) -> list[Series]:
+        series = []
+        for name, held_out in self.held_out.items():
+            nll = nll_by_token(decoder, held_out, where, progress)
+            count, fingerprint = len(nll), self.stores[name].fingerprint
+            chosen = selects(fingerprint, held_out.document_labels)
+            shown = Shown(
+                "Other texts, at the training length",
+                "sequences of other texts",
+                f"{count:,} of {held_out.length:,} tokens",
+                method=f"The loss on {name} is the mean over {count:,} sequences of the training length",
+            )
+            divided = chosen.any() and not chosen.all()  # else its documents are too few to select on some: all report
+            by_sequence = nll.mean(1, dtype=np.float64)[:, None]
+            series += [
+                self.series(
+                    "loss", NATS, "lower", float(nll.mean(dtype=np.float64)), what=name, samples=(held_out.sample(by_sequence),),
+                    data_fingerprint=fingerprint if divided else "", interval="documents", logged=(self.asked.metric(name),), shown=shown,
+                ),
+                self.series(
+                    "bits per byte", "", "lower", bits_per_byte(nll, held_out), what=name,
+                    logged=(self.asked.metric(name, "bits_per_byte"),), shown=shown,
+                ),
+            ]  # fmt: skip
+        return series
 
 
 class LongContext(Measurement):

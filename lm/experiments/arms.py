@@ -29,6 +29,7 @@ class Arm:
     Attributes:
         changes: how its configuration differs from the base.
         start: the earlier arm whose trained weights it starts from, if any.
+        step: the step of it that the arm branches from, with optimizer state and place in the data; None: it starts from weights alone.
         swap: what becomes of their normalizer; None: it stays.
         trained: False: the swapped weights are measured as they are.
         offset: what is added to the seeds of its runs, which are paired as if it were not.
@@ -40,6 +41,12 @@ class Arm:
     swap: Swap | None = None
     trained: bool = True
     offset: int = 0
+    step: int | None = None
+
+    @property
+    def tuned(self) -> bool:
+        """Whether it has a learning rate of its own where the experiment tunes one; else it has that of the arm it starts from."""
+        return self.trained and self.step is None
 
 
 def read_arms(given: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
@@ -47,7 +54,7 @@ def read_arms(given: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
     found: dict[str, Arm] = {}
     for name, block in read_blocks("arms", given, problems).items():
         where, own = f"arms.{name}", dict(block)
-        source, swap, trained = own.pop("from", None), own.pop("swap", None), own.pop("train", True)
+        source, swap, trained, step = own.pop("from", None), own.pop("swap", None), own.pop("train", True), own.pop("step", None)
         start = None if source is None else str(source)
         changes = nested(own)
         if start is not None and start not in found:
@@ -55,6 +62,11 @@ def read_arms(given: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
             problems.append(Problem(f"{where}.from", source, "is no earlier arm", remedy))
         if swap is not None and start is None:
             problems.append(Problem(f"{where}.swap", swap, "there are no weights to swap", "say of which arm: `from`"))
+        if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 1):
+            problems.append(Problem(f"{where}.step", step, "must be a step of the arm it starts from, at least 1"))
+        elif step is not None and (start is None or swap is not None or trained is not True):
+            reason = "goes on with the optimizer state of another arm"
+            problems.append(Problem(f"{where}.step", step, reason, "name the arm: `from`, and drop `swap` and `train`"))
         if not isinstance(trained, bool):
             problems.append(Problem(f"{where}.train", trained, "must be true or false"))
         elif not trained and swap is None:
@@ -69,7 +81,9 @@ def read_arms(given: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
                 reason = "has no effect on an arm that is not trained"
                 problems.append(Problem(f"{where}.{path}", given[path], reason, "drop it, or train the arm"))
             changes = merge(merge(found[start].changes, {"phases": []}), changes)
-        found[name] = Arm(name, changes, start or "", made, bool(trained))
+        if step is not None and start in found:
+            changes = merge(found[start].changes, changes)
+        found[name] = Arm(name, changes, start or "", made, bool(trained), step=step)
     if len(found) < 2 and not problems:
         problems.append(Problem("arms", list(found), "needs a baseline and at least one other arm"))
     return tuple(found.values())

@@ -27,7 +27,9 @@ def plan_of(experiment: Experiment) -> dict[str, Plain]:
 
 def _hash(experiment: Experiment, size: str, arm: Arm) -> str:
     config = config_hash(experiment.config(size, arm, 0, None, {"name": "any"}))
-    return " ".join(map(str, (config, *((f"from {arm.start}", arm.swap, arm.trained) if arm.start else ()))))
+    return " ".join(
+        map(str, (config, *((f"from {arm.start}", arm.swap, arm.trained, *([] if arm.step is None else [arm.step])) if arm.start else ())))
+    )
 
 
 def is_measured(experiment: Experiment) -> bool:

@@ -3,6 +3,7 @@
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +39,7 @@ from lm.experiments.timing import (
 from lm.files import write_together
 from lm.report.tables import csv_text, digits, from_lines, print_tables
 from lm.runs.folder import RESOLVED, json_bytes
+from lm.schema import Plain
 
 VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"
 
@@ -82,10 +84,17 @@ class Work:
 
 
 def compare(
-    files: list[Path], overrides: list[str], work: Work, plan_only: bool = False, report_only: bool = False, out: Path | None = None
+    files: list[Path],
+    overrides: list[str],
+    work: Work,
+    plan_only: bool = False,
+    report_only: bool = False,
+    out: Path | None = None,
+    send: Callable[[Experiment, list[dict[str, Plain]]], None] | None = None,
 ) -> None:
     """Print the plans of experiments; then, unless `plan_only`, train what is missing (unless `report_only`) and judge what is there, one
-    experiment after the other. `out`: a folder for one report of all of them.
+    experiment after the other. `out`: a folder for one report of all of them. `send`: called with each that was worked on and the lines of
+    its verdicts, when its report is written.
 
     Raises:
         LMError: an experiment's file is wrong, or runs failed.
@@ -114,7 +123,9 @@ def compare(
                 except RunsFailed as error:
                     failures.append(str(error))
             judged.append(next_look(procedure))
-            _conclude(judged[-1])
+            lines = _conclude(judged[-1])
+            if working and send:
+                send(procedure.experiment, lines)
         if out:
             print(f"report of all experiments: {write_page(judged, out)}")
         if failures:
@@ -213,8 +224,10 @@ def _times(procedure: Procedure, taken: Costs | None, slots: Slots, budget: floa
         return {}, f"not known: {error}"
 
 
-def _conclude(procedure: Procedure) -> None:
+def _conclude(procedure: Procedure) -> list[dict[str, Plain]]:
     """Print the verdicts; write them, what tuning found, and the report into the experiment's folder, all of them or none.
+
+    Returns the verdicts' lines.
 
     Raises:
         RunError: nothing has been trained yet.
@@ -247,3 +260,4 @@ def _conclude(procedure: Procedure) -> None:
     write_together(files | page_files([procedure], experiment.folder / REPORT, judged), "verdicts and report")
     print(*findings(procedure, lines), f"verdicts: {experiment.folder / VERDICTS}.json", sep="\n")
     print(f"report: {experiment.folder / REPORT / PAGE}")
+    return lines

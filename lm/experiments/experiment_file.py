@@ -6,14 +6,14 @@ from itertools import product
 from pathlib import Path
 
 from lm.config import presets
-from lm.config.effects import is_learned
+from lm.config.effects import differences, effect_of, is_learned
 from lm.config.load import merge, overrides_in, read_overrides, read_yaml
 from lm.config.task_config import task_names
 from lm.config.tree import Config, ExperimentConfig
 from lm.config.yaml_text import MAX_BYTES, parse_yaml
 from lm.data.prepare import vocabulary
 from lm.data.sources import labels
-from lm.errors import ConfigError, DataError, Problem
+from lm.errors import ConfigError, DataError, Problem, shown
 from lm.experiments.arms import Arm, nested, read_arms, read_blocks
 from lm.experiments.experiment import Experiment, Primary, Tune, config_hash
 from lm.experiments.run_outcome import SELECTION
@@ -75,7 +75,8 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
         problems.append(Problem("more_seeds", made.more_seeds, reason, "give all seeds in `seeds`, or tune nothing"))
     if made.tune.grid and (both := sorted({*made.seeds, *made.more_seeds} & {*made.tune.seeds})):
         problems.append(Problem("tune.seeds", both, "are also final seeds", "the runs that choose a rate must not judge it"))
-    fixed = {"seed", "data.seed", "name", "runs", "resume", "init_from", *(f"experiment.{spec.name}" for spec in fields(ExperimentConfig))}
+    fixed = {"seed", "data.seed", "name", "runs", "resume", "init_from", "branch_from"}
+    fixed |= {*(f"experiment.{spec.name}" for spec in fields(ExperimentConfig))}
     if made.tune.key in fixed:
         problems.append(Problem("tune.key", made.tune.key, "is set by the experiment", "name a key of the optimizer, such as optim.lr"))
     elif not is_learned(made.tune.key):
@@ -179,8 +180,12 @@ def _files(path: Path, where: str, given: Plain, forms: str) -> dict[str, Plain]
     return merged
 
 
-_OF_TRAINING_LENGTH = ("validation", "long_context")  # are measured in training lengths: arms of different ones read different text
-_KINDS = {"val": "validation", "long": "long_context"}  # of a metric by what its name begins with; else the kind itself
+_OF_TRAINING_LENGTH = (
+    "validation",
+    "long_context",
+    "texts",
+)  # are measured in training lengths: arms of different ones read different text
+_KINDS = {"val": "validation", "long": "long_context", "text": "texts"}  # of a metric by what its name begins with; else the kind itself
 
 
 def check(experiment: Experiment) -> None:
@@ -235,11 +240,13 @@ def _check_arms(experiment: Experiment, arms: list[tuple[Arm, Config]]) -> list[
     problems, seen, plans = [], {}, {}
     for arm, config in arms:
         first = arms[0][1]
-        same = f"{arm.start} {arm.swap} {arm.trained} {config_hash(config)}"
+        same = f"{arm.start} {arm.step} {arm.swap} {arm.trained} {config_hash(config)}"
         if same in seen:
             problems.append(Problem(f"arms.{arm.name}", arm.changes, f"is the same as {seen[same]}", "change it, or drop it"))
         seen[same], plans[arm.name] = arm.name, config
-        if arm.start in plans and not arm.swap and config.plan[0].normalizer != plans[arm.start].plan[-1].normalizer:
+        if arm.step is not None and arm.start in plans and config.trainer.max_steps:
+            problems += _check_branch(arm, config, plans[arm.start])
+        elif arm.start in plans and not arm.swap and config.plan[0].normalizer != plans[arm.start].plan[-1].normalizer:
             reason = f"has another normalizer than {arm.start}, whose weights it starts from"
             remedy = "swap it: `swap: {to: ...}`, or in during training: `phases`"
             problems.append(Problem(f"arms.{arm.name}.from", arm.start, reason, remedy))
@@ -249,6 +256,26 @@ def _check_arms(experiment: Experiment, arms: list[tuple[Arm, Config]]) -> list[
             problems.append(Problem(f"arms.{arm.name}", arm.changes, reason, remedy))
         if (first.data.seq_len, first.eval) != (config.data.seq_len, config.eval):
             problems += _check_compared(experiment, arm, first, config)
+    return problems
+
+
+def _check_branch(arm: Arm, config: Config, source: Config) -> list[Problem]:
+    """Check that the arm that another one branches from keeps the checkpoint of that step, and that a step is left."""
+    every, steps = source.checkpoint_every, source.trainer.max_steps
+    regular = [step for step in range(1, steps + 1) if step % every == 0 or step == steps]
+    kept = {*regular[-source.trainer.keep_checkpoints :], *source.phase_ends[:-1]}
+    problems = []
+    if arm.step not in kept:
+        reason = f"is no step that {arm.start} keeps a checkpoint of ({', '.join(map(str, sorted(kept)))})"
+        remedy = "set trainer.checkpoint_every to a divisor of it, and raise trainer.keep_checkpoints"
+        problems.append(Problem(f"arms.{arm.name}.step", arm.step, reason, remedy))
+    if config.trainer.max_steps <= arm.step:
+        reason, remedy = f"leaves no step after step {arm.step} of {arm.start}", "raise it: it counts all steps from the first"
+        problems.append(Problem(f"arms.{arm.name}.trainer.max_steps", config.trainer.max_steps, reason, remedy))
+    for path, (ours, theirs) in differences(to_plain(config), to_plain(source)).items():
+        if effect_of(path).on_resume == "same":
+            reason = f"is {shown(theirs)} in {arm.start}, which it branches from"
+            problems.append(Problem(f"arms.{arm.name}.{path}", ours, reason, "drop it: length, rate and schedule alone may differ"))
     return problems
 
 
@@ -328,7 +355,7 @@ def _check_table(experiment: Experiment) -> list[Problem]:
     if both := sorted({*experiment.seeds} & {one.seed for one in experiment.table}):
         problems.append(Problem("tune.table", both, "are final seeds", "the runs that choose a rate must not judge it"))
     remedy = "make it again by `lm compare` with a grid: it writes tuning.csv"
-    for size, arm in product(experiment.sizes if where else (), (arm for arm in experiment.arms if arm.trained)):
+    for size, arm in product(experiment.sizes if where else (), (arm for arm in experiment.arms if arm.tuned)):
         name = " ".join(filter(None, (size, arm.name)))
         by_rate = experiment.costs_of(experiment.table, size).get(arm.name, {})
         mine = [one for one in experiment.table if (one.size, one.arm) == (size, arm.name)]

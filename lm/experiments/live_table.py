@@ -144,11 +144,11 @@ class LiveTable:
             if all(line.state in ENDED for line in mine):
                 continue
             for arm in experiment.arms:
-                if arm.trained and arm.name not in tuned | open_arms:
+                if arm.tuned and arm.name not in tuned | open_arms:
                     for rate, seed in product(experiment.tune.grid, experiment.tune.seeds):
                         lines.append(Line(size, arm.name, "tune", rate, seed, note="for the rates of earlier arms"))
             for arm in experiment.arms:
-                without_rate = final and (not experiment.tune.grid or (arm.name if arm.trained else arm.start) in tuned)
+                without_rate = final and (not experiment.tune.grid or (arm.name if arm.tuned else arm.start) in tuned)
                 if arm.name not in final and not without_rate:
                     lines += [Line(size, arm.name, "final", None, seed, note="for its rate") for seed in experiment.seeds]
         return lines

@@ -309,7 +309,11 @@ def _beside(record: RunRecord, times: dict[Path, tuple[datetime, datetime] | Non
 
 def arms_differ(comparison: RunComparison) -> Table:
     """Every configuration key in which the arms differ, but for names, folders and logging."""
-    lines = [(key, values) for key, values in comparison.config_diff if key != "init_from" and effect_of(key).affects != "label"]
+    lines = [
+        (key, values)
+        for key, values in comparison.config_diff
+        if key not in ("init_from", "branch_from") and effect_of(key).affects != "label"
+    ]
     return configuration_table(comparison, lines)
 
 

@@ -68,8 +68,12 @@ def costs(procedure: Procedure) -> Costs | None:
     found = {}
     for size in experiment.sizes:
         for arm in experiment.arms:
-            taken = cost(experiment.config(size, arm, seed, rate, {"name": "any"}), known)
+            config = experiment.config(size, arm, seed, rate, {"name": "any"})
+            taken = cost(config, known)
             found[size, arm.name] = taken if arm.trained else replace(taken, tokens=0, flops=0)
+            if arm.step is not None:  # those before it are the other arm's
+                left = 1 - arm.step / config.trainer.max_steps
+                found[size, arm.name] = replace(taken, tokens=round(taken.tokens * left), flops=round(taken.flops * left))
     return found
 
 

@@ -18,7 +18,7 @@ from lm.experiments.judging import COLUMNS, Judged, Question
 from lm.experiments.run_outcome import SELECTION, Outcome, UnitValues
 from lm.experiments.tuning_tables import Tried, described, differing_keys
 from lm.report.frame import Block, frame
-from lm.runs.folder import SWAPPED
+from lm.runs.folder import CHECKPOINTS, SWAPPED, step_path
 from lm.schema import Plain
 from lm.statistics.tuning import Tuned, best_rate, chosen, crossed_rates, tuned
 
@@ -97,7 +97,7 @@ class Procedure:
         if arm.start:
             source = next(one for one in self.experiment.arms if one.name == arm.start)
             before = self.run(size, source, stage, rates[source.name], seed, rates)
-        config = self._config(size, arm, stage, rate, seed, before.config.run_folder if before else None)
+        config = self._config(size, arm, stage, rate, seed, before.config if before else None)
         outcome = self._ended.get(config.run_folder)
         if outcome is None:
             last_step = config.trainer.max_steps if arm.trained else before.outcome.last_step
@@ -111,8 +111,9 @@ class Procedure:
         overrides = tuple(self.experiment.evaluate_overrides)
         return Run(size, arm.name, stage, rate, seed, config, outcome, start, arm.swap, arm.trained, overrides)
 
-    def _config(self, size: str, arm: Arm, stage: str, rate: float | None, seed: int, start: Path | None) -> Config:
-        """The configuration of a run that starts from the weights of another (None: random ones), made once."""
+    def _config(self, size: str, arm: Arm, stage: str, rate: float | None, seed: int, before: Config | None) -> Config:
+        """The configuration of a run that starts from another (None: from random weights), made once."""
+        start = before and before.run_folder
         known = size, arm.name, stage, rate, seed, start
         if known not in self._configs:
             changes: dict[str, Plain] = {"runs": str(self._folder / size), "name": "run"}
@@ -120,6 +121,8 @@ class Procedure:
             if start and arm.swap and arm.trained:
                 origin = hashlib.sha256(f"{start.name} {arm.swap}".encode()).hexdigest()[:8]
                 changes["init_from"] = str(self._folder / size / SWAPPED / f"{at}-{origin}")
+            elif start and arm.step is not None:
+                changes |= {"branch_from": str(step_path(start / CHECKPOINTS, arm.step)), "init_from": before.init_from}
             elif start:
                 changes["init_from"] = str(start)
             config = self.experiment.config(size, arm, seed, rate, changes)
@@ -132,7 +135,9 @@ class Procedure:
         runs: its hash stays as it is when the experiment is moved."""
         if start is None:
             return config
-        return replace(config, init_from=str(Path(Config().runs, self.experiment.name, Path(config.init_from).relative_to(self._folder))))
+        paths = {name: path for name in ("init_from", "branch_from") if (path := getattr(config, name))}
+        below = Path(Config().runs, self.experiment.name)
+        return replace(config, **{name: str(below / Path(path).relative_to(self._folder)) for name, path in paths.items()})
 
     def _asked(self, size: str, arm: Arm, config: Config) -> dict[str, dict[str, Plain]]:
         """The options with which the evaluations of an arm's runs must have been asked for; {} where those in training will do."""
@@ -166,7 +171,7 @@ class Procedure:
         depths = sorted({len(self.sources(arm)) for arm in self.experiment.arms})
         for depth in depths:
             rates = self._with_untrained(rates)
-            layer = [arm for arm in self.experiment.arms if len(self.sources(arm)) == depth and arm.trained]
+            layer = [arm for arm in self.experiment.arms if len(self.sources(arm)) == depth and arm.tuned]
             found = self._tuned(size, [arm for arm in layer if not arm.start or arm.start in rates], rates, runs)
             if found.missing:
                 return Choice(runs, final, None)
@@ -216,10 +221,10 @@ class Procedure:
         return rates
 
     def _with_untrained(self, rates: dict[str, float]) -> dict[str, float]:
-        """Rates, and for arms that are not trained the rates of those that they start from."""
+        """Rates, and for arms without one of their own the rates of those that they start from."""
         found = dict(rates)
         for arm in self.experiment.arms:
-            if not arm.trained and arm.start in found:
+            if not arm.tuned and arm.start in found:
                 found[arm.name] = found[arm.start]
         return found
 
@@ -255,7 +260,7 @@ class Procedure:
         """Notes that a reader must know beside the numbers, one sentence each."""
         experiment = self.experiment
         found = [experiment.dropped_note] if experiment.dropped else []
-        for size, arm in product(experiment.sizes if experiment.table else (), (one for one in experiment.arms if one.trained)):
+        for size, arm in product(experiment.sizes if experiment.table else (), (one for one in experiment.arms if one.tuned)):
             config = experiment.config(size, arm, experiment.seeds[0], experiment.first_rate, {"name": "any"})
             ours = described(config, experiment.tune.key, arm.start)
             theirs = {one.configuration for one in experiment.table if (one.size, one.arm) == (size, arm.name)}
@@ -390,7 +395,7 @@ class Procedure:
         choice, tune, found = self.choice(size), self.experiment.tune, {}
         crossed = {one.name for one in self.experiment.arms if one.trained and not one.start} if tune.grid else set()
         for arm in self.experiment.arms:
-            grid = max(len(tune.grid), len(choice.runs.get(arm.name, ()))) if arm.trained else 0
+            grid = max(len(tune.grid), len(choice.runs.get(arm.name, ()))) if arm.tuned else 0
             rates = len(choice.final.get(arm.name, ())) or (2 if len(crossed) > 1 and arm.name in crossed else 1)
             found[arm.name] = n_seeds * rates + grid * len(tune.seeds)
         return found

@@ -47,7 +47,7 @@ def described(config: Config, tuned_key: str, start: str) -> str:
     found = {
         path: value
         for path, value in changed.items()
-        if path not in (tuned_key, "init_from") and effect_of(path).affects in ("model", "training")
+        if path not in (tuned_key, "init_from", "branch_from") and effect_of(path).affects in ("model", "training")
     } | ({"from": start} if start else {})
     return "; ".join(f"{path}={value}" for path, value in sorted(found.items()))
 

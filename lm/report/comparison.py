@@ -160,7 +160,7 @@ def _arms(records: list[RunRecord]) -> list[Arm]:
 
 def _short(run: RunRecord, key: str) -> Plain:
     """A path's last part, also of the starting weights; other values as they are."""
-    value = run.config[key] if key == "init_from" else run.flat.get(key)
+    value = run.config[key] if key in ("init_from", "branch_from") else run.flat.get(key)
     return value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else value
 
 

@@ -195,8 +195,13 @@ def together(rows: Iterable[Row]) -> list[list[str]]:
 
 def write_table(evaluated: list[Evaluated], path: Path) -> None:
     """Write all numbers as CSV or JSON, one row or object a number, whole or not at all."""
+    write_together({path: results_bytes(evaluated, path)})
+
+
+def results_bytes(evaluated: list[Evaluated], path: Path) -> bytes:
+    """All numbers as the content of a file of this name, as `write_table` writes it."""
     lines = []
     for each in evaluated:
         first = {"run": str(each.folder), "step": each.evaluation.step, "kind": each.evaluation.kind}
         lines += [first | vars(row) for row in each.rows]
-    write_together({path: table_bytes(lines, path)})
+    return table_bytes(lines, path)

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ from lm.runs.evaluations import Evaluation, evaluation_files, read_evaluation
 from lm.runs.folder import CONFIG, DIVERGED, ENVIRONMENT, METRICS, SWAPPED, read_metrics
 from lm.runs.record import RunRecord, read_run
 from lm.runs.series import Series, selects
+from lm.schema import Plain
 
 RUN = ("run", "folder", "experiment", "arm", "size", "stage", "rate", "seed", "commit", "state")
 MEASURED = ("step", "tokens", "kind", "metric", "task", "setting", "unit", "better", "x", "until", "sequences", "sample", "group")
@@ -49,7 +50,7 @@ def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
 def frame(blocks: Iterable[Block], names: Sequence[str] = COLUMNS) -> pd.DataFrame:
     """The data frame of blocks of lines, without their columns that it doesn't have."""
     known = list(blocks)
-    sizes = [len(block["value"]) for block in known]
+    sizes = [len(_column(block["value"], 1)) for block in known]
     columns = {}
     for name in names:
         parts = [_column(block.get(name), size) for block, size in zip(known, sizes, strict=True)]
@@ -104,13 +105,14 @@ def _run_folders(folder: Path) -> list[Path]:
     return below
 
 
-def run_columns(record: RunRecord, logged: list[dict[str, object]]) -> Block:
+def run_columns(record: RunRecord, logged: Sequence[Mapping[str, Plain]]) -> Block:
     """The columns `RUN` of a run; `logged`: the lines of its metrics.jsonl."""
-    place = record.config.get("experiment") or {}
+    place, steps_planned = record.config.get("experiment"), record.flat.get("trainer.max_steps")
+    place = place if isinstance(place, dict) else {}
     steps = [evaluation.step for evaluation in record.evaluations]
-    ended = max(steps, default=-1) >= (record.flat.get("trainer.max_steps") or 0)
+    ended = max(steps, default=-1) >= (steps_planned if isinstance(steps_planned, int) else 0)
     state = "diverged" if any(DIVERGED in line for line in logged) else "finished" if ended else "unfinished"
-    run = {"run": record.name, "folder": str(record.folder), "commit": record.commits, "seed": record.config["seed"], "state": state}
+    run: Block = {"run": record.name, "folder": str(record.folder), "commit": record.commits, "seed": record.config["seed"], "state": state}
     run |= {"experiment": place.get("name"), "arm": place.get("arm") or record.flat["model.normalizer.name"]}
     return run | {"size": place.get("size"), "stage": place.get("stage"), "rate": place.get("rate") or record.flat.get("optim.lr")}
 

@@ -117,7 +117,8 @@ def read_config(folder: Path) -> Config:
     path = folder / CONFIG
     try:
         plain = parse_yaml(path.read_bytes(), path.name)
-        missing = [spec.name for spec in fields(Config) if spec.name not in (plain or {}) and spec.type is not ExperimentConfig]
+        written = [spec.name for spec in fields(Config) if spec.type is not ExperimentConfig and not spec.metadata.get("omit_default")]
+        missing = [name for name in written if name not in (plain or {})]
         if missing:  # a run writes all of them, `log` last; the experiment since there are experiments
             again = f"lm.config.load.to_yaml(lm.load({str(folder)!r}).config)"
             raise RunError(f"{path}: cut short: it has no {', '.join(missing)}; bring it back, or write what the checkpoint holds: {again}")
@@ -134,6 +135,11 @@ def step_path(folder: Path, step: int) -> Path:
 def step_of(path: Path) -> int:
     """N of a `step-N.ckpt`."""
     return int(path.stem.removeprefix("step-"))
+
+
+def is_own(run: Path, checkpoint: Path) -> bool:
+    """Whether a checkpoint lies in a run folder's own folder of checkpoints."""
+    return checkpoint.resolve().parent == (run / CHECKPOINTS).resolve()
 
 
 def steps_saved(folder: Path) -> list[Path]:

@@ -66,8 +66,8 @@ def _short(value: Plain) -> str:
 def arm_definition(config: dict[str, Plain], environment: dict[str, Plain]) -> dict[str, Plain]:
     """All that decides what a run learns, except its seed, as dotted keys in canonical form: runs in which it is equal are one arm.
 
-    Precision, compilation and the schedule's length are those used at each start; initial weights (`init_from`) are identified by
-    the arm they come from, not by their path.
+    Precision, compilation and the schedule's length are those used at each start; initial weights (`init_from`) and the run that it
+    branches from (`branch_from`) are identified by their arm, not by their path.
     """
     definition = {key: value for key, value in flatten(canonical(config)).items() if is_learned(key)}
     as_used = {key: used(environment, key.rpartition(".")[2]) for key in recorded_per_start()}
@@ -75,6 +75,8 @@ def arm_definition(config: dict[str, Plain], environment: dict[str, Plain]) -> d
     start, swap = environment.get("started_from") or {}, environment.get("swap") or {}
     if config.get("init_from") and "arm" in start:
         definition["init_from"] = f"{start['normalizer']}, arm {start['arm']}"
+    if config.get("branch_from") and "arm" in (branch := environment.get("branched_from") or {}):
+        definition["branch_from"] = f"step {branch['step']:,} of arm {branch['arm']}"
     return definition | {f"swap.{name}": swap[name] for name in ("normalizer", "init", "arm") if name in swap}
 
 

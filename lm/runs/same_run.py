@@ -23,6 +23,7 @@ ENVIRONMENT_FIELDS = {
     "compile": bool,
     "starts": list[dict],
     "started_from": dict | None,
+    "branched_from": dict,
     "tokenizer_sha256": str,
 }
 NO_SEALS = {"weights_sha256": {}, "log": EMPTY_LOG}  # of an older version
@@ -36,24 +37,35 @@ def trained_config(metadata: dict[str, Plain], path: Path) -> Config:
         raise RunError(f"{path}: its configuration is not readable: {one_line(error)}") from None
 
 
-def config_problems(config: Config, trained: Config, metadata: dict[str, Plain], path: Path) -> list[Problem]:
+def config_problems(config: Config, trained: Config, metadata: dict[str, Plain], path: Path, branches: bool = False) -> list[Problem]:
     """Every difference between `config` and what the checkpoint at `path` was `trained` with that would make it another run.
 
     metadata: the checkpoint's; `step` and `phase` say how far training has come.
+    branches: whether a new run branches from it, which may have another schedule.
     """
-    problems = [
-        Problem(key, ours, f"the checkpoint was trained with {shown(theirs)}", "resume it with that, or choose another name")
-        for key, (ours, theirs) in differences(to_plain(config), to_plain(trained)).items()
-        if effect_of(key).on_resume == "same" and not (key == "init_from" and _moved(config, trained))
-    ]
+    problems = []
+    for key, (ours, theirs) in differences(to_plain(config), to_plain(trained)).items():
+        on_resume = effect_of(key).on_resume
+        if (
+            on_resume not in ("same", "branch")
+            or (branches and (on_resume == "branch" or key == "branch_from"))
+            or _moved(config, key, ours, theirs)
+        ):
+            continue
+        remedy = "branch with that" if branches else "resume it with that, or choose another name"
+        if on_resume == "branch":
+            remedy = f"resume it with that; or go on from its step and optimizer state in a new run: branch_from={path} name=..."
+        problems.append(Problem(key, ours, f"the checkpoint was trained with {shown(theirs)}", remedy))
     # Normalizers and phases are compared up to the step: later ones may change.
     problems += _length_problems(config, trained, metadata["step"], path)
     return problems + _plan_problems(config, trained, metadata["phase"], metadata["step"], path)
 
 
-def _moved(config: Config, trained: Config) -> bool:
-    """Whether both start from the same run of their experiment, which lies elsewhere now: its name says all that decides its weights."""
-    return bool(config.experiment.name) and Path(config.init_from).name == Path(trained.init_from).name
+def _moved(config: Config, key: str, ours: Plain, theirs: Plain) -> bool:
+    """Whether a key names the run that both start from in their experiment, which lies elsewhere now: its name, and the step of its
+    checkpoint, say all that decides its weights."""
+    parts = {"init_from": 1, "branch_from": 3}.get(key)
+    return bool(config.experiment.name and parts and ours and theirs) and Path(ours).parts[-parts:] == Path(theirs).parts[-parts:]
 
 
 def check_environment(file: Path, metadata: dict[str, Plain], path: Path) -> dict[str, Plain]:

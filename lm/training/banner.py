@@ -58,10 +58,12 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     base = "lr is that of a base model of 1/{:.4g} of the width and 1/{:.4g} of the depth".format(*model.size_multipliers)
     source = "its maker" if device == "cuda" else "of a matrix product"
     peak = f"peak {machine.peak_flops:.2e} FLOP/s ({source})" if machine.peak_flops else "the device's peak is not known"
-    epochs = _epochs(store, config)
+    epochs, warmup = _epochs(store, config), optim.warmup(config.trainer.max_steps)
     few = _ratio(config, parameters) < FEWEST and not (config.init_from or data.symbolic)
     notes = few * [FEW] + any(number > MOST_EPOCHS for _, number in epochs) * [MANY]
     documents = validation_sequences(store, config).document_labels
+    if warmup < optim.warmup_steps:
+        notes.append(f"optim.warmup_steps = {optim.warmup_steps} is more than the run's {warmup} steps: all of them are warm-up")
     notes += bool(selecting(store.fingerprint, documents).all()) * [UNDIVIDED]
     lines = {
         "run": f"{config.run_folder}  (lm {lm.__version__})",
@@ -80,7 +82,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         **({"note": "; ".join(notes)} if notes else {}),
         **({"tasks": _tasks(store, config)} if data.tasks else {}),
         "step": f"{config.micro_batch} sequences x {data.seq_len} tokens x {accumulation} micro-batches x {config.world_size} processes",
-        "optimizer": f"{_options(optim.optimizer)}; lr = {optim.lr:g}, {_options(optim.schedule)}, warm-up of {optim.warmup_steps} steps; "
+        "optimizer": f"{_options(optim.optimizer)}; lr = {optim.lr:g}, {_options(optim.schedule)}, warm-up of {warmup} steps; "
         f"gradients' norm {f'at most {optim.grad_clip:g}' if optim.grad_clip else 'not bounded'}"
         + (f"; z-loss x {optim.z_loss:g}" if optim.z_loss else ""),
         **({"transfer": base} if model.transfer else {}),
@@ -233,8 +235,8 @@ def environment(config: Config, store: Store, start: PhaseStart, machine: Machin
 
 
 def git_state() -> tuple[str | None, bool | None]:
-    """Commit of the checkout this package runs from and whether it has changes; (None, None) outside one, also where it is installed within
-    another project's."""
+    """Commit of the checkout this package runs from and whether it has changes; outside one, also where it is installed within another
+    project's, LM_COMMIT, which an image sets, and None."""
 
     def git(*arguments: str) -> str:
         folder = Path(lm.__file__).parent
@@ -244,4 +246,4 @@ def git_state() -> tuple[str | None, bool | None]:
         git("ls-files", "--error-unmatch", "__init__.py")
         return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
     except (OSError, subprocess.SubprocessError):
-        return None, None
+        return os.environ.get("LM_COMMIT") or None, None

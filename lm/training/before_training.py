@@ -14,6 +14,7 @@ from lm.errors import ConfigError, Problem, shown
 from lm.model.decoder import Decoder, group_of
 from lm.model.device import resolve_device
 from lm.model.spec import with_steps
+from lm.runs.folder import is_own
 from lm.runs.loading import Loaded, load
 from lm.runs.metadata import load_metadata
 from lm.runs.same_run import config_problems, trained_config
@@ -24,7 +25,7 @@ from lm.training.optimizers import GROUPS, freeze, implied_state
 def check_before_data(config: Config, checkpoint: Path | None) -> tuple[Config, Loaded | None]:
     """Check what needs no data, before their preparation takes minutes.
 
-    checkpoint: where the run goes on from; None: a new run.
+    checkpoint: where the run goes on from, its own or that of the run it branches from; None: it starts at step 0.
 
     Returns the configuration, with its steps where it starts from weights, whose vocabulary is known; and the weights that `init_from`
     names, for a new run.
@@ -37,8 +38,14 @@ def check_before_data(config: Config, checkpoint: Path | None) -> tuple[Config, 
     if checkpoint:
         metadata = load_metadata(checkpoint)
         config = with_steps(config, metadata["vocab_size"])
-        if problems := config_problems(config, trained_config(metadata, checkpoint), metadata, checkpoint):
+        branches = not is_own(config.run_folder, checkpoint)
+        if problems := config_problems(config, trained_config(metadata, checkpoint), metadata, checkpoint, branches):
             raise ConfigError(problems)
+        if branches and metadata["step"] >= config.trainer.max_steps:
+            reason = f"leaves no step after step {metadata['step']} of {checkpoint} (branch_from)"
+            raise ConfigError(
+                [Problem("trainer.max_steps", config.trainer.max_steps, reason, "raise it; it counts all steps from the first")]
+            )
     with torch.device("meta"):  # shapes without numbers; the vocabulary is not known yet
         decoder = Decoder(config.model_in(0), 1, config.data.seq_len, seed=None)
     freeze(decoder, config.train_only)

@@ -260,7 +260,7 @@ class Evaluations(StepCallback):
             if trainer.is_global_zero:
                 scores = logged(result)  # before the file, which says that nothing of it is missing
                 self.record.write({"step": step, "tokens": tokens, **scores, PEAK_MEMORY: peak_memory_bytes(where.device)})
-                drawn = self.record.mirror is not None or (step == self.max_steps and not self.config.experiment.name)
+                drawn = self.record.pictures or (step == self.max_steps and not self.config.experiment.name)
                 path = measurement.write(self.config.run_folder, result, drawn)
                 measurement.cache(self.config.run_folder, result, where)
                 self.record.evaluation(result, path.with_suffix(".png"))
@@ -292,6 +292,7 @@ class Validate(Evaluations):
         other_sequences = not state.best or state.best.sequences_sha256 != sha256  # losses that can't be compared
         if math.isfinite(loss) and (other_sequences or loss < state.best.loss):
             state.best = Best(step, loss, sha256)
+            self.record.summarize({"best/step": step, "best/selection_loss": loss})
 
 
 class Evaluate(Evaluations):

@@ -31,6 +31,7 @@ from lm.runs.folder import (
     LAST,
     METRICS,
     TOKENIZER,
+    is_own,
     read_metrics,
     step_path,
     truncate_metrics,
@@ -42,9 +43,9 @@ from lm.schema import Plain, to_plain
 from lm.training.banner import banner, environment
 from lm.training.callbacks import Checkpoints, Clock, Evaluate, Metrics, ProfileSteps, StopOnSignal, Validate, peak_flops
 from lm.training.launcher import Process
-from lm.training.mirror import MetricLog, start_wandb, wandb_mode
+from lm.training.mirror import MetricLog, Mirror, start_mirrors, wandb_mode
 from lm.training.module import L, RunContext, TrainModule
-from lm.training.starting import PhaseStart, check_resume, start_from_checkpoint, start_new_run, truncate_after
+from lm.training.starting import PhaseStart, branch, check_resume, start_from_checkpoint, start_new_run, truncate_after
 
 # How Lightning finds the other processes, by who started them: it would guess.
 LAUNCHERS = {
@@ -55,7 +56,7 @@ LAUNCHERS = {
 
 
 def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | None, process: Process) -> int:
-    """Train from the start, or from a checkpoint of the run; the process's exit status.
+    """Train from the start, or from a checkpoint of the run or of that which it branches from; the process's exit status.
 
     source: the weights that `init_from` names, for a new run; they fit its model (`lm.training.before_training`).
 
@@ -73,7 +74,10 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
         device = f"cpu ({torch.get_num_threads()} threads)"
 
     before: dict[str, Plain] = {}
-    if checkpoint:
+    if checkpoint and not is_own(config.run_folder, checkpoint):
+        start, before, notes = branch(config, store, checkpoint)
+        origin = before["started_from"]
+    elif checkpoint:
         saved = load_checkpoint(checkpoint)
         notes = check_resume(config, store, saved, checkpoint)
         before = check_environment(config.run_folder / ENVIRONMENT, saved["lm"], checkpoint)
@@ -91,14 +95,15 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
     peak = peak_flops(accelerator, precision.value != "32") if main else None
     machine = Machine(accelerator, device, precision, compiled, process.launcher, peak)
     recorded = {**environment(config, store, start, machine, before), "started_from": origin}
+    recorded |= {"branched_from": before["branched_from"]} if "branched_from" in before else {}
     recorded[TOKENIZER_SHA256] = store.manifest["files"][TOKENIZER]["sha256"]
-    mirror = None
+    mirrors: list[Mirror] = []
     if main:
         print(banner(config, store, start, machine), *filter(None, [process.note]), *notes, sep="\n", flush=True)
         _write_run_files(config, store, start, checkpoint, recorded)
         with without_collection():  # wandb imports much as it starts
-            mirror = start_wandb(mode, config, recorded)
-    log = MetricLog(config.run_folder / METRICS, mirror, main)
+            mirrors = start_mirrors(mode, config, recorded, start.step, L.pytorch.loggers)
+    log = MetricLog(config.run_folder / METRICS, mirrors, main)
     progress = StepProgress(config.log.progress if main else "none", config.trainer.max_steps)
     progress.start(start.step)
     try:
@@ -122,7 +127,7 @@ def _write_run_files(config: Config, store: Store, start: PhaseStart, checkpoint
     write_text(folder / CONFIG, to_yaml(replace(config, resume="")))  # `resume` is not part of the run
     write_json(folder / ENVIRONMENT, recorded)
     write_text(folder / TOKENIZER, (store.path / TOKENIZER).read_text(encoding="utf-8"))
-    if checkpoint and checkpoint.name != LAST:
+    if checkpoint and checkpoint.name != LAST and is_own(folder, checkpoint):
         link_checkpoint(LAST, checkpoint)  # first, so that a kill right after leaves the run at this checkpoint
     for note in truncate_after(folder, start.step):
         print(note, flush=True)
@@ -197,7 +202,7 @@ def _make_missing(config: Config, planned: list[Measurement], checkpoint: Path, 
     known = {name for line in read_metrics(folder / METRICS)[0] if line["step"] == step for name in line}
     if unlogged := [result for result in results.values() if not logged(result).keys() <= known]:
         truncate_metrics(folder / METRICS, step)  # a line that the kill cut short
-        log = MetricLog(folder / METRICS, start_wandb(mode, config, before), True)
+        log = MetricLog(folder / METRICS, start_mirrors(mode, config, before, step, L.pytorch.loggers), True)
         for result in unlogged:
             log.write({"step": step, "tokens": result.tokens_seen, **logged(result)})
             log.evaluation(result, evaluation_path(folder, result.kind, step).with_suffix(".png"))

@@ -1,11 +1,14 @@
-"""metrics.jsonl, the log of a run, and wandb, its mirror: when that is on, what a run is there, and what it is sent."""
+"""metrics.jsonl, the log of a run, and its mirrors, first of all wandb: when that is on, what a run is there, and what it is sent."""
 
+import hashlib
 import json
 import math
 import netrc
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from lm.config.training_config import LogConfig
 from lm.config.tree import Config
@@ -14,6 +17,7 @@ from lm.runs.evaluations import Evaluation
 from lm.schema import Plain, to_plain
 
 if TYPE_CHECKING:
+    import trackio
     import wandb
 
 WANDB_MODES = ("online", "offline", "disabled")
@@ -22,7 +26,27 @@ FACTS = ("data_fingerprint", "parameters", "flops_per_token", "tokens_total")  #
 
 
 class Mirror:
-    """A wandb run that is sent what metrics.jsonl gets; tokens are the x axis of all of it."""
+    """A log elsewhere that is sent what metrics.jsonl gets."""
+
+    pictures: ClassVar[bool] = False  # whether it is sent the pictures of evaluations, which are then drawn
+
+    def log(self, metrics: dict[str, Plain]) -> None:
+        """A line of metrics.jsonl."""
+
+    def evaluation(self, result: Evaluation, picture: Path) -> None:
+        """Send what an evaluation gives beside its line, if a mirror can show it. `picture`: its file, if it was drawn."""
+
+    def summarize(self, values: dict[str, Plain]) -> None:
+        """Facts of the whole run, such as its best step; nothing where there is no place for them."""
+
+    def finish(self) -> None:
+        """Send what is left, and end the log there."""
+
+
+class WandbMirror(Mirror):
+    """A wandb run; tokens are the x axis of all of it."""
+
+    pictures = True
 
     def __init__(self, run: "wandb.Run"):
         self.run = run
@@ -30,12 +54,10 @@ class Mirror:
         run.define_metric("*", step_metric="tokens")
 
     def log(self, metrics: dict[str, Plain]) -> None:
-        """A line of metrics.jsonl."""
         self.run.log({name: value for name, value in metrics.items() if name != "step"}, step=int(metrics["step"]))
 
     def evaluation(self, result: Evaluation, picture: Path) -> None:
-        """The chart of each series that a report shows over an axis, such as loss by position, and the evaluation's picture, if there is
-        one at `picture`."""
+        """The chart of each series that a report shows over an axis, such as loss by position, and the evaluation's picture."""
         import wandb
 
         charts: dict[str, object] = {}
@@ -51,21 +73,93 @@ class Mirror:
         if charts:
             self.run.log(charts, step=result.step)
 
+    def summarize(self, values: dict[str, Plain]) -> None:
+        self.run.summary.update(values)
+
     def finish(self) -> None:
-        """Send what is left, and end the run there."""
         self.run.finish()
+
+
+class Logger(Protocol):
+    """The part of Lightning's interface of loggers that is used."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        """Log metrics at a step."""
+
+    def finalize(self, status: str) -> None:
+        """Close the log."""
+
+
+class LightningMirror(Mirror):
+    """One of Lightning's loggers: TensorBoard's event files, or a CSV file."""
+
+    def __init__(self, logger: Logger):
+        self.logger = logger
+
+    def log(self, metrics: dict[str, Plain]) -> None:
+        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float) and name != "step"}
+        self.logger.log_metrics(numbers, step=int(metrics["step"]))
+
+    def finish(self) -> None:
+        self.logger.finalize("success")
+
+
+class TrackioMirror(Mirror):
+    """A trackio run, kept where trackio keeps them (TRACKIO_DIR)."""
+
+    def __init__(self, run: "trackio.Run"):
+        self.run = run
+
+    def log(self, metrics: dict[str, Plain]) -> None:
+        self.run.log({name: value for name, value in metrics.items() if name != "step"}, step=int(metrics["step"]))
+
+    def finish(self) -> None:
+        self.run.finish()
+
+
+def start_mirrors(mode: str, config: Config, environment: dict[str, Plain], step: int, loggers: ModuleType) -> list[Mirror]:
+    """The logs that `log.to` names, wandb in a mode of `wandb_mode`.
+
+    Args:
+        step: from which the run goes on: CSV has a folder for each start, for a logger of its kind begins its file anew.
+        loggers: Lightning's module of this name.
+
+    Raises:
+        ConfigError: one is not installed.
+        RunError: one can't be started.
+    """
+    mirrors: list[Mirror] = []
+    for name in config.log.to:
+        try:
+            if name == "wandb":
+                mirrors += [mirror] if (mirror := start_wandb(mode, config, environment)) else []
+            elif name == "tensorboard":
+                mirrors.append(LightningMirror(loggers.TensorBoardLogger(config.run_folder, name, "", max_queue=100)))
+            elif name == "csv":
+                mirrors.append(LightningMirror(loggers.CSVLogger(config.run_folder, name, f"from-step-{step}", flush_logs_every_n_steps=1)))
+            else:
+                import trackio
+
+                project = os.environ.get("TRACKIO_PROJECT") or project_of(config.log)
+                resume = "allow" if step else "never"
+                run = trackio.init(project=project, name=config.name, config=to_plain(config), resume=resume, embed=False)
+                mirrors.append(TrackioMirror(run))
+        except ImportError as error:
+            remedy = "install it (the extra `log`), or leave it out"
+            raise ConfigError([Problem("log.to", name, f"is not installed ({one_line(error, 80)})", remedy)]) from None
+    return mirrors
 
 
 def wandb_mode(log: LogConfig, in_experiment: bool = False) -> str:
     """online | offline | disabled. `auto` follows WANDB_MODE, else is online only with credentials; without them a run of an experiment,
-    of which there are many and which has a report, is not logged there.
+    of which there are many and which has a report, is not logged there. Disabled where `log.to` lacks wandb.
 
     Raises:
         ConfigError: a WANDB_MODE that is none of these; wandb itself reads it whatever `log.wandb` says.
     """
     mode = os.environ.get("WANDB_MODE")  # empty, as some containers set it, is unset
-    if log.wandb == "disabled":
-        return log.wandb
+    if log.wandb == "disabled" or "wandb" not in log.to:
+        return "disabled"
     if mode and mode not in WANDB_MODES:
         raise ConfigError([Problem("WANDB_MODE", mode, f"must be {' or '.join(WANDB_MODES)}", "set it in the environment, or unset it")])
     if log.wandb != "auto":
@@ -81,7 +175,12 @@ def _netrc_has_key() -> bool:
         return False
 
 
-def start_wandb(mode: str, config: Config, environment: dict[str, Plain]) -> Mirror | None:
+def project_of(log: LogConfig) -> str:
+    """The wandb project: as set, else WANDB_PROJECT, else `lm`."""
+    return log.project or os.environ.get("WANDB_PROJECT") or "lm"
+
+
+def start_wandb(mode: str, config: Config, environment: dict[str, Plain]) -> WandbMirror | None:
     """The wandb run in a mode of `wandb_mode`, or None if disabled. Never prompts; if online fails it says so and goes on offline.
 
     A resumed run goes on with the wandb run that `environment`, the content of environment.json, names.
@@ -89,6 +188,15 @@ def start_wandb(mode: str, config: Config, environment: dict[str, Plain]) -> Mir
     Raises:
         RunError: not even offline.
     """
+    place, facts = _in_experiment(config), {name: environment[name] for name in FACTS}
+    arguments = {"name": config.name, "dir": str(config.run_folder), "config": to_plain(config) | facts, **place}
+    run = _wandb_run(mode, config.log, environment["wandb_id"], **arguments)
+    return WandbMirror(run) if run else None
+
+
+def _wandb_run(mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: str, **place: Plain) -> "wandb.Run | None":
+    """A wandb run as `start_wandb` starts it, with the tags and notes of `log`; an entity that is null is wandb's to choose, who follows
+    WANDB_ENTITY."""
     if mode == "disabled":
         return None
     if not os.environ.get("WANDB_MODE"):
@@ -98,17 +206,18 @@ def start_wandb(mode: str, config: Config, environment: dict[str, Plain]) -> Mir
     try:
         settings = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, init_timeout=WANDB_SECONDS)
         wandb.setup(settings)  # else it says which credentials it found
-        run = wandb.init(
-            project=config.log.project,
-            name=config.name,
-            id=environment["wandb_id"],
-            dir=str(config.run_folder),
+        return wandb.init(
+            project=project_of(log),
+            entity=log.entity,
+            tags=[*tags, *log.tags] or None,
+            notes=log.notes,
+            id=run_id,
+            dir=dir,
             mode=mode,
             resume="allow",
-            config=to_plain(config) | {name: environment[name] for name in FACTS},
             allow_val_change=True,  # a resumed run may have other labels, or more steps
             settings=settings,
-            **_in_experiment(config),
+            **place,
         )
     except Exception as error:  # wandb raises its own kinds for no network, a bad key, a time-out
         reason = one_line(error, 120)
@@ -116,8 +225,33 @@ def start_wandb(mode: str, config: Config, environment: dict[str, Plain]) -> Mir
             raise RunError(f"wandb: can't start {mode}: {reason}; to train without it: log.wandb=disabled") from None
         print(f"wandb: online failed ({reason}); logging offline", flush=True)
         wandb.teardown()  # the run that failed would hold its id
-        return start_wandb("offline", config, environment)
-    return Mirror(run)
+        return _wandb_run("offline", log, run_id, tags=tags, dir=dir, **place)
+
+
+def send_report(log: LogConfig, name: str, folder: Path, verdicts: list[dict[str, Plain]], report: Path) -> None:
+    """Send an experiment's verdicts and report to wandb, if it is on, as a run `NAME report` of its group.
+
+    Args:
+        name: of the experiment, in `folder`: a run of the same id for each time that it is judged.
+        verdicts: lines of verdicts.csv.
+        report: its page.
+
+    Raises:
+        ConfigError, RunError: as `start_wandb`.
+    """
+    run_id = hashlib.sha256(f"{name} {folder.resolve()}".encode()).hexdigest()[:12]
+    mode = wandb_mode(log, in_experiment=True)
+    run = _wandb_run(mode, log, run_id, name=f"{name} report", dir=str(folder), group=name, job_type="report", tags=["report"])
+    if run is None:
+        return
+    import wandb
+
+    columns = list(dict.fromkeys(key for line in verdicts for key in line))
+    cells = [[None if (cell := line.get(key)) is None else str(cell) for key in columns] for line in verdicts]
+    run.log({"report": wandb.Html(str(report), inject=False), "verdicts": wandb.Table(columns=columns, data=cells)})
+    judged = [line for line in verdicts if "verdict" in line]  # all but the baseline
+    run.summary.update({" ".join(filter(None, ("verdict", line["size"], line["arm"]))): line["verdict"] for line in judged})
+    run.finish()
 
 
 def _in_experiment(config: Config) -> dict[str, str | list[str] | None]:
@@ -127,7 +261,7 @@ def _in_experiment(config: Config) -> dict[str, str | list[str] | None]:
     return {
         "group": "/".join(filter(None, (place.name, place.size))) or None,
         "job_type": place.stage,
-        "tags": [f"{name} {value}" for name, value in named.items() if value is not None] if place.name else None,
+        "tags": [f"{name} {value}" for name, value in named.items() if value is not None] if place.name else [],
     }
 
 
@@ -135,10 +269,15 @@ def _in_experiment(config: Config) -> dict[str, str | list[str] | None]:
 
 
 class MetricLog:
-    """Appends one JSON object a line to `metrics.jsonl` and mirrors it to wandb. Does nothing on other ranks."""
+    """Appends one JSON object a line to `metrics.jsonl` and sends it to the mirrors. Does nothing on other ranks."""
 
-    def __init__(self, path: Path, mirror: Mirror | None, main: bool):
-        self.path, self.mirror, self.main = path, mirror, main
+    def __init__(self, path: Path, mirrors: Sequence[Mirror], main: bool):
+        self.path, self.mirrors, self.main = path, mirrors, main
+
+    @property
+    def pictures(self) -> bool:
+        """Whether a mirror is sent pictures."""
+        return any(mirror.pictures for mirror in self.mirrors)
 
     def write(self, metrics: dict[str, Plain]) -> None:
         """`metrics` holds `step`; numbers that are not finite become null. Raises RunError if the line can't be written."""
@@ -150,15 +289,20 @@ class MetricLog:
                 file.write(json.dumps(finite) + "\n")
         except OSError as error:
             raise RunError(f"{self.path}: can't log step {metrics['step']}: {error.strerror}; go on with resume=auto") from None
-        if self.mirror:
-            self.mirror.log(metrics)
+        for mirror in self.mirrors:
+            mirror.log(metrics)
 
     def evaluation(self, result: Evaluation, picture: Path) -> None:
         """Mirror what an evaluation gave beside its lines here: curves, and its picture, if there is one at `picture`."""
-        if self.mirror:
-            self.mirror.evaluation(result, picture)
+        for mirror in self.mirrors:
+            mirror.evaluation(result, picture)
+
+    def summarize(self, values: dict[str, Plain]) -> None:
+        """Mirror facts of the whole run."""
+        for mirror in self.mirrors:
+            mirror.summarize(values)
 
     def close(self) -> None:
-        """Finish the wandb run."""
-        if self.mirror:
-            self.mirror.finish()
+        """Finish the mirrors."""
+        for mirror in self.mirrors:
+            mirror.finish()

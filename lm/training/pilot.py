@@ -12,12 +12,13 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from lm.config.load import load
 from lm.config.tree import Config
 from lm.errors import ConfigError, LMError, RunError
 from lm.machine import stop_with_parent
-from lm.runs.folder import METRICS, read_metrics, step_seconds
+from lm.runs.folder import METRICS, read_metrics, step_of, step_seconds
 from lm.training.before_training import check_before_data
 from lm.training.train import train
 
@@ -27,11 +28,14 @@ STEPS = 10  # optimizer steps that are made
 def pilot(config: Config) -> dict[str, float]:
     """Time a run of this configuration: all that it does but most of its steps, in its run folder. Eager: compiling a few steps would take
     most of the time."""
-    steps, real = min(STEPS, config.trainer.max_steps), config.trainer.max_steps
+    begun = step_of(Path(config.branch_from)) if config.branch_from else 0
+    real = config.trainer.max_steps - begun
+    steps = min(STEPS, real)
     short = replace(
         config,
         resume="",
         init_from="",  # may not be there yet
+        branch_from="",
         model=config.model_in(0),
         phases=[],
         trainer=replace(config.trainer, max_steps=steps, compile=False),
@@ -55,7 +59,7 @@ def main(paths: list[str]) -> None:
     print(json.dumps({"begun": time.time()}), flush=True)
     configs = [load([path]) for path in paths]
     for config in configs:
-        if not config.init_from:  # its weights may not be there yet
+        if not (config.init_from or config.branch_from):  # its weights may not be there yet
             check_before_data(config, None)
     for config in configs:
         try:

@@ -14,15 +14,17 @@ from lm.evaluation.evaluation_kind import weights_sha256
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
 from lm.model.swapped import swapped
-from lm.runs.checkpoints import is_saved
+from lm.runs.checkpoints import is_saved, load_checkpoint
 from lm.runs.evaluations import evaluation_files
 from lm.runs.folder import (
     BEST,
     CHECKPOINTS,
+    ENVIRONMENT,
     EVALUATIONS,
     METRICS,
     TOKENIZER,
     check_fields,
+    is_own,
     step_of,
     step_path,
     steps_saved,
@@ -31,7 +33,7 @@ from lm.runs.folder import (
 from lm.runs.loading import Loaded, check_finite, weights_mismatch
 from lm.runs.metadata import load_metadata
 from lm.runs.record import arm, seeds
-from lm.runs.same_run import trained_config
+from lm.runs.same_run import check_environment, trained_config
 from lm.schema import Plain, to_plain
 from lm.training.optimizers import State, after_swap, freeze, optimizer_mismatch
 
@@ -209,6 +211,27 @@ def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> Phas
     return start
 
 
+def branch(config: Config, store: Store, path: Path) -> tuple[PhaseStart, dict[str, Plain], list[str]]:
+    """The start of a new run at the checkpoint at `path` of another one; what environment.json is to keep of that, and notes.
+
+    The checkpoint's configuration is the same but for length and schedule (`lm.training.before_training`).
+
+    Raises:
+        ConfigError, RunError: as `check_resume`; or the files of the other run don't belong together.
+    """
+    checkpoint, run = load_checkpoint(path), path.resolve().parent.parent
+    notes, saved = check_resume(config, store, checkpoint, path), checkpoint["lm"]
+    source = check_environment(run / ENVIRONMENT, saved, path)
+    begun = {**source, "starts": [earlier for earlier in source.get("starts", []) if earlier["step"] < saved["step"]]}
+    kept = {name: source[name] for name in ("precision", "compile") if name in source}
+    definition = arm(to_plain(trained_config(saved, path)), begun)
+    kept["branched_from"] = {"path": str(path), "step": saved["step"], "tokens": saved["tokens"], "arm": definition}
+    begins = f"branches from {path} at step {saved['step']:,}, with its optimizer state"
+    start = start_from_checkpoint(config, checkpoint)
+    start.state.elapsed_s = 0.0  # of its own steps
+    return start, {**kept, "started_from": source.get("started_from")}, [begins, *notes]
+
+
 def check_resume(config: Config, store: Store, checkpoint: dict[str, object], path: Path) -> list[str]:
     """Check that a checkpoint, of the same configuration (`lm.training.before_training`), can be resumed; return notes on what has changed.
 
@@ -218,8 +241,9 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
     """
     saved = checkpoint["lm"]
     if not isinstance(checkpoint.get("optimizer"), dict):
-        folder = config.run_folder
-        raise RunError(f"{path}: holds weights alone and can't be resumed; start a new run from them: init_from={folder} name=...")
+        raise RunError(
+            f"{path}: holds weights alone and can't be resumed; start a new run from them: init_from={path.parent.parent} name=..."
+        )
     trained = trained_config(saved, path)
     if saved["data_fingerprint"] != store.fingerprint:
         reason = f"{path} was trained on tokens with fingerprint {saved['data_fingerprint'][:16]}"
@@ -237,13 +261,17 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
     if reason := optimizer_mismatch(decoder, trained, checkpoint["optimizer"]):
         raise RunError(f"{path}: the optimizer's state and configuration don't fit: {reason}")
     notes = []
-    if any(step_of(other) > saved["step"] for other in steps_saved(path.parent)):
+    own = is_own(config.run_folder, path)
+    if own and any(step_of(other) > saved["step"] for other in steps_saved(path.parent)):
         notes.append(f"note: back to step {saved['step']}; checkpoints, metrics and evaluations of later steps are deleted")
     steps = trained.trainer.max_steps, config.trainer.max_steps
-    if steps[0] != steps[1] and config.optim.schedule.name != "constant":
+    rates = [each.optim.lr_at(saved["step"], each.trainer.max_steps) for each in (trained, config)]
+    if own and steps[0] != steps[1] and config.optim.schedule.name != "constant":
         notes.append(
             f"note: {config.optim.schedule.name} now ends at step {steps[1]}, it was headed for {steps[0]}: the learning rate jumps"
         )
+    elif not math.isclose(*rates) and saved["step"] < min(steps):
+        notes.append(f"note: the learning rate jumps from {rates[0]:.4g} to {rates[1]:.4g} at step {saved['step'] + 1}")
     return notes
 
 

@@ -10,7 +10,7 @@ from lm.data.prepare import check_sequences, prepare
 from lm.errors import RunError
 from lm.files import locked_folder
 from lm.machine import without_collection
-from lm.runs.folder import CHECKPOINTS, LAST, METRICS, TRAINING, steps_saved
+from lm.runs.folder import CHECKPOINTS, LAST, METRICS, TRAINING, is_own, steps_saved
 from lm.training.launcher import end_with_parent, this_process
 
 
@@ -26,7 +26,7 @@ def train(config: Config) -> int:
     folder = config.run_folder
     checkpoint = find_checkpoint(config)
     created = main and not folder.exists()
-    if main and not checkpoint:
+    if main and not (checkpoint and is_own(folder, checkpoint)):
         create_run_folder(folder, resume=bool(config.resume))
     try:
         with locked_folder(folder, TRAINING) if main else contextlib.nullcontext() as unlocked:
@@ -51,13 +51,28 @@ def train(config: Config) -> int:
 
 
 def find_checkpoint(config: Config) -> Path | None:
+    """The checkpoint that `resume` names, or for a new run that `branch_from` does; None where it starts at step 0."""
+    own = _resumed(config)
+    if own or not config.branch_from:
+        return own
+    path = Path(config.branch_from)
+    path = path / CHECKPOINTS / LAST if path.is_dir() else path
+    if not path.is_file():
+        have = ", ".join(saved.name for saved in steps_saved(path.parent)) or "none"
+        raise RunError(f"{path}: no such checkpoint (branch_from); the run has: {have}")
+    if is_own(config.run_folder, path):
+        raise RunError(f"{path}: a run can't branch from itself; choose another name=...")
+    return path
+
+
+def _resumed(config: Config) -> Path | None:
     """The checkpoint that `resume` names; None for a new run, or for `auto` where there is none yet."""
     if not config.resume:
         return None
     path = config.run_folder / CHECKPOINTS / LAST if config.resume == "auto" else Path(config.resume)
     if path.exists():
-        if path.resolve().parent != (config.run_folder / CHECKPOINTS).resolve():
-            remedy = "to start a new run from its weights: init_from=... instead"
+        if not is_own(config.run_folder, path):
+            remedy = "to start a new run from it: branch_from=... (with its optimizer state) or init_from=... (its weights) instead"
             raise RunError(
                 f"{path}: not a checkpoint of {config.run_folder}; a run goes on in its own folder: set name and runs to it; {remedy}"
             )

@@ -1,0 +1,101 @@
+"""The configuration as a JSON Schema (draft 2020-12), for editors: keys, types, bounds and descriptions of a YAML file."""
+
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, Field
+
+from lm.attention.catalogue import Layers
+from lm.config.tree import Config
+from lm.schema import Limits, Plain, block_of, fields
+
+Schema = dict[str, Plain]
+
+BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
+TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", dict: "object", types.NoneType: "null"}
+INTERPOLATED: Schema = {"type": "string", "pattern": r"\$\{"}  # `${...}` may stand for any value
+OUTSIDE: Schema = {"type": "string", "pattern": ":"}  # a normalizer of a package: `package.module:Class`
+
+
+def configuration_schema() -> Schema:
+    """The schema of a configuration file, whose blocks are named under `$defs`. Contradictions between keys are not in it."""
+    definitions: dict[str, Schema] = {}
+    whole = _block(Config, definitions)
+    base = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+    whole["properties"] = {"base": {**base, "description": "files whose keys these are laid on"}, **whole["properties"]}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A configuration of lm", **whole, "$defs": definitions}
+
+
+def _block(schema: type, definitions: dict[str, Schema], name: str | None = None) -> Schema:
+    """The object of a block's keys; `name`: of the variant that its key `name` must give."""
+    properties = {spec.name: _key(spec, definitions) for spec in fields(schema)}
+    if name is not None:
+        properties = {"name": {"const": name}, **properties}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _reference(schema: type, definitions: dict[str, Schema], name: str | None = None) -> Schema:
+    """A reference to the definition of a block, which is made once."""
+    title = f"{schema.__module__.rpartition('.')[2]}.{schema.__name__}"  # two options of one name are in different modules
+    if title not in definitions:
+        definitions[title] = {}  # of a block that holds itself
+        definitions[title] = _block(schema, definitions, name)
+    return {"$ref": f"#/$defs/{title}"}
+
+
+def _key(spec: Field, definitions: dict[str, Schema]) -> Schema:
+    """The schema of a key, with its description and default."""
+    return {"description": spec.metadata["help"], **_value(spec, definitions), **_default(spec)}
+
+
+def _default(spec: Field) -> Schema:
+    if spec.default is not MISSING:
+        return {"default": spec.default}
+    default = spec.default_factory()
+    return {"default": default} if isinstance(default, list | dict) and not default else {}
+
+
+def _value(spec: Field, definitions: dict[str, Schema]) -> Schema:
+    if table := spec.metadata.get("table"):
+        return _variant(table, spec.default_factory().name, definitions)
+    if table := spec.metadata.get("list_table"):
+        of_one = _variant(table, None, definitions)
+        return {"anyOf": [{"type": "array", "items": of_one}, of_one]}
+    if table := spec.metadata.get("named_table"):
+        return {"type": "object", "additionalProperties": _variant(table, None, definitions)}
+    if item := spec.metadata.get("item"):
+        return {"type": "array", "items": _reference(item, definitions)}
+    if block := block_of(spec):
+        reference = _reference(block, definitions)
+        return {"anyOf": [reference, {"type": "null"}]} if "optional" in spec.metadata else {"allOf": [reference]}
+    value = _type(spec.type, spec.metadata["limits"])
+    return value if value.get("type") == "string" else {"anyOf": [*value.get("anyOf", [value]), INTERPOLATED]}
+
+
+def _variant(table: Mapping[str, type], default: str | None, definitions: dict[str, Schema]) -> Schema:
+    """One block of a table, or its bare name; the block of the default needs no `name`."""
+    options: list[Plain] = [{"enum": list(table)}, INTERPOLATED]
+    for name, schema in table.items():
+        reference = _reference(schema, definitions, name)
+        options.append(reference if name == default else {**reference, "required": ["name"]})
+    if Layers.name in table:
+        single = {name: schema for name, schema in table.items() if name != Layers.name}
+        options.append({"type": "array", "items": _variant(single, None, definitions)})
+    if hasattr(next(iter(table.values())), "full_formula"):  # normalizers, of which there may be others
+        options += [OUTSIDE, {"type": "object", "properties": {"name": OUTSIDE}, "required": ["name"]}]
+    return {"anyOf": options}
+
+
+def _type(hint: type, limits: Limits) -> Schema:
+    """The schema of a value's type within its bounds, which hold for the items of lists and maps."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return {"anyOf": [_type(argument, limits) for argument in arguments]}
+    if origin is typing.Literal:
+        return {"enum": list(arguments)}
+    if origin is list:
+        return {"type": "array", "items": _type(arguments[0], limits)}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _type(arguments[1], limits)}
+    bounds = {BOUNDS[name]: bound for name, bound in vars(limits).items() if bound is not None} if hint in (int, float) else {}
+    return {"type": TYPES[hint], **bounds}

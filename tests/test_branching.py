@@ -1,0 +1,176 @@
+"""A run that branches from a step of another one: exact where nothing changes, refused where more than length and schedule does."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import lm
+from folders import EVERY_STEP, curve, metrics, same, weights
+from trials import written
+
+from lm.config.load import load
+from lm.errors import ConfigError, RunError
+from lm.experiments.experiment_file import read_experiment
+from lm.runs.checkpoints import load_checkpoint
+from lm.runs.folder import read_json
+from lm.runs.record import read_run
+from lm.training.train import train
+
+LOGGED = ("train/loss", "train/grad_norm", "lr", "val/loss")
+CONSTANT = ["optim.schedule=constant", *EVERY_STEP]
+
+
+def after(folder: Path, step: int) -> dict[str, list[tuple[int, float]]]:
+    """What a run logged after a step."""
+    return {name: [point for point in curve(folder, name) if point[0] > step] for name in LOGGED}
+
+
+@pytest.fixture
+def trunk(tiny) -> Path:
+    """A run of 8 steps at a constant rate with all of its checkpoints, dropout included."""
+    config = tiny("name=trunk", *CONSTANT, "model.dropout=0.2", "model.normalizer=ssmax")
+    train(config)
+    return config.run_folder
+
+
+def branched(tiny, trunk: Path, step: int, *changes: str):
+    """The configuration of a branch of `trunk`."""
+    start = f"branch_from={trunk}/checkpoints/step-{step:06d}.ckpt"
+    return tiny("name=branch", *CONSTANT, "model.dropout=0.2", "model.normalizer=ssmax", start, *changes)
+
+
+def test_a_branch_that_changes_nothing_is_the_uninterrupted_run_bit_for_bit(tiny, trunk: Path):
+    config = branched(tiny, trunk, 3, "resume=auto")
+    train(config)
+    assert after(config.run_folder, 0) == after(trunk, 3)
+    assert same(weights(config.run_folder), weights(trunk))
+    whole, branch = (load_checkpoint(folder / "checkpoints" / "last.ckpt")["optimizer"] for folder in (trunk, config.run_folder))
+    assert whole.keys() == branch.keys()
+    assert all(same(whole[name], branch[name]) for name in whole)
+
+
+def test_a_cooldown_reads_on_at_another_rate_and_leaves_the_trunk_as_it_was(tiny, trunk: Path, capsys: pytest.CaptureFixture):
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in trunk.rglob("*"))
+    config = branched(tiny, trunk, 6, "optim.schedule={name: wsd, decay_fraction: 0.4}", "trainer.max_steps=10")
+    train(config)
+    assert sorted((path.name, path.stat().st_mtime_ns) for path in trunk.rglob("*")) == before
+    assert [rate for _, rate in curve(config.run_folder, "lr")] == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
+    assert [line["tokens"] for line in metrics(config.run_folder) if "lr" in line] == [256 * step for step in range(7, 11)]
+    assert curve(config.run_folder)[0] == curve(trunk)[6]  # the first step is at the rate of the trunk
+    assert "branches from" in (out := capsys.readouterr().out)
+    assert "jumps" not in out.rpartition("branches from")[2]
+
+
+def test_a_rate_that_jumps_is_said(tiny, trunk: Path, capsys: pytest.CaptureFixture):
+    train(branched(tiny, trunk, 6, "optim.lr=1e-3"))
+    assert "note: the learning rate jumps from 0.01 to 0.001 at step 7" in capsys.readouterr().out
+
+
+def test_a_branch_that_was_killed_goes_on_in_its_own_folder(tiny, trunk: Path):
+    longer = "trainer.max_steps=10"
+    config = branched(tiny, trunk, 3, longer, "resume=auto")
+    train(config)
+    whole = after(config.run_folder, 0)
+    for path in (config.run_folder / "checkpoints").glob("step-*"):
+        if path.stem > "step-000005":
+            path.unlink()
+    (config.run_folder / "checkpoints" / "last.ckpt").unlink()
+    (config.run_folder / "checkpoints" / "last.ckpt").hardlink_to(config.run_folder / "checkpoints" / "step-000005.ckpt")
+    train(config)
+    assert after(config.run_folder, 0) == whole
+    assert read_json(config.run_folder / "environment.json")["branched_from"]["step"] == 3
+
+
+def test_branches_of_two_seeds_are_one_arm_and_not_that_of_the_trunk(tiny, trunk: Path):
+    other = tiny("name=other", "seed=2", *CONSTANT, "model.dropout=0.2", "model.normalizer=ssmax")
+    train(other)
+    train(branched(tiny, trunk, 6, "trainer.max_steps=9"))
+    train(branched(tiny, other.run_folder, 6, "trainer.max_steps=9", "seed=2", "name=second"))
+    first, second, whole = (read_run(folder) for folder in (trunk.parent / "branch", trunk.parent / "second", trunk))
+    assert first.arm_definition == second.arm_definition != whole.arm_definition
+    assert (first.seeds, second.seeds) == ((1,), (2,))
+    assert first.tokens_before == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["model.n_embd=64"], r"model\.n_embd = 64: the checkpoint was trained with 32; branch with that"),
+        (["seed=5"], r"seed = 5: the checkpoint was trained with 1; branch with that"),
+        (["optim.batch_tokens=512"], r"optim\.batch_tokens = 512: the checkpoint was trained with 256; branch with that"),
+        (["model.normalizer=softmax"], r"model\.normalizer = 'softmax': the checkpoint was trained with ssmax"),
+        (["trainer.max_steps=3"], r"trainer\.max_steps = 3: leaves no step after step 3 of .*; raise it; it counts all steps"),
+    ],
+)
+def test_more_than_length_and_schedule_is_refused(tiny, trunk: Path, changes: list[str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        train(branched(tiny, trunk, 3, *changes))
+    assert not (trunk.parent / "branch").exists()
+
+
+def test_a_step_that_is_not_saved_is_named_with_those_that_are(tiny, trunk: Path):
+    with pytest.raises(RunError, match=r"step-000030\.ckpt: no such checkpoint \(branch_from\); the run has: step-000001\.ckpt, "):
+        train(branched(tiny, trunk, 30))
+
+
+def test_the_error_on_another_schedule_at_resume_names_the_way(tiny, trunk: Path):
+    given = ["model.dropout=0.2", "model.normalizer=ssmax", *EVERY_STEP, "optim.schedule=wsd"]
+    with pytest.raises(ConfigError, match=r"optim\.schedule\.name = 'wsd'.*new run: branch_from=\S+/last\.ckpt name=\.\.\."):
+        train(tiny("name=trunk", *given, "resume=auto"))
+    train(tiny("name=cool", *given, "trainer.max_steps=10", f"branch_from={trunk}/checkpoints/last.ckpt"))  # the advice can be followed
+
+
+# ---------------------------------------------------------------- arms
+
+
+HORIZONS = {
+    "long": {"optim.schedule": "constant", "trainer.checkpoint_every": 2},
+    "cool": {"from": "long", "step": 6, "optim.schedule": {"name": "wsd", "decay_fraction": 0.4}, "trainer.max_steps": 10},
+    "on": {"from": "long", "step": 6},
+}
+
+
+def test_arms_branch_seed_by_seed_from_a_step_of_an_earlier_arm(arguments: list[str], tmp_path: Path):
+    file = written(tmp_path, arms=HORIZONS, tune={"grid": [1e-2, 2e-2], "seeds": [101, 102]}, seeds=[1, 2])
+    ended = lm("compare", str(file), *arguments[1:], "eval.long_context.length_factor=0")
+    assert ended.returncode == 0, ended.stderr
+    runs = {path.parent.name.rpartition("-")[0]: path.parent for path in (tmp_path / "runs" / "trial").glob("*/config.yaml")}
+    assert not [name for name in runs if name.startswith(("cool", "on")) and "seed10" in name]  # they have the trunk's rate
+    (rate,) = {name.split("-")[1] for name in runs if name.startswith("cool")}
+    for seed in (1, 2):
+        long, on, cool = (runs[f"{arm}-{rate}-seed{seed}"] for arm in ("long", "on", "cool"))
+        assert same(weights(on), weights(long))
+        assert curve(cool)[0] == curve(long)[6]
+        assert yaml.safe_load((cool / "config.yaml").read_text())["branch_from"].endswith(f"{long.name}/checkpoints/step-000006.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("cool", "message"),
+    [
+        ({"from": "long", "step": 5}, r"arms\.cool\.step = 5: is no step that long keeps a checkpoint of \(2, 4, 6, 8\)"),
+        ({"from": "long", "step": 6, "model.n_embd": 64}, r"arms\.cool\.model\.n_embd = 64: is 32 in long, which it branches from"),
+        ({"from": "long", "step": 6, "trainer.max_steps": 6}, r"arms\.cool\.trainer\.max_steps = 6: leaves no step after step 6 of long"),
+        ({"step": 6}, r"arms\.cool\.step = 6: goes on with the optimizer state of another arm; name the arm: `from`"),
+        ({"from": "long", "step": "six"}, r"arms\.cool\.step = 'six': must be a step of the arm it starts from"),
+    ],
+)
+def test_arms_that_can_not_branch_are_refused_before_any_run(arguments, tmp_path: Path, cool: dict, message: str):
+    file = written(tmp_path, **{"arms": {**HORIZONS, "cool": cool}, "tune": None})
+    with pytest.raises(ConfigError, match=message):
+        read_experiment(file, arguments[1:])
+
+
+# ---------------------------------------------------------------- a run from overrides alone
+
+
+def test_a_run_from_overrides_alone_has_a_name_and_warms_up_as_long_as_it_lasts(arguments: list[str], tmp_path: Path):
+    small = ["model={n_layer: 1, n_head: 2, n_embd: 32}", "data.seq_len=32", "data.tokenizer.vocab_size=400", "optim.batch_tokens=256"]
+    few = ["data.source.name=files", "trainer.max_steps=4", "trainer.accelerator=cpu", "eval.sequences=4", "data.val_fraction=0.2"]
+    ended = lm("train", *arguments[1:], *small, *few, "log.wandb=disabled", "log.every=1")
+    assert ended.returncode == 0, ended.stderr
+    assert "optim.warmup_steps = 100 is more than the run's 4 steps: all of them are warm-up" in ended.stdout
+    assert [rate for _, rate in curve(tmp_path / "runs" / "run", "lr")] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3])
+
+
+def test_every_key_has_a_default():
+    assert load(["seed=3"]).name == "run"

@@ -1,0 +1,150 @@
+"""Texts beside the held-out one: each measured whole, by its name; and long sequences that fit themselves to the documents there are."""
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import lm
+from folders import metrics
+from trials import written
+
+from lm.config.eval_config import EvalConfig
+from lm.data.prepare import prepare
+from lm.errors import ConfigError, DataError
+from lm.evaluation.held_out import Texts, long_sequences
+from lm.experiments.experiment_file import read_experiment
+from lm.runs.evaluations import evaluation_files
+from lm.runs.loading import load
+from lm.training.train import train
+
+OFF = "eval.long_context.length_factor=0"
+
+
+@pytest.fixture
+def verse(tmp_path: Path) -> Path:
+    """A text in one file, which is one document."""
+    path = tmp_path / "verse.txt"
+    path.write_text(" ".join(f"line {number} of the poem ends so." for number in range(300)))
+    return path
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    """A text of several documents, in files of another suffix."""
+    folder = tmp_path / "code"
+    folder.mkdir()
+    for number in range(9):
+        (folder / f"{number}.py").write_text("\n".join(f"x{line} = {number} * {line}" for line in range(60)))
+    return folder
+
+
+def asked(verse: Path, code: Path) -> str:
+    files = f"{{name: files, paths: [{code}], suffixes: [.py]}}"
+    return f"eval.texts={{sequences: 16, of: {{verse: {{name: files, paths: [{verse}]}}, code: {files}}}}}"
+
+
+def test_each_text_is_measured_in_training_by_its_name_and_whole(tiny, verse: Path, code: Path):
+    config = tiny("name=run", OFF, asked(verse, code))
+    train(config)
+    last = next(line for line in reversed(metrics(config.run_folder)) if "text/verse/loss" in line)
+    assert {name for name in last if name.startswith("text/")} == {
+        f"text/{name}/{what}" for name in ("verse", "code") for what in ("loss", "bits_per_byte")
+    }
+    loaded = load(config.run_folder)
+    tokenizer, start = loaded.tokenizer_and_start()
+    ids = np.array([start, *tokenizer.encode(verse.read_text()).ids])  # all of it, in sequences of 32 spread over it
+    places = np.arange(16) * ((len(ids) - 1) // 32) // 16 * 32
+    rows = torch.tensor(np.stack([ids[place : place + 33] for place in places]))
+    with torch.no_grad():
+        logits = loaded.decoder.head(loaded.decoder(rows[:, :-1]))
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+    assert last["text/verse/loss"] == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_a_finished_run_is_measured_on_texts_that_it_did_not_know_of(arguments: list[str], tmp_path: Path, verse: Path, code: Path):
+    assert lm("train", *arguments, "name=run", OFF).returncode == 0
+    run = tmp_path / "runs" / "run"
+    ended = lm("eval", str(run), asked(verse, code), "-o", str(tmp_path / "all.csv"))
+    assert ended.returncode == 0, ended.stderr
+    assert ("texts", 8) in evaluation_files(run)
+    assert "verse" in ended.stdout
+    assert "verse" in (tmp_path / "all.csv").read_text()
+    again = lm("eval", str(run), asked(verse, code))
+    numbers = json.loads(lm("eval", str(run), asked(verse, code), "--json").stdout)
+    written = next(line for line in csv.DictReader((tmp_path / "all.csv").open()) if (line["where"], line["metric"]) == ("verse", "loss"))
+    (printed,) = (line for line in numbers if (line["where"], line["metric"]) == ("verse", "loss"))
+    assert printed["value"] == pytest.approx(float(written["value"]))
+    assert again.stdout.count("(cached)") == ended.stdout.count("step 8") > 0
+
+
+def test_documents_are_divided_into_those_that_select_and_report_where_there_are_enough(tiny, verse: Path, code: Path):
+    config = tiny(OFF, asked(verse, code))
+    texts = Texts(config, prepare(config.data))
+    assert len(set(texts.held_out["code"].document_labels.tolist())) > 3
+    assert set(texts.held_out["verse"].document_labels.tolist()) == {0}
+    train(tiny("name=run", OFF, asked(verse, code)))
+    decoder = load(tiny("name=run").run_folder).decoder
+    from lm.model.device import Device
+
+    by_name = {one.what: one for one in texts.measure(decoder, Device(torch.device("cpu"), False), lambda n: None) if one.samples}
+    assert by_name["code"].data_fingerprint == texts.stores["code"].fingerprint
+    assert by_name["verse"].data_fingerprint == ""  # all of one document reports
+
+
+def test_a_text_decides_an_experiment(arguments: list[str], tmp_path: Path, verse: Path, code: Path):
+    primary = {"metric": "text/code/loss", "better": "lower", "matters": 0.05}
+    few = ["trainer.max_steps=2", "optim.warmup_steps=1", OFF, asked(verse, code)]
+    file = written(tmp_path, tune=None, primary=primary, seeds=[1, 2, 3])
+    ended = lm("compare", str(file), *arguments[1:], *few)
+    assert ended.returncode == 0, ended.stderr
+    assert "text/code/loss" in ended.stdout
+    with pytest.raises(ConfigError, match=r"primary\.metric = 'text/cod/loss'.*did you mean 'text/code/loss'"):
+        read_experiment(written(tmp_path, tune=None, primary=primary | {"metric": "text/cod/loss"}), [*arguments[1:], *few])
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ("{of: {x: {name: files, paths: [no-such-folder]}}}", DataError, r"eval\.texts\.of\.x: .*no-such-folder"),
+        ("{of: {x: {name: files, paths: [SHORT]}}}", ConfigError, r"eval\.texts\.of\.x = .*has \d+ tokens, and a sequence needs 33"),
+        ("{of: {x: {name: nothing}}}", ConfigError, r"eval\.texts\.of\.x\.name = 'nothing': unknown name"),
+        ("{of: {x: {name: files}}}", ConfigError, r"eval\.texts\.of\.x\.paths = \[\]: no files given"),
+        ("{of: {a/b: {name: files, paths: [SHORT]}}}", ConfigError, r"eval\.texts\.of\.a/b = 'a/b': can't be the name of a text"),
+        ("{of: [SHORT]}", ConfigError, r"eval\.texts\.of = .*must be a map from names to blocks"),
+    ],
+)
+def test_texts_that_can_not_be_measured_are_refused_before_the_run_is_made(tiny, tmp_path: Path, given: str, error: type, message: str):
+    (tmp_path / "short.txt").write_text("too short")
+    with pytest.raises(error, match=message):
+        train(tiny("name=run", OFF, f"eval.texts={given.replace('SHORT', str(tmp_path / 'short.txt'))}"))
+    assert not (tmp_path / "runs" / "run").exists()
+
+
+def test_configurations_without_texts_are_written_as_before():
+    assert EvalConfig().texts is None
+    assert "texts" not in EvalConfig().kinds
+
+
+# ---------------------------------------------------------------- long sequences that fit the documents
+
+
+def test_auto_takes_the_longest_sequences_that_two_documents_hold(tiny):
+    config = tiny("eval.long_context.length_factor=auto")
+    store = prepare(config.data)
+    lengths = np.sort(store.val.lengths)[::-1]
+    assert lengths[1] > 8 * 32
+    assert long_sequences(store, config).length == 8 * 32
+    long = tiny("eval.long_context.length_factor=auto", "data.seq_len=4096", "optim.batch_tokens=4096")
+    found = long_sequences(store, long).length
+    assert lengths[1] > found  # two documents hold it
+    assert found * 2 >= lengths[1]  # and not twice as much
+    with pytest.raises(ConfigError, match="it needs a held-out document"):
+        long_sequences(store, tiny("eval.long_context.length_factor=8", "data.seq_len=4096", "optim.batch_tokens=4096"))
+
+
+def test_auto_stays_within_learned_positions(tiny):
+    config = tiny("eval.long_context={length_factor: auto, inference: [{}]}", "model.position=learned")
+    assert long_sequences(prepare(config.data), config).length == 32

@@ -1,0 +1,132 @@
+"""The package away from the clone: the wheel in an empty folder, by the commands of docs/installation.md, and the unpacked sdist."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from tokenizers import ByteLevelBPETokenizer
+
+import lm
+
+pytest.importorskip("build")
+pytestmark = pytest.mark.slow
+SMALL = ["model.n_layer=1", "model.n_embd=32", "model.n_head=2", "optim.batch_tokens=256", "optim.warmup_steps=1", "eval.sequences=4"]
+FEW = [*SMALL, "trainer.max_steps=4", "trainer.accelerator=cpu", "trainer.threads=1", "eval.every=4", "log.progress=none"]
+
+
+def run(command: list[str], folder: Path, **environment: str) -> str:
+    """The standard output of a command that succeeds."""
+    inherited = {"PATH": f"{Path(command[0]).parent}:/usr/bin:/bin", "HOME": str(folder), "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=folder, env=inherited | environment, capture_output=True, text=True, check=False, timeout=600)
+    assert ended.returncode == 0, f"{shlex.join(command)}\n{ended.stdout}\n{ended.stderr}"
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and the sdist, built from a copy of the clone."""
+    copy, out = tmp_path_factory.mktemp("copy") / "clone", tmp_path_factory.mktemp("dist")
+    ignored = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "build", "dist", "data", "runs", "models", "wandb", "shared")
+
+    def ignore(folder: str, names: list[str]) -> set[str]:
+        return ignored(folder, names) if Path(folder) == ROOT else {name for name in names if name == "__pycache__"}
+
+    shutil.copytree(ROOT, copy, ignore=ignore)
+    run([sys.executable, "-m", "build", "--outdir", str(out), str(copy)], copy, **os.environ)  # fetches setuptools
+    return out
+
+
+@pytest.fixture(scope="module")
+def away(built: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The `lm` of an environment that has the wheel, with the other packages of this one, and an empty folder."""
+    folder = tmp_path_factory.mktemp("away")
+    environment = tmp_path_factory.mktemp("environment") / ".venv"
+    run([sys.executable, "-m", "venv", "--without-pip", str(environment)], folder)
+    (wheel,) = built.glob("*.whl")
+    python = environment / "bin" / "python"
+    run([sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index", str(wheel)], folder)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    (packages / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
+    return environment / "bin" / "lm", folder
+
+
+def documented() -> list[list[str]]:
+    """The commands of the section of docs/installation.md on a machine without the clone."""
+    section = (ROOT / "docs" / "installation.md").read_text(encoding="utf-8").partition("**Without the clone.**")[2]
+    block = re.search(r"```bash\n(.*?)```", section, re.S)[1].replace("\\\n", " ")
+    return [words for line in block.splitlines() if (words := shlex.split(line, comments=True))]
+
+
+def write_corpus(folder: Path) -> None:
+    """nanoGPT's files of token ids, GPT-2's two files of a tokenizer, and another text, as the commands name them."""
+    drawn = np.random.default_rng(0)
+    words = [drawn.bytes(3).hex() for _ in range(60)]
+    texts = [" ".join(drawn.choice(words, 300)) for _ in range(30)]
+    (folder / "gpt2").mkdir()
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(texts, 400, special_tokens=["<|endoftext|>"], show_progress=False)
+    tokenizer.save_model(str(folder / "gpt2"))
+    end = tokenizer.token_to_id("<|endoftext|>")
+    for name, some in (("train", texts[:24]), ("val", texts[24:])):
+        ids = [token for text in some for token in (*tokenizer.encode(text).ids, end)]
+        np.array(ids, "<u2").tofile(folder / f"{name}.bin")
+    (folder / "other.txt").write_text(" ".join(drawn.choice(words, 900)))
+
+
+def test_the_documented_commands_work_without_the_clone(away: tuple[Path, Path]):
+    program, folder = away
+    write_corpus(folder)
+    commands = documented()
+    assert [words[:2] for words in commands] == [["lm", "info"], ["lm", "compare"], ["lm", "train"], ["lm", "eval"]]
+    printed = {}
+    for words in commands:
+        more = FEW if words[1] == "train" else ["eval.texts.sequences=4"] if words[1] == "eval" else []
+        printed[words[1]] = run([str(program), *words[1:], *more], folder)
+    assert "SSMax" in printed["compare"] or "ssmax" in printed["compare"]
+    assert "6 layers" not in printed["train"]
+    assert "4 steps" in printed["train"]
+    assert re.search(r"other +loss", printed["eval"]) or "other" in printed["eval"]
+    (result,) = (folder / "runs").glob("*/evaluations/texts.step-*.json")
+    assert "text/other/loss" in result.read_text()
+    known = json.loads(run([str(program), "info", "--json"], folder))
+    assert known["lm"]["version"] == lm.__version__
+    assert known["lm"]["commit"] is None
+    assert Path(known["lm"]["folder"]).is_relative_to(program.parent.parent)  # not the clone's
+
+
+def test_presets_are_found_and_copied_without_the_clone(away: tuple[Path, Path]):
+    program, folder = away
+    assert "experiments/recall" in run([str(program), "configs"], folder)
+    run([str(program), "configs", "--copy", "."], folder)
+    theirs, ours = ({path.name for path in root.rglob("*.yaml")} for root in (folder / "configs", ROOT / "configs"))
+    assert theirs == ours
+
+
+def test_the_wheel_holds_the_package_alone_and_its_types(built: Path):
+    (wheel,) = built.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names} == {"lm", f"lm_normalizers-{lm.__version__}.dist-info"}
+    assert {"lm/py.typed", "lm/configs/softmax.yaml", "lm/configs/experiments/recall.yaml", "lm/report/page.html"} <= set(names)
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "lm").rglob("*.py")}
+    assert modules <= set(names)
+
+
+def test_the_sdist_holds_what_its_tests_need_and_passes_them(built: Path, tmp_path: Path):
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (folder,) = tmp_path.iterdir()
+    for place in ("tests/conftest.py", "tests/inventory.yaml", "docs/config.md", "configs/softmax.yaml", "scripts/setup.sh", "results"):
+        assert (folder / place).exists(), place
+    some = ["tests/test_packaging.py", "tests/test_presets.py", "tests/test_config.py", "tests/test_house.py"]
+    run([sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *some], folder)
