@@ -3,12 +3,14 @@
 Everything comes from results/NAME/seeds.csv, which holds each run's mean by metric, inference setting and length; nothing is trained and
 torch is not needed. A table stands in its page between `<!-- results: NAME -->` and `<!-- end of NAME -->`.
 `--check` changes nothing, and exits with status 1 where a page or a picture is another than its data say.
-`--collect FOLDER NAME` writes results/NAME/seeds.csv from the run folders of an experiment.
+`--collect FOLDER NAME` writes results/NAME/seeds.csv from the run folders of an experiment, with what the head that answers gives at the
+training length, of models that recall pairs (torch is needed).
 """
 
 import argparse
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -41,6 +43,9 @@ class Recall:
         picture: whether accuracy by length is drawn, docs/NAME.svg.
         task: whose accuracy it is.
         layers: heading of the arms' column, the layers that differ.
+        rows: column whose values are judged apart, as one family, of arms that are not tuned: rate or size.
+        heading: of that column.
+        heads: whether a table says what the head that answers gives at the training length.
     """
 
     name: str
@@ -53,14 +58,21 @@ class Recall:
     picture: bool = False
     task: str = "mqar"
     layers: str = "layer 2"
+    rows: str = "rate"
+    heading: str = "learning rate"
+    heads: bool = False
+
+    @cached_property
+    def data(self) -> pd.DataFrame:
+        """The numbers of the final runs; a size is the number at the end of its name."""
+        data = pd.read_csv(RESULTS / self.name / "seeds.csv").query("stage == 'final'")
+        return data.assign(size=data["size"].str.rpartition("-")[2].astype(int)) if "size" in data else data
 
     @cached_property
     def accuracies(self) -> dict[tuple[str, float, int], np.ndarray]:
         """(seeds,) the accuracy of the final runs by arm, rate and length."""
-        data = pd.read_csv(RESULTS / self.name / "seeds.csv").query(
-            f"stage == 'final' and metric == '{self.task} accuracy' and setting == 'as trained'"
-        )
-        return {key: lines.sort_values("seed").value.to_numpy() for key, lines in data.groupby(["arm", "rate", "x"])}
+        lines = self.data.query(f"metric == '{self.task} accuracy' and setting == 'as trained'")
+        return {key: run.sort_values("seed").value.to_numpy() for key, run in lines.groupby(["arm", self.rows, "x"])}
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -99,14 +111,38 @@ class Recall:
     def table(self) -> str:
         """The table in Markdown: a line for each arm and rate, accuracies in per cent and the verdicts."""
         against = f"minus {self.labels[self.baseline].partition(' at ')[0]}"
-        heads = ["learning rate", self.layers, *(f"{length:,}" for length in self.lengths)]
+        heads = [self.heading, self.layers, *(f"{length:,}" for length in self.lengths)]
         heads += [f"{against}, at {length:,}" for length in self.deciding]
         places = [(arm, rate) for arm in self.labels for rate in self.rates(arm)]
         lines = [
-            [f"{rate:.0e}".replace("e-0", "e-"), self.labels[arm], *self._cells(arm, rate)]
+            [self._row(rate), self.labels[arm], *self._cells(arm, rate)]
             for arm, rate in (places if self.tuned else sorted(places, key=lambda place: place[1]))
         ]
-        return "\n".join("| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *lines)) + "\n"
+        return _markdown([heads, *lines])
+
+    def _row(self, row: float) -> str:
+        return f"{row:,}" if self.rows == "size" else f"{row:.0e}".replace("e-0", "e-")
+
+    def head_table(self) -> str:
+        """What the head that answers gives at the training length, and the lengths at which accuracy falls below one half, in Markdown.
+
+        Means over seeds with the lowest and highest, of lengths medians.
+        """
+        lines = [[self.heading, self.layers, "margin, nats", "slope", "half-length, predicted", "observed"]]
+        heads = self.data[self.data.setting == "head"]
+        for row in sorted(set(heads[self.rows])):
+            for arm in self.labels:
+                run = heads[(heads.arm == arm) & (heads[self.rows] == row)].pivot(index="seed", columns="metric", values="value")
+                margin, slope = run["margin"], run["slope"].mean()
+                cells = [f"{margin.mean():.1f} [{margin.min():.1f}, {margin.max():.1f}]", f"{slope:.2f}"]
+                by_length = np.array([self.accuracies[arm, row, length] for length in self.lengths])
+                observed = [observed_half_length(self.lengths, accuracy) for accuracy in by_length.T]
+                fell, median = int(np.isfinite(observed).sum()), float(np.median(observed))
+                counted = f" ({fell} of {len(observed)} fall)" if 0 < fell < len(observed) else ""
+                cells += [_tokens(float(run["predicted half-length"].median()), "never")]
+                cells += [_tokens(median, f"not up to {self.lengths[-1]:,}") + counted]
+                lines.append([self._row(row), self.labels[arm], *cells])
+        return _markdown(lines)
 
     def _cells(self, arm: str, rate: float) -> list[str]:
         """The accuracies of an arm at a rate, and its verdicts."""
@@ -122,9 +158,10 @@ class Recall:
     def drawn(self) -> bytes:
         """The picture: accuracy by length, a row for each rate, a panel for each arm, so that no arm lies on another."""
         plt.rcParams.update(STYLE | {"font.size": 9})
-        rates = sorted({rate for _, rate, _ in self.accuracies})
+        rates = sorted({row for _, row, _ in self.accuracies})
+        size = 13 / 6 * len(self.labels), 1 + 1.8 * len(rates)
         figure, panels = plt.subplots(
-            len(rates), len(self.labels), figsize=(13 / 6 * len(self.labels), 4.6), sharex=True, sharey=True, layout="constrained"
+            len(rates), len(self.labels), figsize=size, sharex=True, sharey=True, layout="constrained", squeeze=False
         )
         for row, rate in zip(panels, rates, strict=True):
             for axes, (number, arm) in zip(row, enumerate(self.labels), strict=True):
@@ -137,10 +174,12 @@ class Recall:
                 axes.minorticks_off()
                 axes.set_ylim(-3, 103)
                 axes.spines[["top", "right"]].set_visible(False)
-            row[0].set_ylabel(f"learning rate {rate:.0e}".replace("e-0", "e-") + "\naccuracy, %")
+            row[0].set_ylabel(
+                f"{self._row(rate)} steps\naccuracy, %" if self.rows == "size" else f"learning rate {self._row(rate)}\naccuracy, %"
+            )
             row[0].annotate("guess among\nvalues shown", (self.lengths[0], GUESSING + 2), fontsize=7, color="0.4")
         for axes, label in zip(panels[0], self.labels.values(), strict=True):
-            axes.set_title(label, fontsize=9)
+            axes.set_title(label.replace(" put in", "\nput in"), fontsize=9)
         figure.supxlabel("sequence length (trained on 64)", fontsize=9)
         return svg(figure)
 
@@ -158,6 +197,19 @@ SHOWN = (
     Recall("recall-control", "retrieval.md", LABELS, "ssmax_fixed", (2048, 8192), 0.1, picture=True),
     Recall("recall-tuned", "retrieval.md", LABELS, "ssmax_fixed", (16384,), 0.25, tuned=True),
     Recall(
+        "recall-after",
+        "retrieval.md",
+        {arm: LABELS[arm] for arm in ("softmax", "ssmax_fixed", "ssmax", "log_n")}
+        | {"after_half": "softmax, 1/2 put in after training", "after_quarter": "softmax, 1/4 put in after training"},
+        "ssmax_fixed",
+        (16384,),
+        0.25,
+        rows="size",
+        heading="steps",
+        heads=True,
+        picture=True,
+    ),
+    Recall(
         "needle",
         "retrieval.md",
         LABELS | {"ssmax_fixed": "SSMax, n fixed at 256"},
@@ -169,6 +221,28 @@ SHOWN = (
         layers="layers 2, 3",
     ),
 )
+
+
+def observed_half_length(lengths: Sequence[int], accuracy: Sequence[float]) -> float:
+    """Where accuracy first falls below 1/2, interpolated in the logarithm of the length; infinite if it does at none of the lengths."""
+    for index, right in enumerate(accuracy):
+        if right < 0.5:
+            if index == 0:
+                return float(lengths[0])
+            before = accuracy[index - 1]
+            part = (before - 0.5) / (before - right)
+            return float(lengths[index - 1] * (lengths[index] / lengths[index - 1]) ** part)
+    return math.inf
+
+
+def _tokens(length: float, never: str) -> str:
+    """A length in tokens; `never` for an infinite one."""
+    return never if math.isinf(length) else f"{length:,.0f}" if length < 1e6 else f"{length:.0e}".replace("e+0", "e")
+
+
+def _markdown(lines: list[list[str]]) -> str:
+    """A table of cells, the first line its headings."""
+    return "\n".join("| " + " | ".join(line) + " |" for line in (lines[0], ["---"] * len(lines[0]), *lines[1:])) + "\n"
 
 
 def _difference(verdict: Verdict) -> str:
@@ -195,6 +269,8 @@ def files() -> dict[Path, bytes]:
     for shown in SHOWN:
         page = ROOT / "docs" / shown.page
         pages[page] = filled(pages.get(page) or page.read_text(encoding="utf-8"), shown.name, shown.table())
+        if shown.heads:
+            pages[page] = filled(pages[page], f"{shown.name} heads", shown.head_table())
         if shown.picture:
             pictures[ROOT / "docs" / f"{shown.name}.svg"] = shown.drawn()
     return {page: text.encode() for page, text in pages.items()} | pictures
@@ -207,13 +283,38 @@ def collect(folder: Path, name: str) -> Path:
     lines = lm.results(folder).query("state == 'finished' and part == 'reports'").fillna({"x": 0, "stage": "final"})
     lines["metric"] = (lines.task + " " + lines.metric).str.strip()
     lines["weighted"] = lines.weight * lines.value
-    sums = lines.groupby([*KEYS], as_index=False).agg(weighted=("weighted", "sum"), weight=("weight", "sum"), sequences=("value", "size"))
-    sums["value"] = (sums.weighted / sums.weight).map("{:.6g}".format)
-    sums["x"] = sums.x.astype(int)
+    keys = KEYS if lines["size"].isna().all() else ["size", *KEYS]
+    sums = lines.groupby(keys, as_index=False).agg(weighted=("weighted", "sum"), weight=("weight", "sum"), sequences=("value", "size"))
+    sums["value"] = sums.weighted / sums.weight
+    sums = pd.concat([sums, heads(lines, keys)])
+    sums["value"], sums["x"] = sums.value.map("{:.6g}".format), sums.x.astype(int)
     path = RESULTS / name / "seeds.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
-    sums[[*KEYS, "value", "sequences"]].to_csv(path, index=False, lineterminator="\n")
+    sums.sort_values(keys)[[*keys, "value", "sequences"]].to_csv(path, index=False, lineterminator="\n")
     return path
+
+
+def heads(lines: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """What the head that answers gives at the training length (docs/theory.md), a line for each number of each run that recalls pairs."""
+    runs = lines[lines.metric == "mqar accuracy"].drop_duplicates("folder")
+    if runs.empty:
+        return runs[:0]
+    from theory_prediction import HALF, SEQUENCES, measured
+
+    rows = []
+    for run in runs.to_dict("records"):
+        head = measured(Path(run["folder"]))
+        numbers = {
+            "margin": float(np.median(head.found.margin)),
+            "slope": float(np.median(head.found.slope)),
+            "weight on the needle": head.at_length,
+            "N_eff": head.effective,
+            "S": head.s,
+            "predicted half-length": head.predicted(HALF),
+        }
+        place = {key: run[key] for key in keys} | {"setting": "head", "x": head.length, "sequences": SEQUENCES}
+        rows += [place | {"metric": metric, "value": value} for metric, value in numbers.items()]
+    return pd.DataFrame(rows)
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from recompute import observed_half_length
 
 from lm.data.batches import Batch
 from lm.data.tasks import example
@@ -24,18 +25,6 @@ HALF = 0.5  # accuracy that a run falls below, and the threshold of the form wit
 SEQUENCES = 64  # test sequences that scores are measured on
 LEARNED = 0.9  # accuracy at the training length from which on a run has learned the task
 CLEAR = 0.99  # accuracy at the longest length evaluated, above which a run is not measured at longer ones
-
-
-def observed_half_length(lengths: Sequence[int], accuracy: Sequence[float]) -> float:
-    """Where accuracy first falls below 1/2, interpolated in the logarithm of the length; infinite if it does at none of the lengths."""
-    for index, right in enumerate(accuracy):
-        if right < 0.5:
-            if index == 0:
-                return float(lengths[0])
-            before = accuracy[index - 1]
-            part = (before - 0.5) / (before - right)
-            return float(lengths[index - 1] * (lengths[index] / lengths[index - 1]) ** part)
-    return math.inf
 
 
 def error(predicted: float, observed: float, longest: int) -> float:

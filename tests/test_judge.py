@@ -21,6 +21,7 @@ QUESTIONS = {
     "recall": (["--baseline", "softmax", "--by", "rate", "--by", "x"], "[2048]"),
     "recall-control": (["--baseline", "ssmax_fixed", "--by", "rate", "--by", "x"], "[2048, 8192]"),
     "recall-tuned": (["--baseline", "ssmax_fixed"], "[16384]"),
+    "recall-after": (["--baseline", "ssmax_fixed"], "[16384]"),
     "needle": (["--baseline", "ssmax_fixed"], "[4096]"),
 }
 
@@ -34,11 +35,12 @@ def test_committed_results_give_their_committed_verdicts(shown):
     lines = json.loads(command(*asked).stdout)["arms"]
     judged = {(line["size"], line["arm"]): line for line in lines if "verdict" in line}
     assert len(judged) == len(shown.verdicts)
-    for (arm, rate, length), verdict in shown.verdicts.items():
-        line = judged["" if shown.tuned else f"rate {rate}, x {length}", arm]
+    for (arm, row, length), verdict in shown.verdicts.items():
+        by_size = shown.rows == "size"
+        line = judged["" if shown.tuned else f"steps-{row}" if by_size else f"rate {row}, x {length}", arm]
         assert (line["verdict"], line["reason"], line["p"]) == (verdict.words, verdict.reason, verdict.p)
         assert line["difference"] == [value if np.isfinite(value) else None for value in verdict.interval.listed()]
-        assert line["rate"] == (rate if shown.tuned else None)
+        assert by_size or line["rate"] == (row if shown.tuned else None)
 
 
 RUNS = pd.DataFrame(
