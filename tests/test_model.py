@@ -1,7 +1,9 @@
 """The decoder: its shapes, positions, inference settings, caches, and normalizers by layer."""
 
+import copy
 import itertools
 import math
+import pickle
 from collections.abc import Mapping
 from dataclasses import fields
 
@@ -383,6 +385,16 @@ def test_a_list_of_normalizers_is_repeated_over_the_layers(tiny):
         tiny("model.normalizer=[]")
     with pytest.raises(ConfigError, match="3 normalizers': lists more than the 2 layers"):
         tiny("model.normalizer=[softmax, softmax, ssmax]")
+
+
+def test_a_pickled_model_computes_the_same():
+    decoder = Decoder(
+        ModelConfig(n_layer=3, n_head=2, n_embd=32, normalizer=catalogue.Layers([opt.PN(), opt.Window(size=4), opt.PN()])), 60, 16
+    )
+    tokens = torch.randint(60, (2, 16), generator=torch.Generator().manual_seed(0))
+    for copied in (pickle.loads(pickle.dumps(decoder)), copy.deepcopy(decoder)):
+        assert torch.equal(copied(tokens), decoder(tokens))
+        assert copied.normalizers()[0].p is copied.normalizers()[2].p is not decoder.normalizers()[0].p
 
 
 def test_a_model_of_several_normalizers_trains_and_swaps(tiny):

@@ -232,8 +232,12 @@ def _as_module(definition: type[Normalizer]) -> type[Normalizer]:
 
     if issubclass(definition, nn.Module):
         return definition
-    described = {"__module__": definition.__module__, "__doc__": definition.__doc__}
-    return type(definition)(definition.__name__, (definition, nn.Module), described)
+    attributes = {
+        "__module__": definition.__module__,
+        "__doc__": definition.__doc__,
+        "__reduce__": lambda self: (Normalizer.__new__, (definition,), vars(self)),  # pickle finds the definition by its name
+    }
+    return type(definition)(definition.__name__, (definition, nn.Module), attributes)
 
 
 class SoftmaxNormalizer(Normalizer):
