@@ -77,9 +77,9 @@ class StratifiedSampler:
         streams, place = members(counts)
         own = place + firsts[streams]
         shifts = []  # where in its 1 / w slots each slot of a stream is due, [0, 1]; raw PCG64 output never changes between NumPy versions
-        for stream, (begun, count) in enumerate(zip(firsts.tolist(), counts.tolist(), strict=True)):
+        for stream, (start, count) in enumerate(zip(firsts.tolist(), counts.tolist(), strict=True)):
             random = np.random.PCG64(np.random.SeedSequence((*self.seed_words, _SAMPLER_SEED, stream)))
-            shifts.append(random.advance(begun).random_raw(count) / 2**64)
+            shifts.append(random.advance(start).random_raw(count) / 2**64)
         due = (own + np.concatenate(shifts)) / self.weights[streams]
         order = np.argsort(due, kind="stable")[first - firsts.sum() :][:BLOCK]
         return streams[order], own[order]
@@ -189,13 +189,13 @@ class DocumentPieces(Lengths):
         sizes = np.diff(offsets)
         self.offsets, self.spare = offsets[:-1], sizes % SHORTEST_PIECE
         self.pieces: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # length: document, place in it
-        begun = np.zeros_like(sizes)
+        begins = np.zeros_like(sizes)
         length = longest
         while length >= SHORTEST_PIECE:
-            counts = (sizes - begun) // length
+            counts = (sizes - begins) // length
             document, within = members(counts)
-            self.pieces[length] = document, begun[document] + within * length
-            begun += counts * length
+            self.pieces[length] = document, begins[document] + within * length
+            begins += counts * length
             length //= 2
         self.steps = {length: len(document) * length // step_tokens for length, (document, _) in self.pieces.items()}
         self.steps_per_epoch = sum(self.steps.values())

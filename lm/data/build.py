@@ -265,10 +265,10 @@ def _build_text_store(data: DataConfig, partial: Path, shown: Progress) -> dict[
                     journal.advance(batch.documents[-1].end, writers)
                     unsaved = 0
         counts = {name: writer.counts for name, writer in writers.items()}
-        together, bytes_per_token = sum(counts.values()), token_bytes(tokenizer)
-        exact = bytes_per_token is not None and int(together @ bytes_per_token.astype(np.int64)) == total
+        all_counts, bytes_per_token = sum(counts.values()), token_bytes(tokenizer)
+        exact = bytes_per_token is not None and int(all_counts @ bytes_per_token.astype(np.int64)) == total
         if not exact:
-            bytes_per_token = np.full(size, total / max(1, together.sum() - together[end_id]), np.float32)
+            bytes_per_token = np.full(size, total / max(1, all_counts.sum() - all_counts[end_id]), np.float32)
             bytes_per_token[end_id] = 0
         sources = {name: _source_counts(labels(data), licences, scan, place) for name, place in (("train", TRAIN), ("val", VAL))}
         facts = _finished(partial, writers, sources, counts, end, bytes_per_token, "exact" if exact else "corpus mean")

@@ -260,20 +260,20 @@ def _split_at(file: io.BufferedReader, separator: bytes) -> Iterator[tuple[int, 
     lines = separator.replace(b"\r\n", b"\n").split(b"\n")
     pattern = re.compile(rb"\r?\n".join(map(re.escape, lines)))
     longest = len(separator) + len(lines)
-    first, begun = 0, bytearray()
+    first, content = 0, bytearray()
     try:
         while block := file.read1(BLOCK):
-            searched = max(0, len(begun) + 1 - longest)
-            begun += block
-            while separator and (match := pattern.search(begun, searched)):
-                rest = begun[match.end() :]
-                del begun[match.start() :]
-                yield first, begun
-                first, begun, searched = first + match.end(), rest, 0
+            searched = max(0, len(content) + 1 - longest)
+            content += block
+            while separator and (match := pattern.search(content, searched)):
+                rest = content[match.end() :]
+                del content[match.start() :]
+                yield first, content
+                first, content, searched = first + match.end(), rest, 0
     except Unreadable as damage:
-        damage.n_bytes += len(begun)
+        damage.n_bytes += len(content)
         raise
-    yield first, begun
+    yield first, content
 
 
 def _decoded(content: bytes | bytearray, begin: int, where: str) -> str:

@@ -164,6 +164,12 @@ class AttentionRows:
         return replace(self, scores=scores, weights=weights, is_shuffled=True)
 
 
+def later(layout: AttentionLayout, tokens: int) -> AttentionLayout:
+    """The same queries and keys with so many tokens more before all of them."""
+    shifted = {name: getattr(layout, name) + tokens for name in ("positions", "key_positions", "lengths")}
+    return replace(layout, **shifted)
+
+
 def _plane(values: Tensor) -> Tensor:
     """A tensor (T, S), from one that is that or, of one sequence, (1, 1, T, S)."""
     return values.reshape(values.shape[-2:])

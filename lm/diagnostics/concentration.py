@@ -61,7 +61,7 @@ def family(top_k: list[int], nearest: list[int]) -> Family:
     def row_sum(rows: AttentionRows) -> Tensor | None:
         return None if rows.normalizer.options.rows_sum_to_one else rows.weights.sum(-1)
 
-    of_rows = [
+    by_row = [
         Statistic("effective keys", "keys", effective_keys, shown=True, fitted=True),
         Statistic("entropy / ln n", "fraction", relative_entropy, shown=True),
         Statistic("largest weight", "weight", lambda rows: rows.descending[..., 0], shown=True, fitted=True),
@@ -78,4 +78,4 @@ def family(top_k: list[int], nearest: list[int]) -> Family:
         Statistic("ln Z", "nats", log_sum, fitted=True, log=True),
         Statistic("sum of weights", "weight", row_sum),
     ]
-    return Family((*of_rows, *whole, *(statistic.without_first for statistic in of_rows)))
+    return Family((*by_row, *whole, *(statistic.without_first for statistic in by_row)))

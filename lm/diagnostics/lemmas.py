@@ -14,14 +14,13 @@ they measure estimates |J|_F / sqrt(n), far below the spectral norm.
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lm.attention.elementwise_sums import SCORE_MAPS
 from lm.attention.layout import AttentionLayout
-from lm.diagnostics.attention_rows import AttentionRows
+from lm.diagnostics.attention_rows import AttentionRows, later
 
 Normalize = Callable[[Tensor], Tensor]  # scores (..., S) to weights of that shape, each row by itself
 
@@ -103,8 +102,8 @@ def _scores_depend_on_length(rows: AttentionRows) -> bool:
     x, q, k, _ = rows.inputs
     length = x.size(1)
     last = AttentionLayout.full(length, x.device).select(torch.tensor([length - 1], device=x.device), length)
-    later = replace(last, positions=last.positions + length, key_positions=last.key_positions + length, lengths=last.lengths + length)
-    return not torch.allclose(*(rows.normalizer.scores(q[:, :, -1:], k, where) for where in (last, later)), rtol=1e-5, atol=1e-6)
+    scores = (rows.normalizer.scores(q[:, :, -1:], k, layout) for layout in (last, later(last, length)))
+    return not torch.allclose(*scores, rtol=1e-5, atol=1e-6)
 
 
 def _log_n_times_weights(rows: AttentionRows) -> Tensor | None:

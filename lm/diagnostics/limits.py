@@ -166,12 +166,12 @@ def _products(weights: Tensor, x: Tensor, order: Tensor, counts: Sequence[int]) 
     alpha = weights.gather(1, order)
     products = weights.new_empty(len(counts), *weights.shape)
     for keys in _columns(x):
-        of_pairs = x @ x[keys].T
-        product = weights.new_zeros(len(weights), of_pairs.size(1))
+        pairs = x @ x[keys].T
+        product = weights.new_zeros(len(weights), pairs.size(1))
         done = 0
         for index, count in enumerate(counts):
             for place in range(done, min(count, order.size(1))):
-                product.addcmul_(of_pairs.index_select(0, order[:, place]), alpha[:, place : place + 1])
+                product.addcmul_(pairs.index_select(0, order[:, place]), alpha[:, place : place + 1])
             done = count
             products[index, :, keys] = product
     sums = [(products[index].gather(1, order[:, :count]) * alpha[:, :count]).sum(-1) for index, count in enumerate(counts)]
@@ -185,18 +185,18 @@ def _extremes(x: Tensor, order: Tensor, counts: Sequence[int]) -> tuple[Tensor, 
     farthest = x.new_empty(len(counts), len(order), len(x))
     nearest = x.new_full((len(counts), len(order)), torch.inf)
     for keys in _columns(x):
-        of_pairs = (square[:, None] + square[keys] - 2 * x @ x[keys].T).clamp(min=0)
-        far, near = x.new_zeros(len(order), of_pairs.size(1)), x.new_full((len(order), of_pairs.size(1)), torch.inf)
+        pairs = (square[:, None] + square[keys] - 2 * x @ x[keys].T).clamp(min=0)
+        far, near = x.new_zeros(len(order), pairs.size(1)), x.new_full((len(order), pairs.size(1)), torch.inf)
         place_here = order - keys.start
-        here = (place_here >= 0) & (place_here < of_pairs.size(1))
-        place_here = place_here.clamp(0, of_pairs.size(1) - 1)
+        here = (place_here >= 0) & (place_here < pairs.size(1))
+        place_here = place_here.clamp(0, pairs.size(1) - 1)
         least = nearest[0].clone().fill_(torch.inf)
         done = 0
         for index, count in enumerate(counts):
             for place in range(done, min(count, order.size(1))):
                 to_earlier = near.gather(1, place_here[:, place : place + 1]).squeeze(1)
                 least = torch.minimum(least, to_earlier.where(here[:, place], torch.inf))
-                pair = of_pairs.index_select(0, order[:, place])
+                pair = pairs.index_select(0, order[:, place])
                 torch.maximum(far, pair, out=far)
                 torch.minimum(near, pair, out=near)
             done = count
@@ -318,8 +318,8 @@ class Theorems:
         def measure(part: AttentionRows, most: int) -> Tensor:
             part = part.select(torch.tensor([len(part.n) - 1], device=part.n.device))
 
-            def normalized(given: Tensor, temperature: Tensor | float) -> Tensor:
-                return part.normalizer.normalize(given / temperature, part.layout)
+            def normalized(scores: Tensor, temperature: Tensor | float) -> Tensor:
+                return part.normalizer.normalize(scores / temperature, part.layout)
 
             logits = part.scores.masked_fill(~part.visible, 0.0).unsqueeze(0) * math.sqrt(part.normalizer.layer.head_size)  # (1, H, T, S)
             along = directions(part.visible, torch.Size((self.asked.directions, *logits.shape[1:])), generator)
@@ -366,10 +366,10 @@ class Theorems:
                 part = rows.select(inside)
                 values = measure(part, high).masked_fill(~part.is_defined, math.nan)
                 sums[-1] = torch.stack((values.nan_to_num(nan=0.0).sum(-1), (~values.isnan()).sum(-1).to(values)))
-        like = next((total for total in sums if total is not None), None)
-        if like is None:
+        template = next((total for total in sums if total is not None), None)
+        if template is None:
             return None
-        return torch.stack([torch.zeros_like(like) if total is None else total for total in sums]).movedim(-1, 0).flatten(1)
+        return torch.stack([torch.zeros_like(template) if total is None else total for total in sums]).movedim(-1, 0).flatten(1)
 
 
 def _generator(rows: AttentionRows) -> torch.Generator:

@@ -12,7 +12,7 @@ Shapes: Q questions, K keys (-inf where a key is not visible).
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lm.data.batches import Batch
 from lm.data.tasks import Example
-from lm.diagnostics.attention_rows import AttentionRows
+from lm.diagnostics.attention_rows import AttentionRows, later
 from lm.model.attention_stream import AttentionBlock, attention_blocks
 from lm.model.decoder import Decoder
 
@@ -81,8 +81,8 @@ def retrieving_head(decoder: Decoder, examples: list[Example]) -> RetrievingHead
             if by_score and bool((rows.n == rows.queries + 1).all()):
                 parts.setdefault(block.layer, []).append(_of_block(block, rows, example))
     best: RetrievingHead | None = None
-    for layer, given in parts.items():
-        needle, others, filler, n, slope, weight, effective = (np.concatenate(values) for values in zip(*given, strict=True))
+    for layer, blocks in parts.items():
+        needle, others, filler, n, slope, weight, effective = (np.concatenate(values) for values in zip(*blocks, strict=True))
         head = int(weight.mean(0).argmax())
         if best is None or weight[:, head].mean() > best.weight:
             scores = Retrieval(needle[:, head], others[:, head], filler, n, slope[:, head])
@@ -112,16 +112,10 @@ def _of_block(block: AttentionBlock, rows: AttentionRows, example: Example) -> t
 
 def _scale_at_twice(block: AttentionBlock, rows: AttentionRows, length: int) -> Tensor:
     """The factor on the scores of the same queries and keys where `length` more tokens stand before all of them, (Q, H) fp64."""
-    layout = replace(
-        block.layout,
-        positions=block.layout.positions + length,
-        key_positions=block.layout.key_positions + length,
-        lengths=block.layout.lengths + length,
-    )
-    keys = rows.visible.size(-1)
-    later = block.normalizer.scores(block.inputs.q[:, :, block.queries], block.inputs.k[:, :, :keys], layout)[0].double()
+    queries, keys = block.inputs.q[:, :, block.queries], block.inputs.k[:, :, : rows.visible.size(-1)]
+    shifted = block.normalizer.scores(queries, keys, later(block.layout, length))[0].double()
     now = rows.scores.double().masked_fill(~rows.visible, 0.0)
-    return ((later * now).sum(-1) / now.square().sum(-1)).transpose(0, 1)
+    return ((shifted * now).sum(-1) / now.square().sum(-1)).transpose(0, 1)
 
 
 def median_weights(scores: Retrieval, length: int) -> np.ndarray:

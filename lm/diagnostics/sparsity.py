@@ -139,9 +139,9 @@ def variance_explained(sums: np.ndarray) -> np.ndarray:
     """
     size = sums.shape[-1] // 2
     total, square, sequences, entries = (np.zeros((*sums.shape[1:-1], size)) for _ in range(4))
-    for of_sequence in sums:
-        counts = of_sequence[..., size:]
-        mean = of_sequence[..., :size] / np.maximum(counts, 1)
+    for sequence in sums:
+        counts = sequence[..., size:]
+        mean = sequence[..., :size] / np.maximum(counts, 1)
         total += mean
         square += mean**2
         sequences += counts > 0
@@ -198,12 +198,12 @@ def closed_form(rows: AttentionRows) -> Tensor | None:
         mean = seen @ key.mean(-1, keepdim=True)  # (H, T, 1)
         square = seen @ key.square().mean(-1, keepdim=True)
         std = (square - mean.square()).clamp(min=0.0).sqrt()
-        of_content = independent_features_sparsity(query, mean.squeeze(-1), std.squeeze(-1))
+        content = independent_features_sparsity(query, mean.squeeze(-1), std.squeeze(-1))
     elif name in CLOSED_FORMS:
-        of_content = CLOSED_FORMS[name](rows.moments.mean, rows.moments.std)
+        content = CLOSED_FORMS[name](rows.moments.mean, rows.moments.std)
     else:
         return None
-    return of_content * decay_sparsity(log_decay.unsqueeze(-1), rows.n)
+    return content * decay_sparsity(log_decay.unsqueeze(-1), rows.n)
 
 
 def is_condensed(rows: AttentionRows) -> Tensor | None:
@@ -219,7 +219,7 @@ def difference(rows: AttentionRows) -> Tensor | None:
 
 def family() -> Family:
     """S against its closed form, the moments of the scores, and what positions explain of the weights."""
-    of_rows = [
+    by_row = [
         Statistic("score standard deviation", "", lambda rows: rows.moments.std, shown=True, fitted=True),
         Statistic("score mean", "", lambda rows: rows.moments.mean),
         Statistic("score skew", "", lambda rows: rows.moments.skew),
@@ -232,4 +232,4 @@ def family() -> Family:
         Accumulated(f"variance explained by {place}", "", lambda length: 2 * length, sums, variance_explained, shown=True)
         for place, sums in EXPLAINED.items()
     ]
-    return Family((*of_rows, condensed, *(statistic.without_first for statistic in of_rows)), tuple(explained))
+    return Family((*by_row, condensed, *(statistic.without_first for statistic in by_row)), tuple(explained))

@@ -73,8 +73,8 @@ def read_answers(decoder: Decoder, examples: list[Example], where: Device, progr
         batch = Batch.of(np.stack([examples[index].tokens for index in part])).to(where.device)
         spot = torch.from_numpy(np.stack((np.searchsorted(part, sequence[mine]), position[mine]))).to(where.device)
         hidden, targets = decoder.hidden(batch)[spot[0], spot[1]], batch.targets[spot[0], spot[1]]
-        said = argmax_tokens(hidden, decoder.head)
-        hits = [(answer == targets).float() for answer in (said, roll_out(decoder, batch, spot, said))]
+        predicted = argmax_tokens(hidden, decoder.head)
+        hits = [(answer == targets).float() for answer in (predicted, roll_out(decoder, batch, spot, predicted))]
         result = torch.zeros(len(part), max(asked), 3, device=where.device)
         result[spot[0], torch.from_numpy(column[mine])] = torch.stack((token_nll(hidden, decoder.head, targets), *hits), 1)
         return result
@@ -84,7 +84,7 @@ def read_answers(decoder: Decoder, examples: list[Example], where: Device, progr
     return Answers(nll, right > 0.5, rolled_out > 0.5, sequence, place)
 
 
-def roll_out(decoder: Decoder, batch: Batch, place: Tensor, said: Tensor) -> Tensor:
+def roll_out(decoder: Decoder, batch: Batch, place: Tensor, predicted: Tensor) -> Tensor:
     """The answers of greedy decoding, in which the model's own stand in place of the correct ones: (N,) int64, token by token.
 
     A sequence is read again with what the model says in it until it says the same: what it says depends on what stands before alone, so
@@ -96,26 +96,26 @@ def roll_out(decoder: Decoder, batch: Batch, place: Tensor, said: Tensor) -> Ten
         said: (N,) int64, the most probable ones after the correct ones.
     """
     last = place[0] != torch.cat((place[0, 1:], place.new_tensor([-1])))  # last of its sequence: nothing is asked for after it
-    rows = place[0, (said != batch.targets[place[0], place[1]]) & ~last].unique()  # sequences that are not settled, those of the cache
+    rows = place[0, (predicted != batch.targets[place[0], place[1]]) & ~last].unique()  # sequences that are not settled, those of the cache
     if not len(rows):
-        return said
-    tokens, spoken, cache = batch.tokens.clone(), said.clone(), DecodingCache(batch.tokens.size(1))
+        return predicted
+    tokens, answers, cache = batch.tokens.clone(), predicted.clone(), DecodingCache(batch.tokens.size(1))
     first = int(place[1, torch.isin(place[0], rows)].min()) + 1  # no answer stands before it
     decoder(tokens[rows, :first], cache=cache)
     for _ in range(int(place[0].bincount().max())):
         mine = torch.isin(place[0], rows)
         sequence, position = place[:, mine & (place[1] + 1 < tokens.size(1))]
-        tokens[sequence, position + 1] = spoken[mine & (place[1] + 1 < tokens.size(1))]
+        tokens[sequence, position + 1] = answers[mine & (place[1] + 1 < tokens.size(1))]
         later = mine & (place[1] >= first)
         hidden = decoder(tokens[rows, first:], cache=cache.fork(1))
-        again = argmax_tokens(hidden[torch.searchsorted(rows, place[0, later]), place[1, later] - first], decoder.head)
-        changed = place[0, later][(again != spoken[later]) & ~last[later]]
-        spoken[later] = again
+        reread = argmax_tokens(hidden[torch.searchsorted(rows, place[0, later]), place[1, later] - first], decoder.head)
+        changed = place[0, later][(reread != answers[later]) & ~last[later]]
+        answers[later] = reread
         unsettled = torch.isin(rows, changed)
         if not unsettled.any():
             break
         rows, cache = rows[unsettled], cache.select(unsettled)
-    return spoken
+    return answers
 
 
 class AnswerMeasurement(Measurement):
@@ -129,13 +129,13 @@ class AnswerMeasurement(Measurement):
         """Predicted tokens in a sequence, ascending."""
         return lengths_of(self.asked.length_factors, self.config.data)
 
-    def at_lengths(self, metric: str, unit: str, samples: list[Sample], **given: object) -> Series:
+    def at_lengths(self, metric: str, unit: str, samples: list[Sample], **fields: object) -> Series:
         """A series over `lengths`, with a sample each; of fractions more is better, of losses less. `given`: its other fields."""
         means = np.array([np.average(sample.values[:, 0], weights=sample.weights) for sample in samples])
         better = "higher" if unit == "fraction" else "lower"
-        return self.series(metric, unit, better, means, axis=lengths_axis(self.lengths), samples=tuple(samples), **given)
+        return self.series(metric, unit, better, means, axis=lengths_axis(self.lengths), samples=tuple(samples), **fields)
 
-    def accuracy(self, samples: list[Sample], chance: float | None, setting: str, **given: object) -> Series:
+    def accuracy(self, samples: list[Sample], chance: float | None, setting: str, **fields: object) -> Series:
         """Fraction of questions whose whole answer is correct, for reports. `chance`: the accuracy of guessing, if it is one number."""
         shown = Shown(
             "Accuracy by sequence length",
@@ -147,25 +147,14 @@ class AnswerMeasurement(Measurement):
             f"(in a {ROLL_OUT} after the model's own),",
         )
         name = f"chance, {ROLL_OUT}" if setting.endswith(ROLL_OUT) else "chance"
-        given |= {"setting": setting, "references": {} if chance is None else {name: chance}, "interval": "wilson", "shown": shown}
-        return self.at_lengths("accuracy", "fraction", samples, **given)
+        fields |= {"setting": setting, "references": {} if chance is None else {name: chance}, "interval": "wilson", "shown": shown}
+        return self.at_lengths("accuracy", "fraction", samples, **fields)
 
 
 def by_unit(sha256: str, unit: np.ndarray, values: np.ndarray) -> Sample:
     """Means of values (N,) by the unit (N,) that each belongs to, with how many there are; units from 0 to the largest."""
     counts = np.bincount(unit)
     return Sample(sha256, (np.bincount(unit, values) / counts)[:, None], counts, np.arange(len(counts)))
-
-
-def too_short(task: Task, length: int, text: Text | None) -> str:
-    """Why a task doesn't fit into test sequences of `length` tokens; empty if it does."""
-    try:
-        example(task, QUESTION_SEED, 0, length, "test", text)
-    except NoRoom as error:
-        return str(error)
-    except TaskError:  # another reason, which `check_room` gives
-        pass
-    return ""
 
 
 def check_room(task: Task, length: int, subset: Subset, count: int, text: Text | None, key: str, factors: Plain) -> None:
@@ -223,13 +212,13 @@ class Recall(AnswerMeasurement):
             samples["token"].append(by_unit(sha256, answers.sequence, answers.right))
             samples["loss"].append(by_unit(sha256, answers.sequence, answers.nll))
         plain, chance = to_plain(task), task.chance
-        given = {"what": plain.pop("name"), "options": plain}
+        fields = {"what": plain.pop("name"), "options": plain}
         logged = tuple(self.asked.metric(name, length, setting) for length in self.lengths)
-        series = [self.accuracy(samples["whole"], chance and chance.teacher_forced, setting, logged=logged, **given)]
+        series = [self.accuracy(samples["whole"], chance and chance.teacher_forced, setting, logged=logged, **fields)]
         if any(sample.weights.max() > 1 for sample in samples["whole"]):  # else it is the same
-            series.append(self.accuracy(samples["rolled out"], chance and chance.rollout, f"{setting}, {ROLL_OUT}", **given))
-        series.append(self.at_lengths("token accuracy", "fraction", samples["token"], setting=setting, **given))
-        return [*series, self.at_lengths("loss of answers", "nats per token", samples["loss"], setting=setting, **given)]
+            series.append(self.accuracy(samples["rolled out"], chance and chance.rollout, f"{setting}, {ROLL_OUT}", **fields))
+        series.append(self.at_lengths("token accuracy", "fraction", samples["token"], setting=setting, **fields))
+        return [*series, self.at_lengths("loss of answers", "nats per token", samples["loss"], setting=setting, **fields)]
 
 
 # ---------------------------------------------------------------- needles in a haystack
@@ -281,8 +270,8 @@ def score(decoder: Decoder, asked: list[Trial], length: int, text: Text) -> Tens
         candidates = [trial.answer, *trial.others]
         nll, hits = _nll(decoder, candidates, first[index : index + 1], cache.select([index]).fork(len(candidates)))
         better = (nll[1:] < nll[0]).sum()
-        said = text.decode(written[index].cpu().numpy()).strip()
-        digit, whole = said[:1] == trial.number[:1], re.match(r"\d*", said)[0] == trial.number
+        predicted = text.decode(written[index].cpu().numpy()).strip()
+        digit, whole = predicted[:1] == trial.number[:1], re.match(r"\d*", predicted)[0] == trial.number
         margin = nll[0] - nll[1:].min() if trial.others else 0
         rows.append([float(value) for value in (whole, digit, hits, better == 0, 1 + better, nll[0] / len(trial.answer), margin)])
     return torch.tensor(rows)
@@ -345,10 +334,10 @@ def finetuned(decoder: Decoder, config: NeedleConfig, seq_len: int, text: Text, 
     """
     how = config.finetune
     model = copy.deepcopy(decoder).train().requires_grad_(True)
-    of_scaling: dict[Scaling, list[Tensor]] = {}
+    by_scaling: dict[Scaling, list[Tensor]] = {}
     for name, scaling in scalings(model, model.config, AdamW().width_exponent).items():
-        of_scaling.setdefault(scaling, []).append(model.get_parameter(name))
-    groups = [{"params": some, "lr_factor": scaling.lr, "eps": 1e-8 * scaling.eps} for scaling, some in of_scaling.items()]
+        by_scaling.setdefault(scaling, []).append(model.get_parameter(name))
+    groups = [{"params": some, "lr_factor": scaling.lr, "eps": 1e-8 * scaling.eps} for scaling, some in by_scaling.items()]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0)
     task = Needle(needles=config.needles, distractors=config.distractors)
     with torch.enable_grad(), torch.random.fork_rng():
@@ -401,8 +390,15 @@ class NeedleMeasurement(AnswerMeasurement):
         base = Needle(needles=self.asked.needles, distractors=self.asked.distractors)
         self.tasks = {f"depth {100 * depth:g}%": replace(base, depth=depth) for depth in self.asked.depths}
         self.tasks["no needle"] = replace(base, absent=True)
-        asked, reasons = self.lengths, {length: too_short(base, length, self.haystack) for length in self.lengths}
-        self.lengths = [length for length in asked if not reasons[length]] or asked  # if all are too short, the first says so below
+        asked, reasons = self.lengths, {}
+        for length in asked:
+            try:
+                example(base, QUESTION_SEED, 0, length, "test", self.haystack)
+            except NoRoom as error:
+                reasons[length] = str(error)
+            except TaskError:  # another reason, which `check_room` gives
+                continue
+        self.lengths = [length for length in asked if length not in reasons] or asked  # if all are too short, the first says so below
         self.heads_length = round((self.asked.heads_at or 0) * config.data.seq_len)
         needed = [(length, "test", self.asked.trials, "length_factors", self.asked.length_factors) for length in self.lengths]
         if self.asked.heads_at:
@@ -426,12 +422,12 @@ class NeedleMeasurement(AnswerMeasurement):
     def measure(self, decoder: Decoder, where: Device, progress: Advance) -> list[Series]:
         steps = self.asked.finetune.steps
         model = self._finetuned(decoder, where) if steps else decoder
-        series, of_heads = [], []
+        series, heads_series = [], []
         for inference in self.asked.inference:
             used, setting = for_inference(model, inference), f"{inference.label}, fine-tuned {steps} steps" if steps else inference.label
             series += self._answers(used, inference.label, setting, where, progress)
-            of_heads += self._heads(used, setting, where) if self.asked.heads_at else []
-        return series + of_heads
+            heads_series += self._heads(used, setting, where) if self.asked.heads_at else []
+        return series + heads_series
 
     def _finetuned(self, decoder: Decoder, where: Device) -> Decoder:
         """The copy that fine-tuning gives on rank 0, on all ranks: theirs might drift apart."""
@@ -500,10 +496,10 @@ class NeedleMeasurement(AnswerMeasurement):
         def measure(part: list[int]) -> Tensor:
             return torch.stack([head_scores(decoder, scores.trials[index], length) for index in part])
 
-        def series(metric: str, values: np.ndarray, **given: object) -> Series:
+        def series(metric: str, values: np.ndarray, **fields: object) -> Series:
             place, sample = {"length": length, "depth": HEADS_DEPTH}, (scores.sample(values),)
             means = values.mean(0, dtype=np.float64)
-            return self.series(metric, "fraction", "higher", means, setting=setting, options=place, samples=sample, **given)
+            return self.series(metric, "fraction", "higher", means, setting=setting, options=place, samples=sample, **fields)
 
         weights = by_sequence([decoder], [len(trial.prompt) for trial in scores.trials], shape, where, measure)
         uniform = np.mean([np.diff(trial.spans).ravel() for trial in scores.trials], axis=0) / length

@@ -98,7 +98,7 @@ class Shown:
     """One model's attention on the text, under one inference setting."""
 
     name: str  # the name of the run or model, and its setting where there are several
-    said: str  # how much of the model is shown, in words
+    amount: str  # how much of the model is shown, in words
     source: Path  # its folder
     setting: str  # label of the inference setting
     tokens: list[str]  # the text of each token; the first one begins the document
@@ -122,14 +122,14 @@ def attention_picture(models: Sequence[Shown]) -> Picture:
                 rows[place // across].append(None)
                 continue
             layer, head = model.heads[place]
-            title = "\n".join([model.name, model.said] * (place == 0) + [f"layer {layer}, head {head}"])
+            title = "\n".join([model.name, model.amount] * (place == 0) + [f"layer {layer}, head {head}"])
             weights = model.maps.weights[layer, head]
             rows[place // across].append(
                 Map(title, f"key{words}", labels, labels, weights, top, top / 10**DECADES, False, f"query{words}", scale, "weight")
             )
     side = 4.2 if min(len(model.tokens) for model in models) <= LABELLED else 2.9
-    alike = all(model.tokens == models[0].tokens for model in models)
-    return Picture([cell for row in rows for cell in row], [], "", sum(wide), (side, side), shared="xy" if alike else "x")
+    same_tokens = all(model.tokens == models[0].tokens for model in models)
+    return Picture([cell for row in rows for cell in row], [], "", sum(wide), (side, side), shared="xy" if same_tokens else "x")
 
 
 def _labels(model: Shown) -> list[str]:
@@ -178,9 +178,9 @@ def show_attention(
     Raises LMError: no model there, no text, one that is too long, no such layer or head.
     """
     changes = merge({"eval": {"diagnostics": {}}}, overrides_in("diagnose", overrides or []))
-    given = changes["eval"]["diagnostics"]
-    if unused := sorted(set(given) - {"inference"}):
-        raise ConfigError([Problem(f"eval.diagnostics.{name}", given[name], "has no effect with --text") for name in unused])
+    asked = changes["eval"]["diagnostics"]
+    if unused := sorted(set(asked) - {"inference"}):
+        raise ConfigError([Problem(f"eval.diagnostics.{name}", asked[name], "has no effect with --text") for name in unused])
     text = read_text(text)
     for source in sources:
         check_source(source)
@@ -190,20 +190,20 @@ def show_attention(
     table = table_bytes([cell for model in shown for cell in cells_of(model)], out)
     files = {out: table} | {out.with_suffix(suffix): drawn.file(suffix) for suffix in (".png", ".svg")}
     write_together(files)
-    return [f"{model.name}: {model.said}" if len(shown) > 1 else model.said for model in shown] + [*map(str, files)]
+    return [f"{model.name}: {model.amount}" if len(shown) > 1 else model.amount for model in shown] + [*map(str, files)]
 
 
-def read_text(given: str) -> str:
+def read_text(asked: str) -> str:
     """The text of a file, or `given` itself. Raises RunError of an empty one, of a file that is not UTF-8, or a file's name without it."""
     try:
-        is_file = Path(given).is_file()
+        is_file = Path(asked).is_file()
     except (OSError, ValueError):  # too long a name, or one with a null byte
         is_file = False
-    if not is_file and len(given.split()) == 1 and ("/" in given or Path(given).suffix in (".txt", ".md", ".json", ".csv")):
-        raise RunError(f"--text {given}: no such file")
-    text = read_file(given, "--text ") if is_file else given
+    if not is_file and len(asked.split()) == 1 and ("/" in asked or Path(asked).suffix in (".txt", ".md", ".json", ".csv")):
+        raise RunError(f"--text {asked}: no such file")
+    text = read_file(asked, "--text ") if is_file else asked
     if not text.strip():
-        raise RunError(f"--text{f' {given}' if is_file else ''}: is empty; give a file or a text")
+        raise RunError(f"--text{f' {asked}' if is_file else ''}: is empty; give a file or a text")
     return text
 
 
@@ -232,10 +232,10 @@ def _of_model(loaded: Loaded, text: str, layers: list[int] | None, heads: list[i
             if layers is None and heads is None and len(chosen) > MOST_HEADS:
                 chosen = maps.most_concentrated(MOST_HEADS)
             every = maps.effective.size
-            said = f"{len(ids):,} tokens, {len(text):,} characters; " + f"{len(chosen)} of " * (len(chosen) < every) + f"{every} heads"
-            said += f"; a cell is the largest of {maps.size} x {maps.size} weights" if maps.size > 1 else ""
+            amount = f"{len(ids):,} tokens, {len(text):,} characters; " + f"{len(chosen)} of " * (len(chosen) < every) + f"{every} heads"
+            amount += f"; a cell is the largest of {maps.size} x {maps.size} weights" if maps.size > 1 else ""
             name = loaded.folder.name + (f", {setting.label}" if len(settings) > 1 else "")
-            yield Shown(name, said, loaded.folder, setting.label, tokens, characters, maps, chosen)
+            yield Shown(name, amount, loaded.folder, setting.label, tokens, characters, maps, chosen)
             advance(1)
 
 

@@ -33,14 +33,14 @@ def diagnostics(series: Sequence[Series]) -> Picture | None:
         return None
     rows: list[list[Panel | Map | None]] = []
     for metric in dict.fromkeys(each.metric for each in curves):
-        alike = [each for each in curves if each.metric == metric]
-        rows.append([_curve(alike, settings), *_maps(metric, series, [each.setting for each in alike], settings)])
+        of_metric = [each for each in curves if each.metric == metric]
+        rows.append([_curve(of_metric, settings), *_maps(metric, series, [each.setting for each in of_metric], settings)])
     for metric in dict.fromkeys(each.metric for each in lines):
         rows.append(_derived([each for each in lines if each.metric == metric], settings))
     columns = max(map(len, rows))
     theory = against_theory(series, settings)
-    together = [panel for row in theory for panel in row]
-    rows += [_spread(row, columns) for row in ([together] if 0 < len(together) <= columns else theory)]
+    one_row = [panel for row in theory for panel in row]
+    rows += [_spread(row, columns) for row in ([one_row] if 0 < len(one_row) <= columns else theory)]
     panels = [panel for row in rows for panel in row + [None] * (columns - sum(getattr(panel, "span", 1) for panel in row))]
     return Picture(panels, settings, "", columns, PANEL_SIZE)
 
@@ -84,10 +84,10 @@ def _derived(lines: list[Series], settings: list[str]) -> list[Panel | Map | Non
     base, ticks = logarithmic_ticks(axis.values) if axis.log else (0, {})
     panels: list[Panel | Map | None] = []
     for setting in settings:
-        alike = [each for each in lines if each.setting == setting]
-        traces = [Trace(place, each.what, np.array(each.axis.values), each.means, "mean", keyed=True) for place, each in enumerate(alike)]
+        curves = [each for each in lines if each.setting == setting]
+        traces = [Trace(place, each.what, np.array(each.axis.values), each.means, "mean", keyed=True) for place, each in enumerate(curves)]
         title = f"{lines[0].metric}\n{setting}"
-        panels.append(Panel(title, axis.name, lines[0].unit, traces, ticks, base, log, y_range=y_range) if alike else None)
+        panels.append(Panel(title, axis.name, lines[0].unit, traces, ticks, base, log, y_range=y_range) if curves else None)
     return panels
 
 

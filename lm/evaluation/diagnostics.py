@@ -293,8 +293,8 @@ class _Described:
         """Means over heads and layers by the number of visible keys, with their intervals over documents."""
         for statistic, setting, values in self._each(self.measures.per_query if self.bins else []):
             by_bin = np.stack([self._within(statistic, values, bounds, (1, 2, 3)) for bounds in self.bins], 1)  # (N, bins)
-            given = {"axis": visible_keys(self.bins), "samples": (self.held_out.sample(by_bin),)}
-            yield self._series(statistic, setting, mean(by_bin, 0), shown=self._shown(statistic), **given)
+            fields = {"axis": visible_keys(self.bins), "samples": (self.held_out.sample(by_bin),)}
+            yield self._series(statistic, setting, mean(by_bin, 0), shown=self._shown(statistic), **fields)
 
     def derived(self) -> Iterator[Series]:
         """Numbers that families derive from several of their statistics."""
@@ -306,8 +306,8 @@ class _Described:
     def heads(self) -> Iterator[Series]:
         """Means over sequences and queries by layer and head; the exponents of growth with the number of keys, and their fits' R^2."""
         for statistic, setting, values in self._each([*self.measures.per_query, *self.measures.accumulated, *UNDEFINED]):
-            given = values.by_head.get(statistic.name)
-            by_head = mean(values.by_query[statistic.name], (0, 3)) if given is None else given
+            by_head = values.by_head.get(statistic.name)
+            by_head = mean(values.by_query[statistic.name], (0, 3)) if by_head is None else by_head
             yield from self._by_head(statistic, setting, by_head)
         for statistic, setting, exponents, fit in self._fits():
             yield from self._by_head(statistic, setting, exponents, _exponent_of(statistic))
@@ -346,12 +346,12 @@ class _Described:
         means: np.ndarray,
         metric: str = "",
         unit: str | None = None,
-        **given: object,
+        **fields: object,
     ) -> Series:
         return Series(
             KIND, metric or statistic.name, statistic.unit if unit is None else unit, "none", self.models[setting].train_length,
             np.atleast_1d(np.asarray(means, "f8")), setting=setting, control=setting != self.first,
-            interval="documents" if given.get("samples") else "none", data_fingerprint=self.fingerprint, **given,
+            interval="documents" if fields.get("samples") else "none", data_fingerprint=self.fingerprint, **fields,
         )  # fmt: skip
 
     def _logged(self, statistic: Statistic | Accumulated, setting: str) -> tuple[str, ...]:

@@ -145,22 +145,22 @@ def text_config(loaded: Loaded, files: list[Path]) -> Config:
         RunError: the model has no tokenizer.
     """
     loaded.tokenizer_and_start()
-    given, spec = load_configuration([str(path) for path in files]), loaded.spec
-    if given.data.symbolic:
+    base, spec = load_configuration([str(path) for path in files]), loaded.spec
+    if base.data.symbolic:
         reason = f"its sequences are symbols, which {loaded.path} does not know"
         raise ConfigError([Problem("data.tasks", str(files[-1]), reason, "name a configuration of text")])
     tokenizer = TokenizerFile(path=str(loaded.folder / TOKENIZER), end_of_text=spec.end_of_text)
-    data = replace(given.data, seq_len=spec.seq_len, tokenizer=tokenizer, tasks=[], lengths=DataConfig().lengths)
+    data = replace(base.data, seq_len=spec.seq_len, tokenizer=tokenizer, tasks=[], lengths=DataConfig().lengths)
     acting = [spec.name for spec in fields(TrainerConfig) if "eval" in effect(Config, f"trainer.{spec.name}").acts_in]
     folder = loaded.folder.resolve()
     return Config(
-        name=folder.name, runs=str(folder.parent), seed=given.seed, data=data, model=spec.model, eval=given.eval,
-        optim=OptimConfig(batch_tokens=spec.seq_len), trainer=TrainerConfig(**{name: getattr(given.trainer, name) for name in acting}),
+        name=folder.name, runs=str(folder.parent), seed=base.seed, data=data, model=spec.model, eval=base.eval,
+        optim=OptimConfig(batch_tokens=spec.seq_len), trainer=TrainerConfig(**{name: getattr(base.trainer, name) for name in acting}),
     )  # fmt: skip
 
 
 def on_text(loaded: Loaded, config: Config) -> tuple[Loaded, Store]:
-    """The model as if it had been trained, for no step, on the text of a `text_config`, and that text, prepared if it was not before.
+    """The model as if it had been trained, for no step, on the text of a `text_config`, and that base, prepared if it was not before.
 
     Raises LMError: the text can't be prepared, or is shorter than the sequences that the model was trained on.
     """

@@ -92,9 +92,9 @@ class Measurement(ABC):
         """The precision it computes in, as recorded."""
         return where.precision
 
-    def series(self, metric: str, unit: str, better: Better, means: np.ndarray | float, **given: object) -> Series:
+    def series(self, metric: str, unit: str, better: Better, means: np.ndarray | float, **fields: object) -> Series:
         """A series of this kind and training length; `given`: its other fields."""
-        return Series(self.kind, metric, unit, better, self.config.data.seq_len, np.atleast_1d(means), **given)
+        return Series(self.kind, metric, unit, better, self.config.data.seq_len, np.atleast_1d(means), **fields)
 
     @property
     def code(self) -> dict[str, str]:

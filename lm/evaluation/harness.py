@@ -94,14 +94,14 @@ class HarnessLM(LM):
             arg_dict: `path`, and if wanted `checkpoint` and `max_length`.
             additional_config: `device`; the harness's batch sizes say nothing here.
         """
-        given = dict(arg_dict)
-        if "path" not in given:
+        options = dict(arg_dict)
+        if "path" not in options:
             raise ConfigError([Problem("model_args", arg_dict, "no `path` of a run folder, checkpoint or model folder")])
-        loaded = load(str(given.pop("path")), given.pop("checkpoint", "last"))
-        max_length = given.pop("max_length", None)
-        device = given.pop("device", None) or (additional_config or {}).get("device")
-        if unknown := [name for name in given if name not in ("batch_size", "max_batch_size")]:
-            raise ConfigError([Problem(name, given[name], "not a key of model_args") for name in unknown])
+        loaded = load(str(options.pop("path")), options.pop("checkpoint", "last"))
+        max_length = options.pop("max_length", None)
+        device = options.pop("device", None) or (additional_config or {}).get("device")
+        if unknown := [name for name in options if name not in ("batch_size", "max_batch_size")]:
+            raise ConfigError([Problem(name, options[name], "not a key of model_args") for name in unknown])
         return cls(loaded, max_length, Device(torch.device(device), bf16=False) if device else None)
 
     def tok_encode(self, string: str) -> list[int]:
@@ -281,7 +281,7 @@ def run_tasks(
     if before.get("weights_sha256", weights) != weights:
         before = {}
     names, manager = _find(tasks, include_path)
-    given = _evaluate(model, names, manager, num_fewshot, limit)
+    results = _evaluate(model, names, manager, num_fewshot, limit)
     options = {
         "limit": limit,
         "max_length": model.max_length,
@@ -295,20 +295,20 @@ def run_tasks(
         "checkpoint": loaded.path.name,
         "tasks": {
             name: {
-                "version": given["versions"].get(name),
-                "num_fewshot": given["n-shot"].get(name),
-                "documents": given["n-samples"][name]["effective"],
+                "version": results["versions"].get(name),
+                "num_fewshot": results["n-shot"].get(name),
+                "documents": results["n-samples"][name]["effective"],
                 **options,
                 "requests_cut": model.cut[name],
                 "requests_shortened": model.shortened[name],
-                "metrics": _metrics(given["results"][name]),
-                "higher_is_better": given["higher_is_better"].get(name, {}),
+                "metrics": _metrics(results["results"][name]),
+                "higher_is_better": results["higher_is_better"].get(name, {}),
             }
-            for name in given["n-samples"]
+            for name in results["n-samples"]
         },
         "groups": {
-            name: {"tasks": given["group_subtasks"].get(name, []), **options, "metrics": _metrics(metrics)}
-            for name, metrics in given.get("groups", {}).items()
+            name: {"tasks": results["group_subtasks"].get(name, []), **options, "metrics": _metrics(metrics)}
+            for name, metrics in results.get("groups", {}).items()
         },
     }
     if out is not None:

@@ -137,10 +137,10 @@ def tokens_sha256(sequences: Iterable[np.ndarray]) -> str:
 
 def batches(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
     """Sequences of one `length` each, in their order, at most `EVAL_TOKENS` tokens together."""
-    alike: dict[int, list[T]] = {}
+    by_length: dict[int, list[T]] = {}
     for item in items:
-        alike.setdefault(length(item), []).append(item)
-    for tokens, same in alike.items():
+        by_length.setdefault(length(item), []).append(item)
+    for tokens, same in by_length.items():
         size = max(1, EVAL_TOKENS // tokens)
         yield from (same[start : start + size] for start in range(0, len(same), size))
 

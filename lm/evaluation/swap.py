@@ -99,8 +99,8 @@ class Swap(Measurement):
         for first, (held_out, values) in enumerate(zip(self.held_out, compared_at, strict=True)):
             what = f"sequences of {held_out.length:,}"
             for (metric, name), numbers in zip(_METRICS.items(), values, strict=True):
-                given = {"what": what, "logged": () if first else (f"swap/{name}",)} | fingerprint
-                series.append(self._by_position(metric, numbers, held_out, **given))
+                fields = {"what": what, "logged": () if first else (f"swap/{name}",)} | fingerprint
+                series.append(self._by_position(metric, numbers, held_out, **fields))
             drift = attention_drift(*models, held_out, where)
             layers = Axis("layer", "", "of layer", tuple(range(len(drift))), log=False)
             series.append(self.series("attention drift", "", "lower", drift, what=what, axis=layers, **fingerprint))
@@ -109,11 +109,11 @@ class Swap(Measurement):
             series.append(self._by_length("KL divergence", [kl for _, _, kl in compared_at]))
         return series
 
-    def _by_position(self, metric: str, values: np.ndarray, held_out: HeldOut, **given: object) -> Series:
+    def _by_position(self, metric: str, values: np.ndarray, held_out: HeldOut, **fields: object) -> Series:
         """Means of `values` (sequences, length) in buckets of positions; one number where only answers count."""
         if held_out.answers is not None:
-            return self.series(metric, NATS, "lower", values.mean(where=held_out.counts), **given)
-        return self.series(metric, NATS, "lower", **by_position(held_out, values, self.config.data.seq_len), **given)
+            return self.series(metric, NATS, "lower", values.mean(where=held_out.counts), **fields)
+        return self.series(metric, NATS, "lower", **by_position(held_out, values, self.config.data.seq_len), **fields)
 
     def _by_length(self, metric: str, values: list[np.ndarray]) -> Series:
         """Means of `values`, (sequences, length) of each length, with intervals over documents; for reports."""
@@ -159,8 +159,8 @@ def attention_drift(old: Decoder, new: Decoder, held_out: HeldOut, where: Device
         for place, index in enumerate(part):  # one at a time: attention weights are large
             with where.autocast():
                 for a, b in in_lockstep([old, new], held_out.batch([index]).to(where.device)):
-                    apart = (a.weights - b.weights).abs().sum((0, 2, 3), dtype=torch.float64).mean()
-                    drift[place, a.layer] += float(apart) / 2 / held_out.length
+                    distance = (a.weights - b.weights).abs().sum((0, 2, 3), dtype=torch.float64).mean()
+                    drift[place, a.layer] += float(distance) / 2 / held_out.length
         return drift.float()
 
     return by_sequence([old, new], [held_out.length] * count, (layers,), where, measure).mean(0, dtype=np.float64)
