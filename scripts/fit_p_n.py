@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
+from pages import canvas, finish, saved
 from scipy.optimize import minimize_scalar
 
 import lm
@@ -104,31 +104,25 @@ def draw(p: np.ndarray, found: dict[str, Fit], heads: list[dict[str, float]]) ->
     """A PNG file: p_n with its fits, what they leave, and the factor of each head with its line in ln n."""
     n = np.arange(FIRST, len(p) + 1)
     styles = {"constant": ("#555555", ":"), "logarithm": ("#0072B2", "-"), "power": ("#009E73", "--")}
-    figure = Figure(figsize=(13, 3.8), layout="constrained")
-    left, middle, right = figure.subplots(1, 3)
-    left.plot(n, p[FIRST - 1 :], ".", markersize=3, color="#D55E00", label="learned p_n / its mean")
-    for name, fit in found.items():
-        colour, dashes = styles[name]
-        text = f"{fit.formula}: R$^2$ = {fit.r2:.4f}" + (f", k = {fit.parameters['k']:.2f}" if name == "power" else "")
-        left.plot(n, fit.values, color=colour, linestyle=dashes, label=text)
-        if name != "constant":
-            middle.plot(n, p[FIRST - 1 :] - fit.values, ".", markersize=3, color=colour, label=fit.formula)
-    middle.axhline(0, color="#555555", linewidth=0.8)
-    for head in heads:
-        colour = f"C{head['layer'] % 10}"
-        right.plot(n, head["s"] * p[FIRST - 1 :] + head["b"], ".", markersize=1.5, alpha=0.5, color=colour)
-        label = f"layer {head['layer']}" if head["head"] == 0 else None
-        right.plot(n, head["slope"] * np.log(n) + head["intercept"], color=colour, linewidth=0.9, label=label)
-    left.set_title("p_n and its fits", loc="left")
-    middle.set_title("p_n minus the fit", loc="left")
-    right.set_title("factor s p_n + b on the logits, by head", loc="left")
-    for axes in (left, middle, right):
-        axes.set(xlabel="n, keys that a query sees", xscale="log")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=8)
-    png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=150, metadata={"Software": None})
-    return png.getvalue()
+    with canvas(1, 3, (13, 3.8)) as (figure, (left, middle, right)):
+        left.plot(n, p[FIRST - 1 :], ".", markersize=3, color="#D55E00", label="learned p_n / its mean")
+        for name, fit in found.items():
+            colour, dashes = styles[name]
+            text = f"{fit.formula}: R$^2$ = {fit.r2:.4f}" + (f", k = {fit.parameters['k']:.2f}" if name == "power" else "")
+            left.plot(n, fit.values, color=colour, linestyle=dashes, label=text)
+            if name != "constant":
+                middle.plot(n, p[FIRST - 1 :] - fit.values, ".", markersize=3, color=colour, label=fit.formula)
+        middle.axhline(0, color="#555555", linewidth=0.8)
+        for head in heads:
+            colour = f"C{head['layer'] % 10}"
+            right.plot(n, head["s"] * p[FIRST - 1 :] + head["b"], ".", markersize=1.5, alpha=0.5, color=colour)
+            label = f"layer {head['layer']}" if head["head"] == 0 else None
+            right.plot(n, head["slope"] * np.log(n) + head["intercept"], color=colour, linewidth=0.9, label=label)
+        titles = "p_n and its fits", "p_n minus the fit", "factor s p_n + b on the logits, by head"
+        for axes, title in zip((left, middle, right), titles, strict=True):
+            axes.set_title(title, loc="left")
+            finish(axes, 8, xlabel="n, keys that a query sees", xscale="log")
+        return saved(figure, "png")
 
 
 def main(arguments: list[str]) -> None:

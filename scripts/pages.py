@@ -2,10 +2,13 @@
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import matplotlib
+import numpy as np
 from jinja2 import Environment, StrictUndefined
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
@@ -17,12 +20,27 @@ matplotlib.use("Agg")
 STYLE = {"svg.hashsalt": "lm.pages", "svg.fonttype": "path"}  # the same picture is the same file
 
 
-def svg(figure: plt.Figure) -> bytes:
-    """A picture as an SVG file, without the time it was made at; the figure is closed."""
-    content = io.BytesIO()
-    figure.savefig(content, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+@contextmanager
+def canvas(rows: int, columns: int, size: tuple[float, float], **options: object) -> Iterator[tuple[plt.Figure, np.ndarray]]:
+    """A figure of `size` inches and its axes, in the style that every picture has; `options` of `plt.subplots`."""
+    with plt.rc_context(STYLE):
+        yield plt.subplots(rows, columns, figsize=size, layout="constrained", **options)
+
+
+def saved(figure: plt.Figure, kind: Literal["svg", "png"] = "svg") -> bytes:
+    """A picture as a file, without the time it was made at; the figure is closed."""
+    content, unsaid = io.BytesIO(), {"svg": ("Date", "Creator", "Format", "Type"), "png": ("Software",)}[kind]
+    figure.savefig(content, format=kind, dpi={"svg": "figure", "png": 150}[kind], metadata=dict.fromkeys(unsaid))
     plt.close(figure)
     return content.getvalue()
+
+
+def finish(axes: Axes, size: float = 7, place: str = "best", **words: str) -> None:
+    """Give axes their words, and a legend where something has a name; `size` and `place` of the legend."""
+    axes.set(**words)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(frameon=False, fontsize=size, loc=place)
 
 
 def rendered(template: Path, **given: object) -> str:

@@ -1,9 +1,8 @@
 """The pictures of docs/smollm2.md."""
 
 import numpy as np
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from pages import STYLE, logarithmic_x, svg
+from pages import canvas, finish, logarithmic_x, saved
 from pretrained_parts import OWN, SCALES, slug
 from pretrained_results import WORDS, Results, octaves
 from theory_statements import TRAINED, UNTRAINED
@@ -15,16 +14,12 @@ from lm.runs.series import Series
 
 def _finished(axes: Axes, over: tuple[float, float] | None = None, **words: str) -> None:
     """Words and legend; `over`: a logarithmic x axis from one number of tokens to another."""
-    axes.set(**words)
-    axes.spines[["top", "right"]].set_visible(False)
+    finish(axes, **words)
     if not (axes.lines or axes.images):
         axes.text(0.5, 0.5, "not measured yet", ha="center", transform=axes.transAxes)
         axes.set(xticks=[], yticks=[])
-        return
-    if over:
+    elif over:
         logarithmic_x(axes, over)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(frameon=False, fontsize=7)
 
 
 def _by_position(axes: Axes, one: Series, values: np.ndarray, number: int, label: str, first: int) -> None:
@@ -36,8 +31,7 @@ def _by_position(axes: Axes, one: Series, values: np.ndarray, number: int, label
 
 def loss_picture(results: Results, context: int, first: int) -> bytes:
     """Loss by position of the model far beyond its context, and of all arms less that of softmax."""
-    with plt.rc_context(STYLE):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    with canvas(1, 2, (11, 4.2)) as (figure, (left, right)):
         if one := results.loss("positions"):
             _by_position(left, one, one.means, 0, "mean", first)
             for values in one.samples[0].values:
@@ -50,7 +44,7 @@ def loss_picture(results: Results, context: int, first: int) -> bytes:
         for axes, words in ((left, "loss, nats per token"), (right, "minus softmax, same tokens")):
             _finished(axes, (first, 2 * context), xlabel="position in the sequence (dotted: context)", ylabel=words)
             axes.axvline(context, color="0.6", linestyle=":", linewidth=1)
-        return svg(figure)
+        return saved(figure)
 
 
 def attention_picture(results: Results) -> bytes:
@@ -60,8 +54,7 @@ def attention_picture(results: Results) -> bytes:
     def over(axis: str) -> list[Series]:
         return [one for one in found.series if one.axis and one.axis.name == axis] if found else []
 
-    with plt.rc_context(STYLE):
-        figure, grid = plt.subplots(2, 2, figsize=(10, 7.5), layout="constrained")
+    with canvas(2, 2, (10, 7.5)) as (figure, grid):
         if results.heads is not None:
             image = grid[0, 0].imshow(results.heads, aspect="auto", cmap="viridis", interpolation="nearest", vmin=0)
             figure.colorbar(image, ax=grid[0, 0])
@@ -78,13 +71,12 @@ def attention_picture(results: Results) -> bytes:
                 grid[1, 1].plot(one.axis.values, one.means, label=f"{one.metric}, {one.setting}", markersize=3, **style)
         keys = [one.axis.values for one in over("visible keys")]
         _finished(grid[1, 1], (keys[0][0], keys[0][-1]) if keys else None, title="entropy, nats", xlabel="visible keys n")
-        return svg(figure)
+        return saved(figure)
 
 
 def scale_picture(results: Results, first: int) -> bytes:
     """Loss by factor on the logits of softmax and SSMax, and softmax's best factor by position."""
-    with plt.rc_context(STYLE):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    with canvas(1, 2, (10, 4.2)) as (figure, (left, right)):
         for number, (name, words) in enumerate((("softmax", "softmax: the same at each n"), ("ssmax", "SSMax: proportional to ln n"))):
             found = [(scale, results.loss(f"scale_{name}_{scale:g}")) for scale in SCALES]
             points = [(scale, one.whole) for scale, one in found if one]
@@ -101,4 +93,4 @@ def scale_picture(results: Results, first: int) -> bytes:
             right.plot(middles, grown * scales.best(scales.ssmax).mean, label="SSMax at its best s", **colour_and_marker(1))
         ends = (first, scales.softmax[0].axis.values[-1]) if scales else None
         _finished(right, ends, xlabel="position in the sequence", ylabel="factor on the logits")
-        return svg(figure)
+        return saved(figure)

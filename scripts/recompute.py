@@ -18,7 +18,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from pages import STYLE, svg
+from pages import canvas, finish, saved
 
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
@@ -157,31 +157,29 @@ class Recall:
 
     def drawn(self) -> bytes:
         """The picture: accuracy by length, a row for each rate, a panel for each arm, so that no arm lies on another."""
-        plt.rcParams.update(STYLE | {"font.size": 9})
         rates = sorted({row for _, row, _ in self.accuracies})
         size = 13 / 6 * len(self.labels), 1 + 1.8 * len(rates)
-        figure, panels = plt.subplots(
-            len(rates), len(self.labels), figsize=size, sharex=True, sharey=True, layout="constrained", squeeze=False
-        )
-        for row, rate in zip(panels, rates, strict=True):
-            for axes, (number, arm) in zip(row, enumerate(self.labels), strict=True):
-                values = 100 * np.array([self.accuracies[arm, rate, length] for length in self.lengths])
-                axes.axhline(GUESSING, color="0.6", linewidth=1, linestyle=":")
-                axes.plot(self.lengths, values, color=f"C{number}", linewidth=0.8, alpha=0.6)
-                axes.plot(self.lengths, values.mean(1), color=f"C{number}", linewidth=2.4)
-                axes.set_xscale("log", base=2)
-                axes.set_xticks(self.lengths, [f"{length:,}" for length in self.lengths], rotation=60)
-                axes.minorticks_off()
-                axes.set_ylim(-3, 103)
-                axes.spines[["top", "right"]].set_visible(False)
-            row[0].set_ylabel(
-                f"{self._row(rate)} steps\naccuracy, %" if self.rows == "size" else f"learning rate {self._row(rate)}\naccuracy, %"
-            )
-            row[0].annotate("guess among\nvalues shown", (self.lengths[0], GUESSING + 2), fontsize=7, color="0.4")
-        for axes, label in zip(panels[0], self.labels.values(), strict=True):
-            axes.set_title(label.replace(" put in", "\nput in"), fontsize=9)
-        figure.supxlabel("sequence length (trained on 64)", fontsize=9)
-        return svg(figure)
+        style, shared = plt.rc_context({"font.size": 9}), {"sharex": True, "sharey": True, "squeeze": False}
+        with style, canvas(len(rates), len(self.labels), size, **shared) as (figure, panels):
+            for row, rate in zip(panels, rates, strict=True):
+                for axes, (number, arm) in zip(row, enumerate(self.labels), strict=True):
+                    values = 100 * np.array([self.accuracies[arm, rate, length] for length in self.lengths])
+                    axes.axhline(GUESSING, color="0.6", linewidth=1, linestyle=":")
+                    axes.plot(self.lengths, values, color=f"C{number}", linewidth=0.8, alpha=0.6)
+                    axes.plot(self.lengths, values.mean(1), color=f"C{number}", linewidth=2.4)
+                    axes.set_xscale("log", base=2)
+                    axes.set_xticks(self.lengths, [f"{length:,}" for length in self.lengths], rotation=60)
+                    axes.minorticks_off()
+                    axes.set_ylim(-3, 103)
+                    finish(axes)
+                row[0].set_ylabel(
+                    f"{self._row(rate)} steps\naccuracy, %" if self.rows == "size" else f"learning rate {self._row(rate)}\naccuracy, %"
+                )
+                row[0].annotate("guess among\nvalues shown", (self.lengths[0], GUESSING + 2), fontsize=7, color="0.4")
+            for axes, label in zip(panels[0], self.labels.values(), strict=True):
+                axes.set_title(label.replace(" put in", "\nput in"), fontsize=9)
+            figure.supxlabel("sequence length (trained on 64)", fontsize=9)
+            return saved(figure)
 
 
 LABELS = {

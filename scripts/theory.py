@@ -16,8 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib import pyplot as plt
-from pages import STYLE, logarithmic_x, rendered, svg
+from pages import canvas, finish, logarithmic_x, rendered, saved
 from scipy.stats import spearmanr
 from theory_prediction import CLEAR, LEARNED, SEQUENCES, Run, Score, measured, observed, scores
 from theory_statements import KEYS, OF_5, TRAINED, Described, compared, not_measured, values
@@ -81,8 +80,7 @@ def described(arm: str, folder: Path) -> Described:
 
 def statements_picture(models: list[Described]) -> bytes:
     """Curves behind the statements, by arm; those with several lines of an arm of the first one."""
-    with plt.rc_context(STYLE):
-        figure, grid = plt.subplots(2, 3, figsize=(14, 8), layout="constrained")
+    with canvas(2, 3, (14, 8)) as (figure, grid):
         figure.get_layout_engine().set(w_pad=0.15, h_pad=0.15)
         for axes, metric in zip(grid[0, :2], ("largest weight" + NO_FIRST, "entropy"), strict=True):
             curves = {index: curve for index, model in enumerate(models) if (curve := model.curve(metric)) is not None}
@@ -102,16 +100,13 @@ def statements_picture(models: list[Described]) -> bytes:
                 axes.set(title=f"{metric}, {models[0].arm}", xlabel=one.axis.name, ylabel=one.unit)
         grid[1, 2].set_yscale("log")
         for axes in grid.flat:
-            axes.spines[["top", "right"]].set_visible(False)
-            if axes.lines:
-                axes.legend(frameon=False, fontsize=7, loc="lower left" if axes is grid[1, 2] else "best")
-        return svg(figure)
+            finish(axes, place="lower left" if axes is grid[1, 2] else "best")
+        return saved(figure)
 
 
 def prediction_picture(runs: list[Run], forms: list[Score]) -> bytes:
     """Predicted and observed 50 % lengths, a panel for each form."""
-    with plt.rc_context(STYLE):
-        figure, row = plt.subplots(1, len(forms), figsize=(4.6 * len(forms), 4.6), layout="constrained", sharex=True, sharey=True)
+    with canvas(1, len(forms), (4.6 * len(forms), 4.6), sharex=True, sharey=True) as (figure, row):
         arms = list(dict.fromkeys(run.arm for run in runs))
         for axes, form in zip(row, forms, strict=True):
             for run, predicted in zip(runs, form.predictions, strict=True):
@@ -121,14 +116,13 @@ def prediction_picture(runs: list[Run], forms: list[Score]) -> bytes:
                 axes.plot(x, min(predicted, FARTHEST), linestyle="", markersize=6, **fill, **style)
             limits = runs[0].length, FARTHEST
             axes.plot(limits, limits, color="0.6", linewidth=1)
-            axes.set(title=form.name, xlabel="50 % length observed (hollow: not within)", xscale="log", yscale="log")
+            finish(axes, title=form.name, xlabel="50 % length observed (hollow: not within)", xscale="log", yscale="log")
             axes.title.set_fontsize(9)
-            axes.spines[["top", "right"]].set_visible(False)
         row[0].set_ylabel("predicted, tokens")
         for index, arm in enumerate(arms):
             row[0].plot([], [], linestyle="", label=arm, **colour_and_marker(index))
-        row[0].legend(frameon=False, fontsize=7)
-        return svg(figure)
+        finish(row[0])
+        return saved(figure)
 
 
 def row(part: list[Run], runs: list[Run], forms: list[Score]) -> dict[str, object]:

@@ -3,16 +3,20 @@
 import csv
 import json
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 
 from lm.errors import ConfigError
 from lm.model.decoder import Decoder
 from lm.runs.loading import save_model
-from scripts.fit_p_n import by_head, fits, main
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from fit_p_n import by_head, fits, main
 
 N = np.arange(1, 257, dtype=float)
 
