@@ -105,15 +105,7 @@ def top_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int])
 
 def top_distances(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
     """`TopKeys.distance` alone, for many N."""
-    order = _largest_first(weights, visible, counts)
-    n, square = visible.sum(-1), x.square().sum(-1)
-    products, sums = _products(weights, x, order, counts)
-    others, rows = visible.clone(), []
-    for index, count in enumerate(counts):
-        others = others.scatter(1, order[:, :count], False)
-        total = (_distances(weights, square, products[index], sums[index]) * others).sum(-1)
-        rows.append(total.masked_fill(n < count, torch.nan))
-    return torch.stack(rows)
+    return _distances(weights, visible, x, _largest_first(weights, visible, counts), counts)
 
 
 def random_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int], draws: Tensor) -> RandomKeys:
@@ -127,20 +119,16 @@ def random_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[in
     mean_square = (weights * product).sum(-1, keepdim=True)  # |x-|^2
     own, cross = weights.square() * square, weights * product  # |y_i|^2 and y_i . x-, of y_i = a_i x_i
     rest = own.sum(-1, keepdim=True) - own - (mean_square - 2 * cross + own).clamp(min=0) / (n - 1)  # spread of the others' y
-    products, sums = _products(weights, x, order, counts)
-    chosen = torch.zeros_like(visible)
     rows = []
-    for index, count in enumerate(counts):
+    for count in counts:
         c = count / (n - 1)
         uncorrected = (weights + c).square() * square - 2 * (weights + c) * product + mean_square
         corrected = (1 + c).square() * own - 2 * c * (1 + c) * cross + c.square() * mean_square
         spread = c * (n - 1 - count) / (n - 2) * rest
         left_out = ((n - count) / n).squeeze(-1)
-        chosen = chosen.scatter(1, order[:, :count], True)
         expected = [left_out * (square_.clamp(min=0).sqrt() * visible).sum(-1) for square_ in (uncorrected, corrected, corrected + spread)]
-        sampled = (_distances(weights, square, products[index], sums[index]) * (visible & ~chosen)).sum(-1)
-        rows.append(torch.stack((*expected, sampled)).masked_fill(n.squeeze(-1) < count, torch.nan))
-    return RandomKeys(*torch.stack(rows, 1))
+        rows.append(torch.stack(expected).masked_fill(n.squeeze(-1) < count, torch.nan))
+    return RandomKeys(*torch.stack(rows, 1), _distances(weights, visible, x, order, counts))
 
 
 def counts_up_to(most: int) -> list[int]:
@@ -205,9 +193,16 @@ def _extremes(x: Tensor, order: Tensor, counts: Sequence[int]) -> tuple[Tensor, 
     return farthest, nearest
 
 
-def _distances(weights: Tensor, square: Tensor, product: Tensor, sums: Tensor) -> Tensor:
-    """|a_i x_i - s|, (R, S), from |x_i|^2 (S,), x_i . s (R, S) and |s|^2 (R,)."""
-    return (_excess(weights, square, product) + sums.unsqueeze(-1)).clamp(min=0).sqrt()
+def _distances(weights: Tensor, visible: Tensor, x: Tensor, order: Tensor, counts: Sequence[int]) -> Tensor:
+    """d~ of the sums s over the first N keys in the order of each row: the sum of |a_i x_i - s| over the others, (G, R)."""
+    n, square = visible.sum(-1), x.square().sum(-1)
+    products, sums = _products(weights, x, order, counts)
+    others, rows = visible.clone(), []
+    for count, inner, length in zip(counts, products, sums, strict=True):
+        others = others.scatter(1, order[:, :count], False)
+        distance = (_excess(weights, square, inner) + length.unsqueeze(-1)).clamp(min=0).sqrt()
+        rows.append((distance * others).sum(-1).masked_fill(n < count, torch.nan))
+    return torch.stack(rows)
 
 
 def _excess(weights: Tensor, square: Tensor, product: Tensor) -> Tensor:
@@ -485,10 +480,9 @@ def _derived_distances(asked: LimitsConfig, values: Values) -> Iterator[Derived]
     distances = _over_heads(means(values.sums["distances"].sum(0), DISTANCES, len(counts)))  # (octaves, quantities, N)
     for number, what in enumerate(DISTANCES):
         yield Derived("d~", "", distances[-1, number], _counts_axis(counts), shown=True, what=what)
-    if OVER_LENGTH in counts:
-        for number, what in enumerate(DISTANCES):
-            by_length, axis = distances[:, number, counts.index(OVER_LENGTH)], visible_keys(octaves(values.length))
-            yield Derived(f"d~ of {OVER_LENGTH} keys", "", by_length, axis, shown=True, what=what)
+    for number, what in enumerate(DISTANCES if OVER_LENGTH in counts else ()):
+        by_length, axis = distances[:, number, counts.index(OVER_LENGTH)], visible_keys(octaves(values.length))
+        yield Derived(f"d~ of {OVER_LENGTH} keys", "", by_length, axis, shown=True, what=what)
 
 
 def _derived_critical(asked: LimitsConfig, values: Values) -> Iterator[Derived]:

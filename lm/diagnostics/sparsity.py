@@ -138,14 +138,9 @@ def variance_explained(sums: np.ndarray) -> np.ndarray:
     Of the places that two sequences or more have; NaN where none has.
     """
     size = sums.shape[-1] // 2
-    total, square, sequences, entries = (np.zeros((*sums.shape[1:-1], size)) for _ in range(4))
-    for sequence in sums:
-        counts = sequence[..., size:]
-        mean = sequence[..., :size] / np.maximum(counts, 1)
-        total += mean
-        square += mean**2
-        sequences += counts > 0
-        entries += counts
+    counts = sums[..., size:]
+    mean = sums[..., :size] / np.maximum(counts, 1)
+    total, square, sequences, entries = mean.sum(0), (mean**2).sum(0), (counts > 0).sum(0), counts.sum(0)
     pairs = sequences * (sequences - 1)
     effect = (total**2 - square) / np.maximum(pairs, 1)
     weight = entries * (pairs > 0)

@@ -114,22 +114,19 @@ def attention_picture(models: Sequence[Shown]) -> Picture:
     top, scale = float(np.abs(shown).max(initial=0.0)) or 1.0, "signed" if (shown < 0).any() else "log"
     wide = [math.ceil(math.sqrt(len(model.heads))) for model in models]
     deep = max(math.ceil(len(model.heads) / across) for model, across in zip(models, wide, strict=True))
-    rows: list[list[Map | None]] = [[] for _ in range(deep)]
+    grids: list[list[Map | None]] = []  # of each model, row by row
     for model, across in zip(models, wide, strict=True):
-        labels, words = _labels(model), "" if len(model.tokens) <= LABELLED else ", token (character)"
-        for place in range(deep * across):
-            if place >= len(model.heads):
-                rows[place // across].append(None)
-                continue
-            layer, head = model.heads[place]
-            title = "\n".join([model.name, model.amount] * (place == 0) + [f"layer {layer}, head {head}"])
-            weights = model.maps.weights[layer, head]
-            rows[place // across].append(
-                Map(title, f"key{words}", labels, labels, weights, top, top / 10**DECADES, False, f"query{words}", scale, "weight")
-            )
+        labels, words, maps = _labels(model), "" if len(model.tokens) <= LABELLED else ", token (character)", []
+        for layer, head in model.heads:
+            title = "\n".join([model.name, model.amount] * (not maps) + [f"layer {layer}, head {head}"])
+            weights, axes = model.maps.weights[layer, head], (f"key{words}", labels, labels)
+            maps.append(Map(title, *axes, weights, top, top / 10**DECADES, False, f"query{words}", scale, "weight"))
+        grids.append(maps + [None] * (deep * across - len(maps)))
+    starts = [(grid, row * across, across) for row in range(deep) for grid, across in zip(grids, wide, strict=True)]
+    cells = [cell for grid, start, across in starts for cell in grid[start : start + across]]
     side = 4.2 if min(len(model.tokens) for model in models) <= LABELLED else 2.9
     same_tokens = all(model.tokens == models[0].tokens for model in models)
-    return Picture([cell for row in rows for cell in row], [], "", sum(wide), (side, side), shared="xy" if same_tokens else "x")
+    return Picture(cells, [], "", sum(wide), (side, side), shared="xy" if same_tokens else "x")
 
 
 def _labels(model: Shown) -> list[str]:
