@@ -30,15 +30,7 @@ from lm.report.evaluation_tables import rows_of
 
 HEADING = "# A pretrained model: SmolLM2-135M-Instruct\n"
 TEMPLATE = Path(__file__).parent / "pretrained.md.j2"
-DESCRIBED = (
-    "entropy",
-    "effective keys",
-    "S",
-    "largest weight",
-    "weight on the first token",
-    "mean distance",
-    "exponent of Z",
-)
+DESCRIBED = ("entropy", "effective keys", "S", "largest weight", "weight on the first token", "mean distance", "exponent of Z")
 
 
 def described(results: Results, context: int) -> list[Described]:

@@ -20,15 +20,7 @@ from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.evaluate import on_text, open_device, open_store, text_config
 from lm.evaluation.evaluation_kind import Advance, Measurement, ignore, weights_sha256
-from lm.evaluation.held_out import (
-    NATS,
-    HeldOut,
-    by_position,
-    by_sequence,
-    by_token,
-    lengths_axis,
-    validation_sequences,
-)
+from lm.evaluation.held_out import NATS, HeldOut, by_position, by_sequence, by_token, lengths_axis, validation_sequences
 from lm.files import file_sha256, new_folder, write_text
 from lm.model.attention_stream import in_lockstep
 from lm.model.cross_entropy import token_kl, token_nll
