@@ -35,14 +35,7 @@ from lm.runs.record import read_run  # noqa: E402
 from lm.training.train import train  # noqa: E402
 
 CPU = Device(torch.device("cpu"), bf16=False)
-NORMALIZERS = [
-    opt.Softmax(),
-    opt.SSMax(),
-    opt.SSMax(n="sample"),
-    opt.LogN(n="sample"),
-    opt.Relu2(),
-    opt.Relu2(n="sample"),
-]
+NORMALIZERS = [opt.Softmax(), opt.SSMax(), opt.SSMax(n="sample"), opt.LogN(n="sample"), opt.Relu2(), opt.Relu2(n="sample")]
 CHOICES = [("the cat sat", [" on", " under", " over the"]), ("it is", [" a", " b", " cd", " a b"]), ("", ["what", "no"])] * 2
 TEXTS = ["a dab of a fad. " * 12, "bad", "a cab ", "ab cd " * 5]
 

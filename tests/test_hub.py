@@ -208,8 +208,7 @@ def test_a_saved_dataset_reads_like_any_other(hub: Hub, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("stated", "expected"),
-    [("mit", "mit"), ("[cc-by-4.0, other]", "cc-by-4.0, other"), (None, "not stated by the dataset")],
+    ("stated", "expected"), [("mit", "mit"), ("[cc-by-4.0, other]", "cc-by-4.0, other"), (None, "not stated by the dataset")]
 )
 def test_the_licence_is_that_of_the_dataset_card(hub: Hub, tmp_path: Path, stated: str | None, expected: str):
     head = f"---\nlicense: {stated}\n---\n" if stated else ""
