@@ -51,19 +51,14 @@ def fail(error: Unreadable) -> NoReturn:
 
 @dataclass(frozen=True)
 class SourceReader:
-    """How sources of one kind are read; each function takes the source's options first.
+    """How sources of one kind are read; each function takes the source's options first."""
 
-    Attributes:
-        documents: further arguments: `data.root`; what to do with what can't be read; for sources of ids those that the tokenizer knows.
-        description: notes on what is read and ignored, where that is not plain from the options; else empty.
-        held_out: the source's own held-out documents as a source, if the configuration names any.
-    """
-
+    # Further arguments: `data.root`; what to do with what can't be read; for sources of ids those that the tokenizer knows.
     documents: Callable[[Source, Path, OnError, Vocabulary | None], Documents]
     identity: Callable[[Source, Path, FileHashes], dict[str, Plain]]  # plain data, from `data.root` and cached hashes of files
-    licence: Callable[[Source], str] = lambda source: "not stated (local files)"  # the licence of the text, as far as the source states one
-    description: Callable[[Source], str] = lambda source: ""
-    held_out: Callable[[Source], Source | None] = lambda source: None
+    licence: Callable[[Source], str] = lambda source: "not stated (local files)"  # as far as the source states one
+    description: Callable[[Source], str] = lambda source: ""  # notes on what is read and ignored, where options don't say it
+    held_out: Callable[[Source], Source | None] = lambda source: None  # the source's own held-out documents as a source
     streamed: Callable[[Source], bool] = lambda source: False  # whether every pass over the documents downloads them again
 
 

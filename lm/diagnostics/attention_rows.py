@@ -187,16 +187,11 @@ def query_indices(length: int, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Statistic:
-    """One number for each head and query.
-
-    Attributes:
-        of: rows -> (H, T), NaN where it is not defined; None: it does not apply to the layer's normalizer. Its values of rows that are
-            not `is_defined` are not used.
-    """
+    """One number for each head and query; those of rows that are not `is_defined` are not used."""
 
     name: str  # as tables and pictures show it
     unit: str  # such as `keys` or `nats`; a `fraction` lies within 0 and 1; empty: a number without one
-    of: Callable[[AttentionRows], Tensor | None]
+    of: Callable[[AttentionRows], Tensor | None]  # (H, T), NaN where not defined; None: it does not apply to the layer's normalizer
     shown: bool = False  # in reports, pictures and the metrics of a run, too; any other is in the result and its tables alone
     fitted: bool = False  # its growth with the number of visible keys n is fitted by head, value ~ n^exponent
     log: bool = False  # its values are logarithms already, for the fit
@@ -209,19 +204,13 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Accumulated:
-    """Sums over all queries of each sequence by head, such as those of weights by the position of the key.
-
-    Attributes:
-        sums: rows, tokens of the sequence -> (H, P), which are added up over blocks of queries; None: it does not apply. It leaves out
-            the rows that are not `is_defined`.
-        finish: sums of each sequence (N, layers, H, P) float64 -> one number for each head (layers, H), NaN where it is not defined; None:
-            there is none, `Family.derive` makes use of the sums.
-    """
+    """Sums over all queries of each sequence by head, such as those of weights by the key's position; of rows that are `is_defined`."""
 
     name: str  # as of `Statistic`
     unit: str  # as of `Statistic`
     size: Callable[[int], int]  # tokens of a sequence -> how many sums P a head has
-    sums: Callable[[AttentionRows, int], Tensor | None]
+    sums: Callable[[AttentionRows, int], Tensor | None]  # rows, tokens of the sequence -> (H, P); None: it does not apply
+    # Sums of each sequence (N, layers, H, P) float64 -> a number for each head (layers, H), NaN where not defined; None: see `derive`.
     finish: Callable[[np.ndarray], np.ndarray] | None = None
     shown: bool = False  # as of `Statistic`
 
@@ -267,22 +256,17 @@ class Measures:
     """The statistics of some families, and how their numbers lie in one vector for each sequence and model.
 
     Args:
-        families: those that are asked for.
-        layers, heads: of the model.
         queries: indices of the queries in each sequence, ascending.
         length: tokens in a sequence.
-
-    Attributes:
-        per_query: every `Statistic`. Each query has a number of each, after those of the keys it sees and of what leaves it undefined.
-        accumulated: every `Accumulated`.
-        shapes: of the parts of a vector: the queries' numbers (names, layers, H, T), and (layers, H, P) of each `Accumulated`.
     """
 
     def __init__(self, families: tuple[Family, ...], layers: int, heads: int, queries: Sequence[int], length: int):
         self.families, self.heads, self.queries, self.length = families, heads, queries, length
         self.per_query = [statistic for family in families for statistic in family.per_query]
         self.accumulated = [sums for family in families for sums in family.accumulated]
+        # Numbers of a query: the keys it sees, what leaves it undefined, and each statistic.
         self.names = ["n", NOT_FINITE, NO_WEIGHT, *(statistic.name for statistic in self.per_query)]
+        # Parts of a vector: the queries' numbers (names, layers, H, T), and (layers, H, P) of each `Accumulated`.
         self.shapes = [(len(self.names), layers, heads, len(queries)), *((layers, heads, each.size(length)) for each in self.accumulated)]
 
     @property

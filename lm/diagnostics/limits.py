@@ -42,30 +42,23 @@ KEYS = 2048  # whose products with all others are held at a time
 class TopKeys:
     """The N keys with the largest |weights|, for each N; NaN where a query sees too few keys, all (G, R).
 
-    Attributes:
-        lower, upper: its envelopes, between 0 and 1. They are no bounds: they suppose that keys lie uniformly on a sphere and
-            independently of the weights, and r is taken from the data.
+    The envelopes are no bounds: they suppose that keys lie uniformly on a sphere, independently of weights, and r is that of the data.
     """
 
     distance: Tensor  # d~; 0 where the N are all keys
     bound: Tensor  # Theorem 1's upper bound on it, NaN of rows with a negative weight
     separable: Tensor  # Theorem 2's N_s / N: the fraction of the N that lie within r of s, r the distance of the nearest other key
-    lower: Tensor
-    upper: Tensor
-    within: Tensor  # (G, R, S) bool: those keys
+    lower: Tensor  # envelope of `separable`, between 0 and 1
+    upper: Tensor  # likewise
+    within: Tensor  # (G, R, S) bool: those of the N that lie within r of s
     chosen: Tensor  # (G, R, S) bool: the N keys
 
 
 @dataclass(frozen=True)
 class RandomKeys:
-    """E, the expectation of d~ over N random keys, for each N; NaN where a query sees fewer keys, all (G, R).
+    """E, the expectation of d~ over N random keys, for each N; NaN where a query sees fewer keys, all (G, R). x- = sum a_j x_j."""
 
-    Attributes:
-        uncorrected: (n - N) / n sum |(a_i + N / (n - 1)) x_i - x-|, with x- = sum a_j x_j, as Theorem 1 was quoted
-            to us: 2 to 12 times too large.
-    """
-
-    uncorrected: Tensor
+    uncorrected: Tensor  # (n - N) / n sum |(a_i + N / (n - 1)) x_i - x-|, Theorem 1 as quoted: 2 to 12 times too large
     corrected: Tensor  # (n - N) / n sum |(1 + c) a_i x_i - c x-|, c = N / (n - 1): each norm of a mean, so at most E
     upper: Tensor  # each norm replaced by the root of its mean square, so at least E
     sampled: Tensor  # d~ of one random set a row, the same for all N but for its size: unbiased (Monte Carlo)

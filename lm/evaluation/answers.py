@@ -93,7 +93,7 @@ def roll_out(decoder: Decoder, batch: Batch, place: Tensor, predicted: Tensor) -
 
     Args:
         place: (2, N) int64, sequence and position at which each token of an answer is predicted, in their order.
-        said: (N,) int64, the most probable ones after the correct ones.
+        predicted: (N,) int64, the most probable ones after the correct ones.
     """
     last = place[0] != torch.cat((place[0, 1:], place.new_tensor([-1])))  # last of its sequence: nothing is asked for after it
     rows = place[0, (predicted != batch.targets[place[0], place[1]]) & ~last].unique()  # sequences that are not settled, those of the cache
@@ -130,7 +130,7 @@ class AnswerMeasurement(Measurement):
         return lengths_of(self.asked.length_factors, self.config.data)
 
     def at_lengths(self, metric: str, unit: str, samples: list[Sample], **fields: object) -> Series:
-        """A series over `lengths`, with a sample each; of fractions more is better, of losses less. `given`: its other fields."""
+        """A series over `lengths`, with a sample each; of fractions more is better, of losses less. `fields`: its others."""
         means = np.array([np.average(sample.values[:, 0], weights=sample.weights) for sample in samples])
         better = "higher" if unit == "fraction" else "lower"
         return self.series(metric, unit, better, means, axis=lengths_axis(self.lengths), samples=tuple(samples), **fields)

@@ -33,16 +33,12 @@ from lm.schema import Plain
 
 @dataclass(frozen=True, eq=False)
 class Maps:
-    """All heads' weights on one sequence.
-
-    Attributes:
-        weights: (layers, H, K, K) fp32, of queries by keys; NaN where no query of a cell sees a key of it, or a weight is not finite.
-    """
+    """All heads' weights on one sequence."""
 
     size: int  # tokens along each side of a cell; 1: every weight has a cell of its own
-    weights: np.ndarray
+    weights: np.ndarray  # (layers, H, K, K) fp32, queries by keys; NaN where no query of a cell sees a key of it, or not finite
     queries: np.ndarray  # (layers, H, K, K) int64, the token that each weight is of; -1 where there is none
-    keys: np.ndarray  # (layers, H, K, K) int64, the token that each weight is of; -1 where there is none
+    keys: np.ndarray  # likewise
     effective: np.ndarray  # (layers, H), mean of N_eff / n over queries, the first token left out: the smaller, the more concentrated
 
     def most_concentrated(self, count: int) -> list[tuple[int, int]]:
@@ -191,7 +187,7 @@ def show_attention(
 
 
 def read_text(asked: str) -> str:
-    """The text of a file, or `given` itself. Raises RunError of an empty one, of a file that is not UTF-8, or a file's name without it."""
+    """The text of a file, or `asked` itself. Raises RunError of an empty one, of a file that is not UTF-8, or a file's name without it."""
     try:
         is_file = Path(asked).is_file()
     except (OSError, ValueError):  # too long a name, or one with a null byte

@@ -56,13 +56,7 @@ class HarnessLM(LM):
         max_length: tokens the model is given at once [default: the training length].
         where: device and precision [default: the GPU if there is one, fp32].
 
-    Attributes:
-        cut: requests of each task that lost tokens on the left.
-        shortened: requests of each task that may write fewer tokens than they ask for, for want of room in `max_length`.
-
-    Raises:
-        RunError: no tokenizer beside the weights.
-        ConfigError: a `max_length` that the model can't take.
+    Raises RunError: no tokenizer beside the weights; ConfigError: a `max_length` that the model can't take.
     """
 
     def __init__(self, loaded: Loaded, max_length: int | None = None, where: Device | None = None):
@@ -78,8 +72,8 @@ class HarnessLM(LM):
         self._device = self.where.device
         self.decoder = decoder.to(self._device).eval()
         self.eot_token_id = self.prefix_token_id = start
-        self.cut: Counter[str] = Counter()
-        self.shortened: Counter[str] = Counter()
+        self.cut: Counter[str] = Counter()  # requests of each task that lost tokens on the left
+        self.shortened: Counter[str] = Counter()  # those that may write fewer tokens than they ask for, for want of room
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Plain] | None = None) -> "HarnessLM":

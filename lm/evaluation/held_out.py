@@ -35,17 +35,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Pinned held-out sequences: (N, length + 1) token ids, and the bytes each token stands for.
+    """Pinned held-out sequences."""
 
-    Attributes:
-        documents: index of the held-out document that each sequence begins in, (N,). None: sequences are independent.
-        sources: index of the source or task that each sequence is from, (N,). None: not known.
-    """
-
-    sequences: np.ndarray
-    token_bytes: np.ndarray
-    documents: np.ndarray | None = None
-    sources: np.ndarray | None = None
+    sequences: np.ndarray  # (N, length + 1) token ids
+    token_bytes: np.ndarray  # (V,) UTF-8 bytes that each token stands for
+    documents: np.ndarray | None = None  # (N,) index of the held-out document that each begins in; None: sequences are independent
+    sources: np.ndarray | None = None  # (N,) index of the source or task that each is from; None: not known
     answers: np.ndarray | None = None  # (N, length) bool, which predictions count; None: all
     end_of_text: int | None = None  # the token that begins a document, where documents in a sequence don't see each other; else None
 
