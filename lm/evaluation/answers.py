@@ -130,7 +130,7 @@ class AnswerMeasurement(Measurement):
         return lengths_of(self.asked.length_factors, self.config.data)
 
     def at_lengths(self, metric: str, unit: str, samples: list[Sample], **fields: object) -> Series:
-        """A series over `lengths`, with a sample each; of fractions more is better, of losses less. `fields`: its others."""
+        """A series over `lengths`, with a sample each; of fractions more is better, of losses less. `fields`: its other fields."""
         means = np.array([np.average(sample.values[:, 0], weights=sample.weights) for sample in samples])
         better = "higher" if unit == "fraction" else "lower"
         return self.series(metric, unit, better, means, axis=lengths_axis(self.lengths), samples=tuple(samples), **fields)

@@ -93,7 +93,7 @@ class Measurement(ABC):
         return where.precision
 
     def series(self, metric: str, unit: str, better: Better, means: np.ndarray | float, **fields: object) -> Series:
-        """A series of this kind and training length; `fields`: its others."""
+        """A series of this kind and training length; `fields`: its other fields."""
         return Series(self.kind, metric, unit, better, self.config.data.seq_len, np.atleast_1d(means), **fields)
 
     @property
