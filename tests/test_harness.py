@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from conftest import lm as command
+from folders import losses, metrics, series
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +28,7 @@ from lm.errors import ConfigError, RunError  # noqa: E402
 from lm.evaluation import harness  # noqa: E402
 from lm.evaluation.generation import generate  # noqa: E402
 from lm.evaluation.harness import HarnessLM, run_tasks  # noqa: E402
+from lm.experiments.run_outcome import Outcome  # noqa: E402
 from lm.model.decoder import Decoder  # noqa: E402
 from lm.model.device import Device  # noqa: E402
 from lm.model.spec import ModelSpec  # noqa: E402
@@ -346,13 +348,55 @@ def test_lm_harness_from_the_command_line(tiny, include):
     assert (wrong.returncode, wrong.stderr) == (2, "error: --tasks = 'our_choise': no such task; did you mean our_choice?\n")
 
 
+def test_tasks_are_an_evaluation_whose_metrics_have_a_value_for_each_document(tiny, include):
+    asked = f"eval.downstream={{tasks: [our_choice, our_rolling, our_write], include_path: {include}, every: 4}}"
+    config, plain = tiny("name=run", asked, "model.dropout=0.2"), tiny("name=plain", "model.dropout=0.2")
+    train(config)
+    train(plain)
+    assert losses(config.run_folder) == losses(plain.run_folder)  # the random state of training stays as it is
+    result, _ = run_tasks(config.run_folder, ["our_choice", "our_rolling", "our_write"], include_path=include)
+    logged = next(line for line in reversed(metrics(config.run_folder)) if "downstream/our_choice/acc" in line)
+    names = {"our_choice": "acc", "our_rolling": "byte_perplexity", "our_write": "exact_match"}
+    for task, metric in names.items():
+        assert logged[f"downstream/{task}/{metric}"] == pytest.approx(result["tasks"][task]["metrics"][metric])
+    found = {one.what: one for one in series(config.run_folder, "downstream", 8)}
+    (sample,) = found["our_choice"].samples
+    assert (sample.values.shape, found["our_choice"].unit, found["our_choice"].better) == ((6, 1), "fraction", "higher")
+    assert not found["our_rolling"].samples  # no mean over documents
+    outcome = Outcome(config.run_folder, 8, "downstream/our_choice/acc")
+    assert outcome.values("downstream/our_choice/acc").mean == pytest.approx(logged["downstream/our_choice/acc"])
+    again = command("eval", str(config.run_folder), "--json")
+    assert again.returncode == 0, again.stderr
+    (line,) = [line for line in json.loads(again.stdout) if (line["kind"], line["metric"]) == ("downstream", "acc")]
+    assert (line["where"], line["value"]) == ("our_choice", pytest.approx(logged["downstream/our_choice/acc"]))
+
+
+def test_metadata_reaches_the_tasks_and_the_record(tiny, include):
+    config = tiny("name=run", "trainer.max_steps=4")
+    train(config)
+    (include / "made.py").write_text(
+        "import datasets\n\n\ndef load(**given):\n"
+        "    rows = [{'text': 'the', 'choices': [' a', ' b'], 'answer': 0}] * given['number']\n"
+        "    return {'test': datasets.Dataset.from_list(rows)}\n"
+    )
+    task = "task: our_made\ncustom_dataset: !function made.load\ntest_split: test\n" + yaml.safe_dump(TASKS["choice"])
+    (include / "made.yaml").write_text(task)
+    options = ["--include-path", str(include), "--metadata", "{number: 5}"]
+    ended = command("harness", str(config.run_folder), "--tasks", "our_made", *options)
+    assert ended.returncode == 0, ended.stderr
+    kept = json.loads((config.run_folder / "evaluations" / "harness.step-000004.json").read_text())["tasks"]["our_made"]
+    assert (kept["documents"], kept["metadata"]) == (5, {"number": 5})
+    wrong = command("harness", str(config.run_folder), "--tasks", "our_made", "--metadata", "five")
+    assert (wrong.returncode, wrong.stderr) == (2, "error: --metadata = 'five': must be a map; write it as '{name: value}'\n")
+
+
 def test_a_group_is_kept_with_its_tasks(tiny, include, monkeypatch, capsys):
     config = tiny("name=grouped")
     train(config)
     group = {"group": "ours", "task": ["our_choice", "our_write"], "aggregate_metric_list": [{"metric": "acc"}], "metadata": {"version": 1}}
     (include / "ours.yaml").write_text(yaml.safe_dump(group))
     manager = TaskManager(include_path=str(include), include_defaults=False)  # without the harness's own tasks, to save time
-    monkeypatch.setattr("lm.evaluation.harness._find", lambda tasks, include_path: (tasks, manager))
+    monkeypatch.setattr("lm.evaluation.harness._find", lambda tasks, include_path, metadata=None: (tasks, manager))
     result, _ = run_tasks(config.run_folder, ["ours"], include_path=include)
     assert result["tasks"].keys() == {"our_choice", "our_write"}
     assert result["groups"]["ours"]["tasks"] == ["our_choice", "our_write"]

@@ -242,6 +242,7 @@ def harness(
     num_fewshot: Annotated[int | None, typer.Option(help="examples shown before each question [default: the task's]")] = None,
     limit: Annotated[float | None, typer.Option(help="largest number of documents of each task; below 1: a fraction of them")] = None,
     max_length: Annotated[int | None, typer.Option(help="context length in tokens [default: the training length]")] = None,
+    metadata: Annotated[str | None, typer.Option(help="what tasks ask for, e.g. '{max_seq_lengths: [512]}'", show_default=False)] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write [default: in evaluations/ of the run folder]")] = None,
     checkpoint: Checkpoint = "last",
     allow_plugin: AllowPlugin = None,
@@ -250,10 +251,15 @@ def harness(
 
     Needs the package lm-eval (docs/evaluation.md).
     """
+    from lm.config.yaml_text import parse_yaml
+    from lm.errors import ConfigError, Problem
     from lm.evaluation.harness import run_tasks
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
-    result, path = run_tasks(source, names, checkpoint, include_path, num_fewshot, limit, max_length, out, overrides or [])
+    known = parse_yaml(metadata, "--metadata") if metadata else None
+    if not isinstance(known, dict | None):
+        raise ConfigError([Problem("--metadata", metadata, "must be a map", "write it as '{name: value}'")])
+    result, path = run_tasks(source, names, checkpoint, include_path, num_fewshot, limit, max_length, out, overrides or [], known)
     print_tasks(result, source)
     if path:
         print(path)

@@ -313,6 +313,23 @@ class NeedleConfig(EvaluationConfig):
         return {"length_factors": [1, 2, 4, 8, 16], "heads_at": 4.0, "finetune": {"steps": 300}} if able else {}
 
 
+@dataclass
+class DownstreamConfig(EvaluationConfig):
+    measurement: ClassVar[str] = "lm.evaluation.harness:Downstream"
+    tasks: list[str] = key([], "tasks of the lm-evaluation-harness (the package lm-eval), e.g. [arc_easy]; []: off")
+    include_path: str | None = key(None, "folder with task files of your own")
+    num_fewshot: int | None = key(None, "examples shown before each question; null: the task's", ge=0, le=1000)
+    limit: int | None = key(None, "documents of each task at most; null: all", ge=1)
+    max_length: int | None = key(None, "context length in tokens; null: the training length", ge=2, le=10**7)
+    metadata: dict[str, str | int | float | bool | list[int]] = key({}, "metadata that tasks ask for, e.g. {max_seq_lengths: [512]}")
+
+    def wanted(self, data: DataConfig) -> bool:
+        return bool(self.tasks)
+
+    def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
+        return [Problem("tasks", self.tasks, "needs a model of text", "set it to []")] if data.symbolic else []
+
+
 Statistics = Literal["concentration", "sparsity", "limits"]
 
 
@@ -390,6 +407,9 @@ class EvalConfig:
     texts: TextsConfig | None = optional(TextsConfig, "loss on texts beside the held-out one, each by its name: text/NAME/loss")
     recall: RecallConfig = section(RecallConfig, "accuracy on synthetic tasks, by length")
     needle: NeedleConfig = section(NeedleConfig, "needles in a haystack, by length and depth")
+    downstream: DownstreamConfig | None = optional(
+        DownstreamConfig, "tasks of the lm-evaluation-harness, each metric by its name: downstream/TASK/METRIC"
+    )
     diagnostics: DiagnosticsConfig | None = optional(
         DiagnosticsConfig, "statistics of attention weights, also of the untrained model and of shuffled scores", {"acts_in": DIAGNOSE}
     )

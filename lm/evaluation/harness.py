@@ -1,28 +1,36 @@
 """`lm harness`: downstream tasks of EleutherAI's lm-evaluation-harness (the package lm-eval), and our models as it sees them."""
 
 import difflib
+import hashlib
 import importlib.metadata
+import math
+import random
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from lm.config.load import merge, overrides_in
 from lm.config.tree import Config
+from lm.data.store import Store
 from lm.data.tokenizer import encoding_of
 from lm.errors import ConfigError, LMError, Problem, RunError, one_line
 from lm.evaluation.evaluate import open_device
-from lm.evaluation.evaluation_kind import weights_sha256
+from lm.evaluation.evaluation_kind import Advance, Measurement, weights_sha256
 from lm.evaluation.generation import generate, pieces, require_options
 from lm.evaluation.held_out import T, batches
 from lm.model.cross_entropy import argmax_tokens, token_nll
-from lm.model.device import Device
+from lm.model.decoder import Decoder
+from lm.model.device import Device, eval_mode
+from lm.model.spec import ModelSpec
 from lm.runs.evaluations import evaluation_path, read_evaluation
 from lm.runs.folder import CONFIG, write_json, write_sealed
 from lm.runs.loading import Loaded, load
-from lm.runs.series import listed
+from lm.runs.series import Sample, Series, Shown, listed
 from lm.schema import Plain, build, to_plain
 
 try:
@@ -239,6 +247,7 @@ def run_tasks(
     max_length: int | None = None,
     out: Path | None = None,
     overrides: list[str] | None = None,
+    metadata: dict[str, Plain] | None = None,
 ) -> tuple[dict[str, Plain], Path | None]:
     """Run tasks on a model and keep the results; returns them and the path of their file.
 
@@ -252,6 +261,7 @@ def run_tasks(
         num_fewshot: examples shown before each question [default: the task's own].
         limit: documents of each task at most; below 1: a fraction of them.
         overrides: `key=value` of keys that act in `lm harness`.
+        metadata: what some tasks ask for, such as their lengths; passed to the harness.
 
     Raises LMError: nothing to load there, no such task, a task whose data can't be read, or options out of range.
     """
@@ -274,13 +284,14 @@ def run_tasks(
     before = read_evaluation(path) if out is None and path.is_file() else {}
     if before.get("weights_sha256", weights) != weights:
         before = {}
-    names, manager = _find(tasks, include_path)
-    results = _evaluate(model, names, manager, num_fewshot, limit)
+    names, manager = _find(tasks, include_path, metadata)
+    results = _evaluate(model, names, manager, num_fewshot, limit, metadata)
     options = {
         "limit": limit,
         "max_length": model.max_length,
         "precision": where.precision,
         "lm_eval": importlib.metadata.version("lm_eval"),
+        **({"metadata": metadata} if metadata else {}),
     }
     result = {
         "kind": KIND,
@@ -313,7 +324,7 @@ def run_tasks(
     return result, write_sealed(path, listed(result | {part: {**before.get(part, {}), **result[part]} for part in ("tasks", "groups")}))
 
 
-def _find(tasks: list[str], include_path: Path | None) -> tuple[list[str], "TaskManager"]:
+def _find(tasks: list[str], include_path: Path | None, metadata: dict[str, Plain] | None = None) -> tuple[list[str], "TaskManager"]:
     """The names that `tasks` stand for, and the manager that knows them.
 
     Reading the harness's own 14,000 tasks takes a quarter of a minute, so it's left out where `include_path` has all that is named.
@@ -321,10 +332,10 @@ def _find(tasks: list[str], include_path: Path | None) -> tuple[list[str], "Task
     from lm_eval.tasks import TaskManager
 
     if include_path:
-        manager = TaskManager(include_path=str(include_path), include_defaults=False)
+        manager = TaskManager(include_path=str(include_path), include_defaults=False, metadata=metadata)
         if set(tasks) <= set(manager.all_subtasks):
             return tasks, manager
-    manager = TaskManager(include_path=str(include_path) if include_path else None)
+    manager = TaskManager(include_path=str(include_path) if include_path else None, metadata=metadata)
     problems, names = [], []
     for task in tasks:
         matched = [task] if task in manager.all_tasks else sorted(manager.match_tasks([task]))
@@ -338,13 +349,25 @@ def _find(tasks: list[str], include_path: Path | None) -> tuple[list[str], "Task
     return names, manager
 
 
-def _evaluate(model: HarnessLM, names: list[str], manager: "TaskManager", num_fewshot: int | None, limit: float | None) -> dict[str, Plain]:
-    """The harness's results. Raises RunError of one line for what is wrong with a task or its data."""
+def _evaluate(
+    model: HarnessLM,
+    names: list[str],
+    manager: "TaskManager",
+    num_fewshot: int | None,
+    limit: float | None,
+    metadata: dict[str, Plain] | None = None,
+    samples: bool = False,
+) -> dict[str, Plain]:
+    """The harness's results; `samples`: with those of each document.
+
+    Raises:
+        RunError: what is wrong with a task or its data, in one line.
+    """
     import lm_eval
 
     try:
         return lm_eval.simple_evaluate(
-            model=model, tasks=names, task_manager=manager, num_fewshot=num_fewshot, limit=limit, log_samples=False
+            model=model, tasks=names, task_manager=manager, num_fewshot=num_fewshot, limit=limit, log_samples=samples, metadata=metadata
         )
     except (LMError, RuntimeError, MemoryError):
         raise
@@ -355,3 +378,67 @@ def _evaluate(model: HarnessLM, names: list[str], manager: "TaskManager", num_fe
 def _metrics(results: dict[str, Plain]) -> dict[str, float]:
     """The numbers of the harness's `metric,filter` keys, without the filter `none`."""
     return {key.removesuffix(",none"): float(value) for key, value in results.items() if "," in key and not isinstance(value, str)}
+
+
+# ---------------------------------------------------------------- as an evaluation
+
+
+class Downstream(Measurement):
+    """Tasks of the harness as an evaluation: each metric of a task is a series with a value for each document, where it is their mean."""
+
+    kind = "downstream"
+
+    def __init__(self, config: Config, store: Store):
+        """Raises ConfigError: no such task."""
+        super().__init__(config, store)
+        asked = self.asked
+        self.names, self.manager = _find(asked.tasks, Path(asked.include_path) if asked.include_path else None, asked.metadata or None)
+
+    @property
+    def options(self) -> dict[str, Plain]:
+        return {"seq_len": self.config.data.seq_len, **self.asked_plain, "lm_eval": importlib.metadata.version("lm_eval")}
+
+    @property
+    def work(self) -> int:
+        return len(self.names)
+
+    def measure(self, decoder: Decoder, where: Device, progress: Advance) -> list[Series]:
+        spec = ModelSpec.of(decoder, self.store.manifest["end_of_text"]["token"])
+        with eval_mode(decoder), _own_random_state():
+            model = HarnessLM(Loaded(decoder, spec, self.store.tokenizer(), self.store.path), self.asked.max_length, where)
+            asked = self.asked
+            given = _evaluate(model, self.names, self.manager, asked.num_fewshot, asked.limit, asked.metadata or None, samples=True)
+        progress(len(self.names))
+        return [series for task in given["samples"] for series in self._series(task, given)]
+
+    def _series(self, task: str, given: dict[str, Plain]) -> Iterator[Series]:
+        """The metrics of a task, of the harness's results."""
+        for name, mean in _metrics(given["results"][task]).items():
+            metric, _, kind = name.partition(",")
+            if metric.endswith("_stderr"):
+                continue
+            answers = [answer for answer in given["samples"][task] if answer.get("filter", "none") == (kind or "none")]
+            answers.sort(key=lambda answer: answer["doc_id"])
+            values = np.array(
+                [answer.get(metric, math.nan) for answer in answers if not isinstance(answer.get(metric), list | tuple)], float
+            )
+            by_document = len(values) == len(answers) > 0 and math.isclose(values.mean(), mean, abs_tol=1e-6)
+            hashes = "\n".join(str(answer.get("doc_hash")) for answer in answers)
+            sample = Sample(hashlib.sha256(hashes.encode()).hexdigest(), values[:, None], np.ones(len(values)), np.arange(len(values)))
+            better = {True: "higher", False: "lower"}.get(given["higher_is_better"].get(task, {}).get(metric), "none")
+            shown = Shown("Downstream tasks", "documents of downstream tasks", f"{len(answers):,} of {task}")
+            unit = "fraction" if by_document and values.min() >= 0 and values.max() <= 1 else ""
+            yield self.series(
+                name, unit, better, mean, what=task, samples=(sample,) * by_document, interval="documents" if by_document else "none",
+                logged=(f"{self.kind}/{task}/{name}",), shown=shown,
+            )  # fmt: skip
+
+
+@contextmanager
+def _own_random_state() -> Iterator[None]:
+    """Keep the random state of Python, numpy and torch, which the harness seeds."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (the harness seeds this one)
+    with torch.random.fork_rng():
+        yield
+    random.setstate(python)
+    np.random.set_state(numpy)  # noqa: NPY002
