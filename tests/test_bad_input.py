@@ -98,14 +98,6 @@ def test_a_token_store_with_a_flipped_byte_is_refused(train, tmp_path: Path):
     refused(tmp_path, train(), "train-00000.bin")
 
 
-def test_batch_tokens_that_are_no_multiple_are_refused(train, tmp_path: Path):
-    refused(tmp_path, train("optim.batch_tokens=1000"), "optim.batch_tokens", "992 or 1024", status=2)
-
-
-def test_a_misspelt_normalizer_is_refused_with_the_nearest_name(train, tmp_path: Path):
-    refused(tmp_path, train("model.normalizer=smax"), "model.normalizer.name", "did you mean", status=2)
-
-
 @pytest.mark.parametrize("blocks", [20, 200])
 def test_a_full_disk_while_preparing_leaves_nothing_half_written(corpus: Path, tmp_path: Path, blocks: int):
     """A file-size limit (in kilobytes) stands in for the full disk."""
