@@ -24,7 +24,7 @@ import numpy as np
 from scipy.stats import binom
 
 from lm.statistics.intervals import Interval, effective_trials, mean_ends, over_seeds_and_documents, wilson
-from lm.statistics.learned import Learned, learned_verdicts
+from lm.statistics.learned import LearnedCounts, learned_verdicts
 from lm.statistics.tuning import Tuned, best_rate, chosen, crossed_rates, tuned
 from lm.statistics.verdicts import Comparison, Kind, Verdict, enclosing, seeds_needed, verdicts
 
@@ -348,7 +348,7 @@ def report_learned() -> None:
         for base, arm in chances:
             kinds: Counter = Counter()
             for theirs, ours in product(range(seeds + 1), repeat=2):
-                found = learned_verdicts({"arm": Learned(ours, seeds, theirs, seeds, planned=seeds)})["arm"]
+                found = learned_verdicts({"arm": LearnedCounts(ours, seeds, theirs, seeds, planned=seeds)})["arm"]
                 kinds[found.kind] += binom.pmf(theirs, seeds, base) * binom.pmf(ours, seeds, arm)
             cells.append(f"{100 * kinds['better']:.1f}, {100 * kinds['worse']:.1f}")
         print(f"| {seeds} | " + " | ".join(cells) + " |", flush=True)

@@ -9,8 +9,8 @@ import numpy as np
 from fabricated import save
 
 from lm.config import load as configuration
-from lm.report.comparison import RunComparison, compare
-from lm.report.sections import Difference, Line
+from lm.report.comparison import Difference, Line, RunComparison, compare_runs
+from lm.report.html import ReportFiles, write_comparison
 from lm.runs.evaluations import Evaluation, measuring_code, read_evaluation
 from lm.runs.folder import sealed
 from lm.runs.record import read_run
@@ -179,9 +179,13 @@ def write_evaluation(folder: Path, kind: str, step: int, content: dict) -> None:
     path.write_text(json.dumps(sealed(bare) if "code" in bare else bare))
 
 
+def write_report(folders: list[Path], out: Path) -> ReportFiles:
+    return write_comparison(compare_runs([read_run(folder) for folder in folders]), out)
+
+
 def compared(*folders: Path) -> tuple[RunComparison, dict[tuple[str, ...], Difference]]:
     """The comparison, and the last arm's differences by what they are of."""
-    comparison = compare([read_run(folder) for folder in folders])
+    comparison = compare_runs([read_run(folder) for folder in folders])
     return comparison, {difference.line.of: difference for difference in comparison.differences}
 
 

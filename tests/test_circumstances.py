@@ -11,11 +11,10 @@ from fabricated import FINGERPRINT, finish_all, keep
 from trials import TWO_ARMS, written
 
 from lm.config.load import to_yaml
-from lm.experiments.circumstances import PLAN, plan_of
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.experiment_folder import open_experiment
+from lm.experiments.experiment_folder import PLAN, open_experiment, plan_of
 from lm.experiments.procedure import Procedure
-from lm.experiments.summary import summary
+from lm.experiments.summary import summary_lines
 from lm.runs.evaluations import Evaluation, evaluation_files, evaluation_path, read_evaluation
 from lm.runs.folder import CONFIG, ENVIRONMENT, RESOLVED, json_bytes, read_json, write_json
 
@@ -47,7 +46,7 @@ def started(folder: Path, overrides: list[str], **changes: object) -> Procedure:
 
 def exploratory(procedure: Procedure) -> list[str]:
     """The arms whose verdicts are."""
-    return [line["arm"] for line in summary(procedure) if line.get("verdict", "").startswith("exploratory: ")]
+    return [line["arm"] for line in summary_lines(procedure) if line.get("verdict", "").startswith("exploratory: ")]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import PAINTING, lm, unpainted
 from folders import metrics, series
-from reported import build_run, write_series
+from reported import build_run, write_report, write_series
 from torch import Tensor
 
 from lm.attention import catalogue
@@ -26,7 +26,6 @@ from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout
 from lm.model.device import Device
 from lm.report.evaluation_tables import Evaluated, print_results
-from lm.report.html import write_report
 from lm.runs.evaluations import Evaluation
 from lm.runs.loading import load as load_model
 from lm.runs.loading import save_model

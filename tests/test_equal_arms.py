@@ -12,11 +12,10 @@ from test_experiments import here, inline, overrides  # noqa: F401
 from trials import written
 
 from lm.experiments.engine import Jobs
-from lm.experiments.equal_arms import noise
-from lm.experiments.experiment_folder import open_experiment, start
+from lm.experiments.experiment_folder import noise, open_experiment, start
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Slots
-from lm.experiments.summary import summary
+from lm.experiments.summary import summary_lines
 from lm.runs.folder import read_json
 from lm.statistics.verdicts import ALPHA, FEWEST_SEEDS, POWER, detectable, power
 
@@ -26,7 +25,7 @@ GRID = {"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]}
 @pytest.fixture(autouse=True)
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pilot takes its ten seconds."""
-    monkeypatch.setattr("lm.experiments.timing._pilot", lambda *_: ({("", "softmax"): 60.0}, "a pilot"))
+    monkeypatch.setattr("lm.experiments.plan._pilot", lambda *_: ({("", "softmax"): 60.0}, "a pilot"))
 
 
 def loss(run: Run) -> float:
@@ -63,7 +62,7 @@ def test_the_second_arm_is_the_baseline_with_seeds_used_nowhere(tmp_path, argume
     (said,) = noise(made, made.judged())
     assert f"a standard deviation of {spread:.2g} over 3 seeds" in said
     assert f"the 3 seeds of trial find a difference of {detectable(3, spread, ALPHA):.2g} with probability 0.8" in said
-    verdict = summary(made)[1]["verdict"]
+    verdict = summary_lines(made)[1]["verdict"]
     assert said.endswith(f"the verdict, {verdict}, held")
     assert verdict in ("undecided", "equivalent")
     assert not noise(original, original.judged())

@@ -28,7 +28,7 @@ SIZES = {"small": {"trainer.max_steps": 4}, "large": {"trainer.max_steps": 6}}
 @pytest.fixture(autouse=True)
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pilot takes its ten seconds."""
-    monkeypatch.setattr("lm.experiments.timing._pilot", lambda *_: ({("", "softmax"): 60.0}, "a pilot"))
+    monkeypatch.setattr("lm.experiments.plan._pilot", lambda *_: ({("", "softmax"): 60.0}, "a pilot"))
 
 
 @pytest.fixture

@@ -4,7 +4,9 @@ import csv
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,20 +14,24 @@ import yaml
 from conftest import ROOT
 from fabricated import save
 from markupsafe import escape
-from reported import build_run
+from reported import build_run, write_report
+from scipy.stats import t, ttest_1samp
 
+import lm
 from lm.config.load import to_yaml
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.page import write_page
-from lm.experiments.page_tables import SizeResults, cost_table, report_part
+from lm.experiments.page_tables import SizeResults, report_part
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.summary import summary
+from lm.experiments.summary import summary_lines
+from lm.report.comparison import differences_along
+from lm.report.comparison_tables import cost_table
 from lm.report.pictures import Panel, Picture, Trace
-from lm.report.sections import differences_along
-from lm.report.tables import Column
-from lm.runs.evaluations import evaluation_path
+from lm.report.tables import Column, signed
+from lm.runs.evaluations import evaluation_path, read_evaluation
 from lm.runs.folder import CONFIG, DIVERGED, METRICS
 from lm.runs.series import Axis, Sample, Series, Shown, selects
+from lm.statistics.intervals import over_seeds_and_documents
 
 STEPS = 200
 FILE = {
@@ -103,7 +109,7 @@ def test_the_question_and_its_answers_come_first_and_every_table_and_picture_is_
     page = write_page([procedure], tmp_path / "out")
     words = text_of(page)
     assert words.index("Do ssmax and log_n change val/loss by more than 0.02, compared with softmax?") < 100
-    _, ssmax, log_n = summary(procedure)
+    _, ssmax, log_n = summary_lines(procedure)
     assert ssmax["verdict"] == "better"
     for line in (ssmax, log_n):
         assert re.search(rf"{line['arm']} {line['verdict']} Difference to softmax {line['difference'][0]:+.4f} \[", words)
@@ -127,7 +133,7 @@ def test_the_question_and_its_answers_come_first_and_every_table_and_picture_is_
 def test_numbers_are_those_of_the_documents_that_report(tmp_path, undrawn):
     procedure = finish_all(made(tmp_path, tune=None))
     page = write_page([procedure], tmp_path / "out")
-    found = {line["arm"]: line["mean"] for line in summary(procedure)}
+    found = {line["arm"]: line["mean"] for line in summary_lines(procedure)}
     table = [one for one in rows(page.parent / "measured-1.csv") if one["quantity"] == "val loss"]
     assert {one["arm"]: one["value"] for one in table} == {arm: f"{mean:.4f}" for arm, mean in found.items()}
     run = procedure.known()[0]
@@ -143,7 +149,13 @@ def test_numbers_are_those_of_the_documents_that_report(tmp_path, undrawn):
 def test_the_peak_of_memory_is_a_cost_where_runs_logged_it(tmp_path, device, unit):
     procedure = finish_all(made(tmp_path, tune=None, seeds=[1]))
     folders = {run.arm: run.config.run_folder for run in procedure.known()}
-    assert "peak memory" not in [column.name for column in cost_table(SizeResults(procedure, "", procedure.judged())).columns]
+
+    def costs() -> dict[Column, list]:
+        fresh = Procedure(procedure.experiment)
+        results = SizeResults(fresh, "", fresh.judged())
+        return dict(cost_table(results.comparison.arms, [record for _, record in results.begun]).contents)
+
+    assert "peak memory" not in [column.name for column in costs()]
     with (folders["ssmax"] / "metrics.jsonl").open("a") as log:
         for gib in (1.5, 2.5):
             log.write(json.dumps({"step": STEPS, "tokens": 1, "peak_memory_bytes": int(gib * 2**30)}) + "\n")
@@ -151,8 +163,7 @@ def test_the_peak_of_memory_is_a_cost_where_runs_logged_it(tmp_path, device, uni
         environment = json.loads((folder / "environment.json").read_text())
         environment["starts"][0]["device"] = device
         (folder / "environment.json").write_text(json.dumps(environment))
-    cells = dict(cost_table(SizeResults(procedure, "", procedure.judged())).contents)[Column("peak memory", unit)]
-    assert cells == [None, "2.5", None]
+    assert costs()[Column("peak memory", unit)] == [None, "2.5", None]
 
 
 def test_diverged_and_unfinished_runs_are_said_and_in_no_mean(tmp_path, undrawn):
@@ -187,7 +198,7 @@ def test_what_was_measured_once_has_no_curve(tmp_path, undrawn):
         kept = [line for line in path.read_text().splitlines() if "val/loss" not in line or f'"step": {STEPS},' in line]
         path.write_text("\n".join(kept) + "\n")
         save(run.config.run_folder, STEPS)
-    page = write_page([procedure], tmp_path / "out")
+    page = write_page([Procedure(procedure.experiment)], tmp_path / "out")
     assert {one["panel"] for one in rows(page.parent / "curves.csv")} == {"Training loss"}
     assert "Without a curve, because it was measured once: Validation loss." in text_of(page)
 
@@ -206,7 +217,7 @@ def test_what_is_logged_by_layer_is_drawn_for_every_seed(tmp_path, undrawn):
             for step in (1, STEPS):
                 heads = {f"{name}/layer0/head{head}": head + step for name in ("largest_score", "normalizer/s") for head in range(3)}
                 file.write(json.dumps({"step": step, "tokens": step * 8192, "train/grad_norm/layer1": 2.5, **heads}) + "\n")
-    folder = write_page([procedure], tmp_path / "out").parent
+    folder = write_page([Procedure(procedure.experiment)], tmp_path / "out").parent
     found, parameters = rows(folder / "dynamics.csv"), rows(folder / "normalizer-parameters.csv")
     assert {row["panel"] for row in found} == {"Largest score", "Gradient norm before clipping"}
     assert {row["panel"] for row in parameters} == {"Parameter s of the normalizer"}
@@ -267,15 +278,58 @@ def test_by_position_arms_of_other_training_lengths_are_paired_where_they_were_m
         )
 
     ours, theirs = by_position(128, (0, 16, 32, 64, 128, 256), 0.0), by_position(64, (0, 16, 64, 128, 256), 1.0)
-    found = differences_along([(ours, theirs)])
+    found = differences_along({(1,): ours}, {(1,): theirs})
     assert found.x == pytest.approx([32, np.sqrt(64 * 128), np.sqrt(128 * 256)])
     assert found.seeds[0] == pytest.approx([(1 * 16 + 2 * 32) / 48 - 2, 3 - 3, 4 - 4])
-    assert found.over == "sequences, 1 seed"
-    other = by_position(64, (0, 16, 64, 128, 256), 1.0)
-    assert (
-        differences_along([(ours, Series(**vars(other) | {"samples": (Sample("other", *list(vars(other.samples[0]).values())[1:]),)}))])
-        is None
-    )
+    assert not any(found.intervals), "all sequences differ by the same"
+    (sample,) = theirs.samples
+    other = replace(theirs, samples=(replace(sample, sha256="other"),))
+    assert differences_along({(1,): ours}, {(1,): other}) is None
+
+
+def test_every_number_of_the_verdicts_follows_from_the_long_table(tmp_path, undrawn):
+    arms = {name: FILE["arms"][name] for name in ("softmax", "ssmax")}
+    page = write_page([finish_all(made(tmp_path, tune=None, arms=arms))], tmp_path / "out")
+    shown = {(row["arm"], row["quantity"]): [row[name] for name in ("value", "low", "high")] for row in rows(page.parent / "summary.csv")}
+
+    final = lm.results(tmp_path / "runs").query("metric == 'val loss' and part == 'reports'")
+    units = final.pivot(index=["arm", "seed"], columns="sample", values="value")
+    weights, documents = (final.groupby("sample")[name].first().to_numpy() for name in ("weight", "group"))
+    means = units.apply(lambda values: np.average(values, weights=weights), axis=1)
+    apart = means["ssmax"] - means["softmax"]
+    half = t.ppf(0.975, len(apart) - 1) * apart.sem()
+    other = over_seeds_and_documents((units.loc["ssmax"] - units.loc["softmax"]).to_numpy(), weights, documents).interval()
+    for arm in arms:
+        assert shown[arm, "seeds"][0] == f"{len(means[arm])} of 3"
+        assert shown[arm, "mean val/loss"][0] == f"{means[arm].mean():.4f}"
+    assert shown["ssmax", "difference to softmax"] == [signed(apart.mean() + sign * half) for sign in (0, -1, 1)]
+    assert shown["ssmax", "on other text of the kind"] == [signed(value) for value in other.listed()]
+    assert shown["ssmax", "p"][0] == f"{ttest_1samp(apart, 0).pvalue:.2g}"
+
+
+def test_a_report_of_the_same_runs_agrees_to_the_last_digit(tmp_path, undrawn):
+    arms = {name: FILE["arms"][name] for name in ("softmax", "ssmax")}
+    procedure = finish_all(made(tmp_path, tune=None, arms=arms), fingerprint="")  # of no held-out text: all of it reports
+    with mock.patch("lm.experiments.run_outcome.read_evaluation", wraps=read_evaluation) as first:
+        page = write_page([Procedure(procedure.experiment)], tmp_path / "out")
+    opened = [path for (path,), _ in first.call_args_list]
+    with mock.patch("lm.runs.evaluations.read_evaluation", side_effect=lambda path: pytest.fail(f"{path} is read again")):
+        write_page([Procedure(procedure.experiment)], tmp_path / "out")
+    assert sorted(opened) == sorted(tmp_path.glob("runs/**/evaluations/*.json")), "each file once"
+    write_report([run.config.run_folder for run in procedure.final("")], tmp_path / "report")
+
+    def numbers(path: Path) -> dict[str, dict[str, str]]:
+        found = {
+            (row["arm"], row["quantity"]): row for row in rows(path) if row["table"] in ("Summary", "Validation at the training length")
+        }
+        return {f"{arm}: {quantity}": {name: row[name] for name in ("value", "low", "high")} for (arm, quantity), row in found.items()}
+
+    measured, reported = numbers(page.parent / "measured-1.csv"), numbers(tmp_path / "report" / "table.csv")
+    assert measured == reported
+    verdicts = numbers(page.parent / "summary.csv")
+    assert verdicts["ssmax: difference to softmax"] == reported["ssmax: difference to softmax"]
+    for arm in arms:
+        assert verdicts[f"{arm}: mean val/loss"]["value"] == reported[f"{arm}: val loss"]["value"]
 
 
 def test_of_what_runs_learn_or_do_not_the_page_counts_runs(tmp_path, undrawn):

@@ -19,7 +19,7 @@ from lm.experiments.page_tables import crossed_table
 from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, Run, next_look
 from lm.experiments.slots import Slots
-from lm.experiments.summary import findings, summary, tuning_means, tuning_table
+from lm.experiments.summary import findings, summary_lines, tuning_means, tuning_table
 from lm.report.tables import csv_text
 from lm.runs.evaluations import evaluation_path
 from lm.runs.folder import write_json
@@ -52,9 +52,9 @@ def test_seeds_that_were_added_after_the_first_start_make_it_exploratory(tmp_pat
     write_json(before.experiment.folder / "resolved.json", settled | {"seeds": [1, 2, 3]})
     procedure = open_experiment(path, overrides)
     assert procedure.added == (7,)
-    assert summary(procedure)[1]["verdict"] == "exploratory: better"
+    assert summary_lines(procedure)[1]["verdict"] == "exploratory: better"
     assert any(note.startswith("exploratory: seeds 7 were added") for note in procedure.notes())
-    assert summary(before)[1]["verdict"] == "better"
+    assert summary_lines(before)[1]["verdict"] == "better"
 
 
 def recall(value: float) -> Series:
@@ -117,7 +117,7 @@ def test_a_verdict_is_said_in_one_plain_sentence(tmp_path, primary, values, said
         if run.seed <= len(values):
             value = values[run.seed - 1] if run.arm == "ssmax" else 0.9 if of_recall else 5.0
             finish(run, value, *([recall(value)] if of_recall else []))
-    found = findings(procedure, summary(procedure))
+    found = findings(procedure, summary_lines(procedure))
     assert len(found) == bool(said)
     assert "".join(found).startswith(said), found
 
@@ -127,7 +127,7 @@ def test_tokens_to_a_level_are_said_with_their_factor(tmp_path):
     for run in procedure.known():
         finish(run, 5.0)
         validate(run, 2, 5.9 if run.arm == "softmax" else 5.6 + 0.01 * run.seed)
-    assert findings(procedure, summary(procedure))[0].startswith("The val/loss of 5.5 is reached by ssmax after ")
+    assert findings(procedure, summary_lines(procedure))[0].startswith("The val/loss of 5.5 is reached by ssmax after ")
 
 
 def test_so_do_planned_seeds_that_are_left_out(tmp_path):
@@ -137,7 +137,7 @@ def test_so_do_planned_seeds_that_are_left_out(tmp_path):
     write_json(before.experiment.folder / "resolved.json", settled | {"seeds": [1, 2, 3, 4]})
     procedure = open_experiment(path, overrides)
     assert (procedure.added, procedure.left_out) == ((), (4,))
-    assert summary(procedure)[1]["verdict"] == "exploratory: better"
+    assert summary_lines(procedure)[1]["verdict"] == "exploratory: better"
     assert "exploratory: seeds 4 were planned at the first start and are left out; p values are too small" in procedure.notes()
     assert not Procedure(replace(procedure.experiment, dropped=(4,))).left_out
 
@@ -147,7 +147,7 @@ def test_means_are_over_the_seeds_that_all_arms_have_finished(tmp_path):
     for run in procedure.known():
         if (run.arm, run.seed) != ("ssmax", 3):
             finish(run, {1: 5.0, 2: 6.0, 3: 8.0}[run.seed] - 0.1 * (run.arm == "ssmax"))
-    soft, scalable = summary(procedure)
+    soft, scalable = summary_lines(procedure)
     assert (soft["mean"], scalable["mean"]) == pytest.approx((5.5, 5.4))
     assert (soft["runs"], scalable["runs"]) == (3, 2)
     expected = "arms have finished different seeds, means are over those in common: softmax has 1, 2, 3; ssmax has 1, 2"
@@ -166,14 +166,14 @@ def test_the_second_interval_is_over_the_documents_that_report(tmp_path):
     report = np.flatnonzero(~selects(FINGERPRINT, np.arange(40))).tolist()
     apart = np.stack([(by_run["ssmax", seed] - by_run["softmax", seed])[report, 0] for seed in (1, 2, 3)])
     expected = over_seeds_and_documents(apart, np.ones(len(report)), np.array(report)).interval()
-    assert summary(procedure)[1]["over_seeds_and_documents"] == pytest.approx(expected.listed(), abs=1e-5)
+    assert summary_lines(procedure)[1]["over_seeds_and_documents"] == pytest.approx(expected.listed(), abs=1e-5)
     assert expected.over == f"3 seeds and {len(report)} documents"
 
 
 def test_the_difference_is_shown_at_every_rate(tmp_path):
     procedure = experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]})
     finish_all(procedure, lambda run: loss(run) + (run.rate - 2e-3) ** 2 * 1e5 * (2 if run.arm == "ssmax" else 1))
-    found = summary(procedure)[1]["differences_by_rate"]
+    found = summary_lines(procedure)[1]["differences_by_rate"]
     assert found == pytest.approx({"0.001": 0.1, "0.002": 0.0015, "0.004": 0.4015}, abs=2e-3)
 
 
@@ -186,7 +186,7 @@ def unlike(folder: Path, *training_losses: float, final: float = 6.25) -> tuple[
     for run in procedure.known():
         finish(run, 5.0 + 1e-3 * run.seed if run.arm == "softmax" else final, unigram=6.0)
         logged(run, *(training_losses if run.arm == "ssmax" else (9.0, 5.0)))
-    return procedure, summary(procedure)[1]
+    return procedure, summary_lines(procedure)[1]
 
 
 @pytest.mark.parametrize("training_losses", [(), (6.3,), (10.8, 6.3), (10.8, 5.9, 6.3), (10.8, float("nan"), 6.3), (8.0, 4.0)])
@@ -225,7 +225,7 @@ def test_an_arm_that_is_measured_as_it_is_can_be_worse_than_single_tokens(tmp_pa
     procedure = experiment(tmp_path, arms=arms)
     for run in procedure.known():
         finish(run, 5.0 + 1e-3 * run.seed if run.arm == "softmax" else 7.0, unigram=6.0)
-    assert summary(procedure)[1]["verdict"] == "worse"
+    assert summary_lines(procedure)[1]["verdict"] == "worse"
 
 
 def test_a_rate_at_which_nothing_is_learned_is_a_bad_rate(tmp_path):
@@ -246,7 +246,7 @@ def test_an_evaluation_that_is_damaged_says_what_to_do(tmp_path):
 
 
 def test_before_tuning_has_ended_no_seed_has(tmp_path):
-    line = summary(experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3]}))[1]
+    line = summary_lines(experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3]}))[1]
     assert (line["verdict"], line["reason"]) == ("incomplete", "0 of 3 seeds have ended")
 
 
@@ -267,7 +267,7 @@ def test_where_tuning_chose_different_rates_both_arms_are_trained_at_both(tmp_pa
     final = [one for one in procedure.known() if one.stage == "final"]
     assert len(final) == len({one.config.run_folder for one in final}) == 4 * 5
     assert all(one.outcome.state == "finished" for one in final)
-    line = summary(procedure)[1]
+    line = summary_lines(procedure)[1]
     assert line["difference"][0] == pytest.approx(3e-4, abs=1e-5)
     assert line["difference"][2] < 1e-3, "the tuned rates alone: better by 0.02"
     assert line["verdict"] == "different but below what matters"
@@ -291,7 +291,7 @@ def test_an_arm_is_trained_at_the_baselines_rate_and_the_baseline_at_all(tmp_pat
     procedure = finish_all(experiment(tmp_path, arms=arms, tune=tune), loss)
     crossed = {"softmax": (2e-3, 4e-3, 8e-3), "ssmax": (4e-3, 2e-3), "log_n": (8e-3, 2e-3), "sigmoid": (2e-3,)}
     assert procedure.choice("").final == crossed
-    softmax, ssmax, *_ = summary(procedure)
+    softmax, ssmax, *_ = summary_lines(procedure)
     assert (softmax["rate"], ssmax["rate"]) == (8e-3, 4e-3)
     assert ssmax["difference"][0] == pytest.approx(0.0502, abs=1e-6), "from the baseline at its best"
     assert ssmax["difference"][1] < -0.04, "at the rates of both SSMax is better: it is not shown to be worse"
@@ -300,7 +300,7 @@ def test_an_arm_is_trained_at_the_baselines_rate_and_the_baseline_at_all(tmp_pat
 
 def test_an_arm_is_better_if_it_is_so_at_its_rate_against_both_of_the_baseline(tmp_path):
     procedure = finish_all(experiment(tmp_path, tune=GRID), lambda run: misled(run) - 0.05 * (run.arm == "ssmax") - 0.001 * run.seed)
-    line = summary(procedure)[1]
+    line = summary_lines(procedure)[1]
     assert (line["verdict"], line["rate"]) == ("better", 4e-3)
     assert line["difference"][0] == pytest.approx(-0.05 + 2e-4, abs=1e-5)
 
@@ -310,7 +310,7 @@ def test_a_run_that_diverges_at_a_rate_neither_chosen_nor_judged_is_left_out(tmp
         def loss(run: Run) -> float:
             return math.inf if (run.arm, run.rate, run.seed) == (*lost, 1) else misled(run) - 0.1 * (run.arm == "ssmax")
 
-        return summary(finish_all(experiment(tmp_path / f"{lost[0]}-{lost[1]:g}", tune=GRID), loss))[1]
+        return summary_lines(finish_all(experiment(tmp_path / f"{lost[0]}-{lost[1]:g}", tune=GRID), loss))[1]
 
     for name in ("ssmax-0.002", "softmax-0.002", "ssmax-0.004"):
         (tmp_path / name).mkdir()
@@ -327,9 +327,9 @@ def test_while_runs_at_the_others_rate_are_missing_nothing_is_claimed(tmp_path):
     for run in again.known():
         if run.stage == "final" and (run.arm, run.rate) != ("softmax", 4e-3):
             finish(run, misled(run))
-    line = summary(Procedure(procedure.experiment))[1]
+    line = summary_lines(Procedure(procedure.experiment))[1]
     assert (line["verdict"], line["reason"]) == ("incomplete", "0 of 3 seeds have ended")
-    assert summary(Procedure(procedure.experiment))[0]["rate"] == 2e-3, "the tuned one, until all have ended"
+    assert summary_lines(Procedure(procedure.experiment))[0]["rate"] == 2e-3, "the tuned one, until all have ended"
 
 
 def noisy(run: Run) -> float:
@@ -342,13 +342,13 @@ def test_a_second_look_is_taken_if_the_first_leaves_a_comparison_undecided(tmp_p
     for run in procedure.known():
         assert next_look(procedure) is procedure, "not before all have ended"
         finish(run, noisy(run))
-    first = summary(Procedure(procedure.experiment))[1]
+    first = summary_lines(Procedure(procedure.experiment))[1]
     assert (first["verdict"], first["of"]) == ("undecided", 3)
     second = next_look(Procedure(procedure.experiment))
     assert (second.experiment.seeds, second.added, second.left_out) == (tuple(range(1, 11)), (), ())
-    assert summary(second)[1]["verdict"] == "incomplete"
+    assert summary_lines(second)[1]["verdict"] == "incomplete"
     assert any(note.startswith("look 2 of 2, each with half of the 5 %: 3 seeds, then 7 more") for note in second.notes())
-    line = summary(finish_all(second, noisy))[1]
+    line = summary_lines(finish_all(second, noisy))[1]
     assert (line["verdict"], line["runs"]) == ("better", 10)
     values = [-noisy(run) + 5.0 for run in second.known() if run.arm == "ssmax"]
     half = t.ppf(1 - 0.025 / 2, 9) * np.std(values, ddof=1) / np.sqrt(10)
@@ -361,7 +361,7 @@ def test_no_second_look_is_taken_where_the_first_decides(tmp_path):
     finish_all(procedure, lambda run: 5.0 - (0.1 + 0.001 * run.seed) * (run.arm == "ssmax"))
     found = Procedure(procedure.experiment)
     assert next_look(found) is found
-    assert summary(found)[1]["verdict"] == "better"
+    assert summary_lines(found)[1]["verdict"] == "better"
 
 
 def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(tmp_path):
@@ -404,7 +404,7 @@ def test_a_baseline_that_diverges_at_a_third_arms_rate_is_unstable_and_no_error(
         return math.nan if lost else 5 - 0.1 * ((run.arm, run.rate) == ("softmax", 2e-3)) - 0.001 * run.seed
 
     tune = {"grid": [1e-3, 2e-3, 4e-3, 8e-3, 16e-3], "seeds": [101, 102]}
-    _, ssmax, log_n = summary(finish_all(experiment(tmp_path, arms=arms, tune=tune), loss))
+    _, ssmax, log_n = summary_lines(finish_all(experiment(tmp_path, arms=arms, tune=tune), loss))
     assert (ssmax["verdict"], log_n["verdict"]) == ("unstable", "unstable")
 
 

@@ -18,7 +18,7 @@ from lm.config.load import load, to_yaml
 from lm.config.training_config import OPTIMIZERS
 from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, Diverged, RunError
-from lm.experiments.compare import Work, compare
+from lm.experiments.compare import Work, compare_experiments
 from lm.experiments.engine import Jobs, retry
 from lm.experiments.experiment import config_hash
 from lm.experiments.experiment_file import read_experiment
@@ -27,7 +27,7 @@ from lm.experiments.plan import costs, plan
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION, Outcome
 from lm.experiments.slots import Slots, Stopped
-from lm.experiments.summary import summary
+from lm.experiments.summary import summary_lines
 from lm.machine import threads_each
 from lm.model.decoder import Decoder
 from lm.runs.evaluations import Evaluation, evaluation_path, read_evaluation
@@ -62,7 +62,7 @@ class Inline(Executor):
 @pytest.fixture(autouse=True)
 def inline(monkeypatch):
     monkeypatch.setattr("lm.experiments.engine.ThreadPoolExecutor", Inline)
-    monkeypatch.setattr("lm.experiments.timing._pilot", lambda *_: ({("", "softmax"): 60.0}, "a pilot"))
+    monkeypatch.setattr("lm.experiments.plan._pilot", lambda *_: ({("", "softmax"): 60.0}, "a pilot"))
 
 
 def here(run: Run) -> int:
@@ -85,12 +85,12 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
     losses = {arm: {rate: [one.outcome.mean(SELECTION, selection=True) for one in runs] for rate, runs in by_rate.items()}
               for arm, by_rate in procedure.choice("").runs.items()}  # fmt: skip
     assert procedure.rates("") == {arm: min(by_rate, key=lambda rate: sum(by_rate[rate])) for arm, by_rate in losses.items()}
-    soft, scalable = summary(procedure)
+    soft, scalable = summary_lines(procedure)
     assert (soft["runs"], scalable["runs"], scalable["verdict"]) == (2, 2, "incomplete")
     assert scalable["difference"][0] == pytest.approx(scalable["mean"] - soft["mean"], abs=1e-6)
 
     Jobs(procedure, Slots(1), lambda run: pytest.fail(f"{run.label} is trained again")).work()
-    compare([path], overrides, Work(), report_only=True)
+    compare_experiments([path], overrides, Work(), report_only=True)
     folder = procedure.experiment.folder
     assert json.loads((folder / "verdicts.json").read_text())["arms"][1]["verdict"] == "exploratory: incomplete", "no start was recorded"
     assert {"verdicts.csv", "tuning.csv", "report"} <= {one.name for one in folder.iterdir()}
@@ -101,7 +101,7 @@ def test_tables_have_no_empty_columns_and_reasons_stand_below_them(tmp_path, ove
     monkeypatch.setattr("lm.experiments.compare.write_page", lambda *_: "")
     path = written(tmp_path, tune={"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]})
     finish_all(Procedure(read_experiment(path, overrides)), lambda run: 5.0 + abs(run.rate - 2e-2))
-    compare([path], overrides, Work(), report_only=True)
+    compare_experiments([path], overrides, Work(), report_only=True)
     out = capsys.readouterr().out
     tuned, judged = (line.split() for line in out.splitlines() if line.split()[:1] == ["arm"])
     assert tuned == ["arm", "rate", "val/loss"]
@@ -128,7 +128,7 @@ def test_what_was_stopped_goes_on_and_what_failed_is_said(tmp_path, overrides):
     with pytest.raises(RunError, match="2 runs failed"):
         again.work()
     assert launched[3:] == ["ssmax seed 1", "ssmax seed 2"]
-    assert {one["arm"]: one["runs"] for one in summary(procedure)} == {"softmax": 2, "ssmax": 0}
+    assert {one["arm"]: one["runs"] for one in summary_lines(procedure)} == {"softmax": 2, "ssmax": 0}
 
 
 def interrupt() -> int:
@@ -142,7 +142,7 @@ def test_a_run_that_diverges_is_counted_and_not_trained_again(tmp_path, override
     assert [one.outcome.state for one in procedure.known()] == ["finished", "diverged"] * 2
     assert re.search(r"final: wild seed 1: diverged \(\S.*finite.*\), \d+ s; ", capsys.readouterr().out)
     Jobs(procedure, Slots(1), lambda run: pytest.fail(f"{run.label} is trained again")).work()
-    _, wild = summary(procedure)
+    _, wild = summary_lines(procedure)
     assert wild["verdict"] == "unstable"
     assert wild["reason"].startswith("2 final runs diverged: wild seed 1: "), wild["reason"]
 
@@ -219,7 +219,7 @@ def test_runs_measured_on_other_sequences_are_not_compared(tmp_path, overrides):
     folder = procedure.known()[0].config.run_folder
     assert lm("eval", str(folder), "eval.sequences=32").returncode == 0
     with pytest.raises(RunError, match="was measured on other sequences than in"):
-        summary(Procedure(read_experiment(path, overrides)))
+        summary_lines(Procedure(read_experiment(path, overrides)))
 
 
 def test_an_arm_whose_source_diverged_has_diverged_with_it(tmp_path, overrides):
@@ -230,7 +230,7 @@ def test_an_arm_whose_source_diverged_has_diverged_with_it(tmp_path, overrides):
     }
     procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1], arms=arms), overrides))
     Jobs(procedure, Slots(1), here).work()
-    assert [one["verdict"] for one in summary(procedure)[1:]] == ["unstable", "unstable"]
+    assert [one["verdict"] for one in summary_lines(procedure)[1:]] == ["unstable", "unstable"]
 
 
 def test_runs_on_other_text_are_not_mixed_in(tmp_path, overrides):
@@ -341,7 +341,7 @@ def test_an_arm_starts_from_another_arm_s_weights_seed_by_seed(tmp_path, overrid
     order = []
     Jobs(procedure, Slots(1), lambda run: order.append(run.label) or here(run)).work()
     assert order.index("softmax seed 2") < order.index("late seed 2")
-    assert [one["runs"] for one in summary(procedure)] == [2, 2]
+    assert [one["runs"] for one in summary_lines(procedure)] == [2, 2]
 
 
 def test_changes_of_what_is_trained_give_other_runs_and_changes_of_labels_do_not(tmp_path, overrides):

@@ -1,6 +1,7 @@
 """The structure of the package, derived from its source: imports point one way, and every module has its own name and its own subject."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -125,8 +126,7 @@ def test_a_module_can_be_read_in_one_sitting(name: str):
 
 
 # Rooms whose names have been gone through.
-NAMED = ("attention", "config", "data", "diagnostics", "errors", "evaluation", "files", "huggingface", "machine", "model", "progress",
-         "schema", "statistics", "training")  # fmt: skip
+NAMED = {*ROOMS} - {"cli", "commands", "functional"}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -143,6 +143,27 @@ def test_local_names_are_nouns(name: str):
     nodes = list(ast.walk(ast.parse(MODULES[name].read_text())))
     assigned = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     assert not {"one", "found", "made", "left"} & (assigned | {node.arg for node in nodes if isinstance(node, ast.arg)})
+
+
+@pytest.mark.parametrize(
+    ("what", "most"),
+    [
+        (r"csv\.(writer|DictWriter)\(", 1),
+        (r"from rich\.table import", 1),
+        (r"^(import|from) matplotlib", 2),
+        (r"^class (Arm|Comparison)\b", 2),
+    ],
+)
+def test_a_mechanism_stands_in_one_place(what: str, most: int):
+    assert 0 < sum(bool(re.search(what, path.read_text(), re.MULTILINE)) for path in MODULES.values()) <= most
+
+
+def test_no_public_name_of_experiments_and_reports_stands_in_two_modules():
+    names = Counter()
+    for name in (name for name in MODULES if room(name) in ("experiments", "report", "statistics")):
+        nodes = ast.parse(MODULES[name].read_text()).body
+        names.update(node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_")
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 @pytest.mark.parametrize("name", [name for name, path in MODULES.items() if path.name == "__init__.py"])

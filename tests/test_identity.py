@@ -9,7 +9,7 @@ from reported import build_run, compared
 from lm.config.tree import ExperimentConfig
 from lm.errors import RunError
 from lm.evaluation.swap import swap_run
-from lm.report.comparison import compare
+from lm.report.comparison import compare_runs
 from lm.runs import record
 from lm.runs.folder import read_config, read_json
 from lm.runs.record import read_run
@@ -29,7 +29,7 @@ def start(step: int, precision: str = "32", compiled: bool = False, **more: obje
 
 
 def arms(*folders: Path) -> list[list[str]]:
-    return [[run.name for run in arm.runs] for arm in compare([read_run(folder) for folder in folders]).arms]
+    return [[run.name for run in arm.runs] for arm in compare_runs([read_run(folder) for folder in folders]).arms]
 
 
 # ---------------------------------------------------------------- what was used

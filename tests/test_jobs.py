@@ -22,7 +22,7 @@ from lm.experiments.engine import Jobs, read_failure, retry
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Slots, Stopped
-from lm.experiments.summary import summary
+from lm.experiments.summary import summary_lines
 from lm.machine import born
 from lm.runs.folder import MetricTail, read_json, step_path
 from lm.training.train import find_checkpoint, train
@@ -226,7 +226,7 @@ def test_killed_at_random_the_same_work_ends_with_the_same_numbers(file, overrid
     for ours, theirs in zip(Procedure(killed.experiment).known(), undisturbed.known(), strict=True):
         assert metrics_but_times(ours.config.run_folder) == metrics_but_times(theirs.config.run_folder)
         assert same(weights(ours.config.run_folder), weights(theirs.config.run_folder))
-    assert summary(Procedure(killed.experiment)) == summary(Procedure(undisturbed.experiment))
+    assert summary_lines(Procedure(killed.experiment)) == summary_lines(Procedure(undisturbed.experiment))
 
 
 def metrics_but_times(folder: Path) -> list[dict]:

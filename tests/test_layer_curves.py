@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from conftest import PAINTING, unpainted
 from fabricated import save
-from reported import build_run
+from reported import build_run, write_report
 
-from lm.report.html import write_report
-from lm.report.layer_curves import POINTS, by_layer, layer_curves, title
+from lm.report.comparison_pictures import MOST_POINTS, layer_curves, layers_of, title
 from lm.runs.folder import METRICS
 from lm.runs.record import read_run
 
@@ -64,10 +63,10 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_line_is_the_median_over_heads_its_band_reaches_from_the_least_to_the_largest_and_no_spike_is_lost(run: Path):
-    picture = by_layer(read_run(run))
+    picture = layers_of(read_run(run))
     rows = list(csv.DictReader(io.StringIO(picture.csv)))
     scores = [row for row in rows if row["panel"] == "Largest score"]
-    assert len(scores) == 200 <= POINTS  # of 600 steps
+    assert len(scores) == 200 <= MOST_POINTS  # of 600 steps
     assert {(row["of"], row["y"], row["low"], row["high"]) for row in scores} == {("layer 0, median of 3", "2", "1", "6")}
     norms = [row for row in rows if row["panel"] == "Gradient norm before clipping"]
     assert {row["y"] for row in norms} == {"0.5", "nan"}

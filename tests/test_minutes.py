@@ -19,13 +19,11 @@ from trials import written
 from waiting import wait_until
 
 from lm.errors import ConfigError, RunError
-from lm.experiments import timing
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import open_experiment, start
-from lm.experiments.plan import costs, plan
+from lm.experiments.plan import _timed, costs, limited, plan, run_times, seeds_that_fit, total_seconds, with_all_seeds, write_limit
 from lm.experiments.procedure import Procedure
 from lm.experiments.slots import Slots
-from lm.experiments.timing import limited, run_times, seeds_that_fit, total_seconds, with_all_seeds, write_limit
 from lm.machine import born
 from lm.runs.folder import write_json
 from lm.training.pilot import pilot
@@ -89,7 +87,7 @@ def test_seeds_are_dropped_from_the_end_of_the_experiment_that_has_most_left(tmp
 
 
 def test_what_is_dropped_is_said_and_stays_dropped_until_the_limit_is(tmp_path, arguments, monkeypatch):
-    monkeypatch.setattr("lm.experiments.timing._pilot", lambda *_: ({("", "softmax"): 60.0, ("", "ssmax"): 60.0}, "a pilot"))
+    monkeypatch.setattr("lm.experiments.plan._pilot", lambda *_: ({("", "softmax"): 60.0, ("", "ssmax"): 60.0}, "a pilot"))
     monkeypatch.setattr("lm.experiments.compare.write_page", lambda *_: pytest.fail("nothing to report"))
     monkeypatch.setattr("lm.experiments.compare.Jobs.work", lambda self: seeds.append(self.procedure.experiment.seeds))
     seeds, path = [], tmp_path / "trial.yaml"
@@ -136,7 +134,7 @@ def test_a_pilot_times_every_arm_in_processes_and_is_kept(tmp_path, arguments, m
     assert times.keys() == {("", "softmax"), ("", "ssmax")}
     assert min(times.values()) > 0
     assert [path.name for path in procedure.experiment.folder.iterdir() if path.name not in ("resolved.json", "pilot.json")] == []
-    monkeypatch.setattr("lm.experiments.timing._timed", lambda *_: pytest.fail("timed again"))
+    monkeypatch.setattr("lm.experiments.plan._timed", lambda *_: pytest.fail("timed again"))
     assert run_times(procedure, costs(procedure), Slots(2))[0] == times
 
 
@@ -157,10 +155,10 @@ for path in map(pathlib.Path, sys.argv[1:]):
 def pilots(tmp_path, monkeypatch) -> list[str]:
     """The arms that are timed, by a program that says 60 s at once, and of arms called slow nothing but five steps of 2 s."""
     (tmp_path / "program.py").write_text(PILOT)
-    monkeypatch.setattr("lm.experiments.timing.COMMAND", [sys.executable, str(tmp_path / "program.py")])
-    monkeypatch.setattr("lm.experiments.timing.open_prepared", lambda _: None)
-    asked, timed = [], timing._timed
-    monkeypatch.setattr("lm.experiments.timing._timed", lambda configs, *more: asked.extend(configs) or timed(configs, *more))
+    monkeypatch.setattr("lm.experiments.plan.COMMAND", [sys.executable, str(tmp_path / "program.py")])
+    monkeypatch.setattr("lm.experiments.plan.open_prepared", lambda _: None)
+    asked, timed = [], _timed
+    monkeypatch.setattr("lm.experiments.plan._timed", lambda configs, *more: asked.extend(configs) or timed(configs, *more))
     return asked
 
 

@@ -5,15 +5,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from reported import build_run, compared, edit, first_sample, two_runs
+from reported import build_run, compared, edit, first_sample, two_runs, write_report
 
 from lm.attention.catalogue import label as normalizer_label
 from lm.errors import RunError
-from lm.report.comparison import compare
-from lm.report.descriptions import methods
-from lm.report.html import write_report
+from lm.report.comparison import Difference, compare_runs
+from lm.report.comparison_tables import methods
 from lm.report.pictures import Panel, Picture
-from lm.report.sections import Difference
 from lm.report.tables import digits, signed
 from lm.runs.record import read_run
 
@@ -30,7 +28,7 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_paired_differences_find_what_was_built_in(pair):
-    comparison = compare([read_run(folder) for folder in pair])
+    comparison = compare_runs([read_run(folder) for folder in pair])
     validation, plain_rope, scaled_rope = comparison.differences
     assert validation.interval.low < validation.interval.mean < validation.interval.high < 0
     assert validation.interval.mean == pytest.approx(-0.05, abs=0.01)
@@ -50,13 +48,13 @@ def test_runs_on_different_tokens_are_refused_a_difference_and_told_why(tmp_path
     html = files.html.read_text()
     assert "not measured on the same tokens" in html
     assert why in html
-    assert all(difference.interval is None for difference in compare([read_run(folder) for folder in folders]).differences)
+    assert all(difference.interval is None for difference in compare_runs([read_run(folder) for folder in folders]).differences)
     assert "[" not in files.markdown.read_text().split("- validation")[0]
 
 
 def test_keys_that_differ_besides_the_normalizer_are_shouted(tmp_path):
     folders = [build_run(tmp_path, "soft"), build_run(tmp_path, "scalable", "ssmax", optim={"lr": 0.002}, log={"every": 5})]
-    comparison = compare([read_run(folder) for folder in folders])
+    comparison = compare_runs([read_run(folder) for folder in folders])
     assert comparison.warning == "The arms differ in more than the normalizer: optim.lr."
     diff = dict(comparison.config_diff)
     assert diff["optim.lr"] == ("0.001", "0.002")
@@ -72,7 +70,7 @@ def test_a_key_that_is_off_is_as_one_that_an_older_run_lacks(pair):
     config = yaml.safe_load(path.read_text())
     assert config["eval"].pop("diagnostics") is None
     path.write_text(yaml.safe_dump(config, sort_keys=False))
-    diff = dict(compare([read_run(folder) for folder in pair]).config_diff)
+    diff = dict(compare_runs([read_run(folder) for folder in pair]).config_diff)
     assert "eval.diagnostics" not in diff
     assert diff["model.normalizer.scale"] == ("-", "learned")
 
@@ -80,7 +78,7 @@ def test_a_key_that_is_off_is_as_one_that_an_older_run_lacks(pair):
 def test_an_unfinished_run_is_shouted(pair):
     for kind in ("validation", "long_context"):
         edit(pair[1], kind, lambda content: content.update(tokens_seen=8192))
-    comparison = compare([read_run(folder) for folder in pair])
+    comparison = compare_runs([read_run(folder) for folder in pair])
     assert comparison.warning == "The runs have not seen the same number of tokens: softmax: 1,638,400; ssmax: 8,192."
 
 
@@ -90,7 +88,7 @@ def test_seeds_are_grouped_into_arms_and_paired(tmp_path):
         for normalizer, better in (("softmax", 0.0), ("ssmax", 0.05))
         for seed in (3, 1, 2)
     ]
-    comparison = compare([read_run(folder) for folder in folders])
+    comparison = compare_runs([read_run(folder) for folder in folders])
     assert [(arm.label, [run.seeds for run in arm.runs]) for arm in comparison.arms] == [
         ("softmax", [(1,), (2,), (3,)]),
         ("ssmax", [(1,), (2,), (3,)]),
@@ -142,22 +140,22 @@ def test_labels_tell_arms_apart(tmp_path):
         build_run(tmp_path, "c", "ssmax"),
         build_run(tmp_path, "d"),
     ]
-    labels = [arm.label for arm in compare([read_run(folder) for folder in folders]).arms]
+    labels = [arm.label for arm in compare_runs([read_run(folder) for folder in folders]).arms]
     assert labels == ["softmax, lr=0.001, a", "softmax, lr=0.002", "ssmax", "softmax, lr=0.001, d"]
 
 
 def test_the_baseline_is_chosen_by_run_arm_or_normalizer(pair):
     records = [read_run(folder) for folder in pair]
-    assert compare(records).arms[0].label == "softmax"
+    assert compare_runs(records).arms[0].label == "softmax"
     for name in ("scalable", "ssmax"):
-        assert compare(records, name).arms[0].label == "ssmax"
+        assert compare_runs(records, name).arms[0].label == "ssmax"
     with pytest.raises(RunError, match="choose from: softmax, ssmax"):
-        compare(records, "sofmax")
+        compare_runs(records, "sofmax")
 
 
 def test_buckets_that_miss_the_range_say_their_own_positions(tmp_path):
     folders = [build_run(tmp_path, "soft", align=False), build_run(tmp_path, "scalable", "ssmax", align=False)]
-    difference = compare([read_run(folder) for folder in folders]).differences[1]
+    difference = compare_runs([read_run(folder) for folder in folders]).differences[1]
     assert re.search(r"positions 282-512", difference.what)
     assert difference.interval
 
@@ -176,7 +174,7 @@ def test_the_methods_name_what_models_are_made_of_and_what_is_minimised(tmp_path
     plain = read_run(build_run(tmp_path, "plain"))
     other = read_run(build_run(tmp_path, "modern", model=modern, optim={"z_loss": 1e-4, "schedule": "wsd"}))
     gated = read_run(build_run(tmp_path, "gau", model={"block": "gau", "n_head": 1}))
-    one, both, units = (methods(compare(runs)) for runs in ([other], [plain, other], [gated]))
+    one, both, units = (methods(compare_runs(runs)) for runs in ([other], [plain, other], [gated]))
     assert "Architecture: mlp relu2, norm rms, position rope, position theta 10000.0, " in one
     assert "qk norm true, " in one
     assert "value residual first_layer, logit softcap 15.0. Training used " in one

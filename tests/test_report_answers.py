@@ -5,10 +5,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reported import asked, build_run, compared, edit, first_sample, fraction_right, write_answers, write_evaluation, write_series
+from reported import (
+    asked,
+    build_run,
+    compared,
+    edit,
+    first_sample,
+    fraction_right,
+    write_answers,
+    write_evaluation,
+    write_report,
+    write_series,
+)
 
-from lm.report.html import write_report
-from lm.report.overview import overview
+from lm.report.comparison_pictures import overview
 from lm.runs.record import read_run
 from lm.runs.series import Sample, validation_series
 from lm.statistics.intervals import Interval, effective_trials, wilson

@@ -18,14 +18,14 @@ import pytest
 from conftest import PAINTING, lm, unpainted
 from fabricated import save
 from matplotlib.figure import Figure
-from reported import build_run, first_sample, plain, two_runs, write_evaluation, write_series
+from reported import build_run, first_sample, plain, two_runs, write_evaluation, write_report, write_series
 from rich.console import Console
 
 from lm.errors import RunError
-from lm.report.comparison import compare
+from lm.report.comparison import compare_runs
+from lm.report.comparison_pictures import overview
 from lm.report.comparison_tables import print_comparison
-from lm.report.html import write_comparison, write_report
-from lm.report.overview import overview
+from lm.report.html import write_comparison
 from lm.report.pictures import COLOURS, DARK, PAPER, Map, Panel, Picture, Trace, colour_and_marker, dashes_and_width, fractions
 from lm.runs.record import read_run
 from lm.runs.series import Axis, Series, Shown
@@ -56,18 +56,18 @@ def numbers(text: str) -> set[str]:
 def test_all_formats_have_the_same_numbers(pair, tmp_path):
     files = write_report(pair, tmp_path / "out")
     markdown = files.markdown.read_text().split("- validation")[0]
-    results = re.search(r"<h2>Results.*?<h2>", files.html.read_text(), re.DOTALL)[0].replace("&#43;", "+")
+    results = re.search(r"<h2>Measured at the end.*?<h2>", files.html.read_text(), re.DOTALL)[0].replace("&#43;", "+")
     html = "".join(re.findall(r"<table.*?</table>", results, re.DOTALL)[:-1])  # the last has the differences again
     assert numbers(markdown) == numbers(files.csv.read_text()) == numbers(files.latex.read_text()) == numbers(html)
     assert len(numbers(markdown)) > 20
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    print_comparison(compare([read_run(folder) for folder in pair]), console)
+    print_comparison(compare_runs([read_run(folder) for folder in pair]), console)
     assert numbers(markdown) <= numbers(console.export_text())
 
 
 def shown(folders: list[Path], out: Path) -> dict[str, str]:
     """Every format of a report as text: heads of columns, captions, legends."""
-    comparison = compare([read_run(folder) for folder in folders])
+    comparison = compare_runs([read_run(folder) for folder in folders])
     files, picture = write_comparison(comparison, out), overview(comparison)
     console = Console(width=200, record=True, file=io.StringIO())
     print_comparison(comparison, console)
@@ -75,7 +75,6 @@ def shown(folders: list[Path], out: Path) -> dict[str, str]:
     found["latex"] = found["latex"].replace("\\\\", "")
     return found | {
         "terminal": console.export_text(),
-        "footer": picture.footer,
         "legend": " ".join(picture.arms),
         "caption": picture.caption,
     }
@@ -195,7 +194,7 @@ def test_one_run_has_a_report_without_differences(pair, tmp_path):
 
 
 def test_no_evaluation_of_the_same_sequences_twice(pair):
-    assert len(compare([read_run(pair[0]), read_run(pair[0])]).arms[0].runs) == 1
+    assert len(compare_runs([read_run(pair[0]), read_run(pair[0])]).arms[0].runs) == 1
 
 
 def test_an_unwritable_folder_is_a_run_error(pair, tmp_path):
@@ -260,9 +259,9 @@ def test_a_report_reads_every_file_of_a_run_once_and_the_log_for_its_digest(tmp_
 
 def test_what_a_key_affects_is_found_once(tmp_path, monkeypatch: pytest.MonkeyPatch):
     folders = [build_run(tmp_path, f"run-{number}", seed=number) for number in range(1, 9)]
-    write_comparison(compare([read_run(folder) for folder in folders[:4]]), tmp_path / "out")
+    write_comparison(compare_runs([read_run(folder) for folder in folders[:4]]), tmp_path / "out")
     monkeypatch.setattr("lm.config.effects.effect", lambda schema, path: pytest.fail(f"{path} is looked up again"))
-    write_comparison(compare([read_run(folder) for folder in folders]), tmp_path / "out")
+    write_comparison(compare_runs([read_run(folder) for folder in folders]), tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -276,7 +275,7 @@ def test_a_table_of_points_begins_with_the_numbers_at_the_last_point(tmp_path, b
         one = Series("needle", "accuracy", "fraction", better, 64, np.array([1.0, fraction]), axis=axis, shown=shown, setting="as trained")
         write_series(folders[-1], "needle", [one], 200)
     said = f"Accuracy in sequences of 256 tokens, as trained: {first.replace('soft', 'softmax').replace('scalable', 'ssmax')}."
-    comparison = compare([read_run(folder) for folder in folders])
+    comparison = compare_runs([read_run(folder) for folder in folders])
     console = Console(width=200, record=True, file=io.StringIO())
     print_comparison(comparison, console)
     files = write_comparison(comparison, tmp_path / "out")
@@ -341,7 +340,7 @@ def test_every_colour_of_a_picture_has_its_counterpart_on_dark_pages():
     traces = [Trace(arm, kind, x, x + arm, kind, x + arm - 0.5, x + arm + 0.5) for arm, kind in enumerate(kinds)]
     traces += [Trace(arm, "keyed", x, x, "mean", keyed=True) for arm in (6, -1)]
     panel = Panel("title", "x", "y", traces, zero=True, small=0.1, marks={1.5: "mark"}, levels={1.0: "level"}, rings=[(1.0, 1.0, 0)])
-    svg = Picture([panel], ["name"] * 7, footer="footer").svg
+    svg = Picture([panel], ["name"] * 7).svg
     head, drawn = svg.split("</style>", 1)
     assert {*re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", drawn)} <= DARK.keys()
     assert "#000000" not in DARK, "the default of SVG has no style to find"

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reported import build_run, compared, edit, write_evaluation
+from reported import build_run, compared, edit, write_evaluation, write_report
 
 from lm.errors import RunError
+from lm.report.comparison_pictures import overview
 from lm.report.comparison_tables import comparison_tables
-from lm.report.html import write_report
-from lm.report.overview import overview
 from lm.runs.record import read_run
 from lm.runs.series import Axis, Sample, Series, Shown
 
@@ -81,9 +80,11 @@ def test_a_made_up_kind_has_panels_for_what_is_over_an_axis(folders):
     for folder in folders:
         next(folder.glob("evaluations/probe.*")).unlink()
     titles = [[panel.title for panel in drawn.panels] for drawn in (overview(compared(*folders)[0]), picture)]
-    assert titles[1] == [*titles[0], "Sparsity of attention", "Reach by depth"]
-    assert "Panel 3: sparsity by position, from position 16. Bands: 95% interval over sequences, 1 seed." in picture.caption
-    assert "Panel 4: reach by depth (books, as trained). Bands: 95% interval over sequences, 1 seed." in picture.caption
+    made_up = ["Sparsity of attention: sparsity, as trained", "Reach by depth: reach, books, as trained"]
+    difference = "paired difference to softmax"
+    assert titles[1] == [*titles[0], made_up[0], f"{made_up[0]}: {difference}", made_up[1], f"{made_up[1]}: {difference}"]
+    assert "Reach by depth. Thin: single seeds; thick: their mean. Bands: 95% intervals over sequences, 1 seed." in picture.caption
+    assert "From position 16." in picture.caption
 
 
 def test_series_that_are_none_are_refused_in_one_line(folders):

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 from fabricated import save
-from reported import SEQ_LEN, build_run, edit, two_runs, write_evaluation
+from reported import SEQ_LEN, build_run, edit, two_runs, write_evaluation, write_report
 
 from lm.errors import RunError
-from lm.report.comparison import compare
-from lm.report.html import write_report
+from lm.report.comparison import compare_runs
 from lm.runs.evaluations import Evaluation, read_evaluation
 from lm.runs.folder import PEAK_MEMORY, peak_memory, training_seconds
 from lm.runs.record import read_run
@@ -32,8 +31,8 @@ def test_a_run_is_read_whole(pair):
     assert validation.samples[0].values.shape == (128, 1)
     assert bits.samples == ()
     assert [(one.setting, one.samples[0].values.shape[0]) for one in long] == [("as trained", 24), ("theta x 50", 24)]
-    assert len(run.training.tokens) == 100
-    assert len(run.validations.tokens) == 20
+    assert len(run.curve("train/loss").tokens) == 100
+    assert len(run.curve("val/loss").tokens) == 20
 
 
 def test_the_last_evaluation_counts(pair):
@@ -48,7 +47,7 @@ def test_evaluations_of_different_steps_are_said(pair):
     path.unlink()
     run = read_run(pair[0])
     assert run.missing == ("the validation evaluation is of step 200, the long-context evaluation of step 90",)
-    checks = {check.what: check.ok for check in compare([run, read_run(pair[1])]).checks}
+    checks = {check.what: check.ok for check in compare_runs([run, read_run(pair[1])]).checks}
     assert checks["tokens seen"] is True
     assert checks["tokens seen, long-context sequences"] is False
 
@@ -57,7 +56,7 @@ def test_a_cut_off_last_line_is_ignored(pair):
     path = pair[0] / "metrics.jsonl"
     path.write_text(path.read_text() + '{"step": 201, "tok')
     run = read_run(pair[0])
-    assert len(run.training.tokens) == 100
+    assert len(run.curve("train/loss").tokens) == 100
     assert run.missing == ()
 
 
@@ -67,7 +66,7 @@ def test_an_unreadable_line_inside_is_skipped_and_said_and_repeated_steps_count_
     path.write_text("\n".join([*lines[:3], '{"step": 3, "to{"st', *lines[2:]]) + "\n")
     save(pair[0], 200)
     run = read_run(pair[0])
-    assert len(run.training.tokens) == 100
+    assert len(run.curve("train/loss").tokens) == 100
     assert "line" in run.missing[0]
     assert "4" in run.missing[0]
 
@@ -154,11 +153,8 @@ def test_a_field_of_another_type_in_a_result_is_one_line_or_harmless(pair, value
                 Evaluation.of(changed)
 
 
-def test_training_time_is_over_all_starts_or_after_a_step(tmp_path):
-    log = tmp_path / "metrics.jsonl"
-    log.write_text("".join(json.dumps({"step": step, "elapsed_s": 1.5 * step, PEAK_MEMORY: 10 - step}) + "\n" for step in (2, 4, 6)))
-    with log.open("a") as file:
-        file.write('{"step": 6, "val/loss": 4.0}\n')
-    assert [training_seconds(log, step) for step in (0, 4, 6)] == [9.0, 3.0, 0.0]
-    assert training_seconds(tmp_path / "none") is peak_memory(tmp_path / "none") is None
-    assert peak_memory(log) == 8
+def test_training_time_is_over_all_starts_or_after_a_step():
+    lines = [{"step": step, "elapsed_s": 1.5 * step, PEAK_MEMORY: 10 - step} for step in (2, 4, 6)] + [{"step": 6, "val/loss": 4.0}]
+    assert [training_seconds(lines, step) for step in (0, 4, 6)] == [9.0, 3.0, 0.0]
+    assert training_seconds([]) is peak_memory([]) is None
+    assert peak_memory(lines) == 8

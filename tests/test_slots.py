@@ -20,10 +20,9 @@ from lm.errors import ConfigError, RunError
 from lm.experiments.engine import Jobs
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.live_table import LiveTable
-from lm.experiments.plan import costs
+from lm.experiments.plan import costs, run_times, total_seconds
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Devices, Slots, named, slots_of
-from lm.experiments.timing import run_times, total_seconds
 from lm.model.device import gpus_of, visible_gpus
 
 MIG = "MIG-3eb87630-93d5-b2b6-b8ff-9b359caf4ee2,MIG-8e88b630-93d5-b2b6-b8ff-9b359caf4ee2"
@@ -205,8 +204,8 @@ for _ in sys.argv[1:]:
 def test_a_pilot_works_in_the_slots_of_the_runs(gpus, tmp_path, monkeypatch):
     gpus(4)
     (tmp_path / "program.py").write_text(PILOT.replace("EVENTS", str(tmp_path / "events")))
-    monkeypatch.setattr("lm.experiments.timing.COMMAND", [sys.executable, str(tmp_path / "program.py")])
-    monkeypatch.setattr("lm.experiments.timing.open_prepared", lambda _: None)
+    monkeypatch.setattr("lm.experiments.plan.COMMAND", [sys.executable, str(tmp_path / "program.py")])
+    monkeypatch.setattr("lm.experiments.plan.open_prepared", lambda _: None)
     procedure = opened(tmp_path)
 
     def seen(per_gpu: int, *overrides: str) -> list[str]:

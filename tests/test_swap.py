@@ -25,7 +25,7 @@ from lm.model.cross_entropy import Head, token_kl
 from lm.model.decoder import Decoder, is_normalizer
 from lm.model.device import Device
 from lm.model.swapped import fit, score_factors, swapped
-from lm.report.comparison import compare
+from lm.report.comparison import compare_runs
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.loading import load
 from lm.runs.record import read_run
@@ -515,7 +515,7 @@ def test_a_report_says_what_was_swapped_and_what_weights_had_seen(trained: Path,
     assert command("eval", str(tmp_path / "out"), "eval.sequences=64").returncode == 0
     options = ["eval.sequences=64", "trainer.max_steps=40", "trainer.checkpoint_every=20"]
     train(tiny("name=longer", "model.normalizer={name: ssmax, init: unit}", f"init_from={tmp_path / 'out'}", *options))
-    comparison = compare([read_run(folder) for folder in (trained, tmp_path / "out", tiny("name=longer").run_folder)])
+    comparison = compare_runs([read_run(folder) for folder in (trained, tmp_path / "out", tiny("name=longer").run_folder)])
     labels = [arm.label for arm in comparison.arms]
     assert labels[0] == "softmax"
     assert labels[1] == "softmax -> ssmax after training (init match)"

@@ -27,8 +27,8 @@ from lm.huggingface.exporting import export_for_transformers
 from lm.model.decoder import Decoder
 from lm.model.swapped import swapped
 from lm.model.transfer import gradients_to_norm, scalings
-from lm.report.comparison import compare
-from lm.report.descriptions import training_methods
+from lm.report.comparison import compare_runs
+from lm.report.comparison_tables import training_methods
 from lm.runs.loading import load, save_model
 from lm.runs.record import read_run
 from lm.training.before_training import check_before_data
@@ -248,7 +248,7 @@ def test_factors_of_groups_multiply_and_the_banner_shows_the_product(tiny, capsy
 
 def test_a_report_says_what_model_the_learning_rate_is_of(tmp_path: Path):
     base = {"transfer": {"base_width": 64, "base_depth": 3}}
-    said = [training_methods(compare([read_run(build_run(tmp_path, name, model=model))])) for name, model in (("a", {}), ("b", base))]
+    said = [training_methods(compare_runs([read_run(build_run(tmp_path, name, model=model))])) for name, model in (("a", {}), ("b", base))]
     assert ", base width 64, base depth 3, " in said[1]
     assert said[0] == said[1].replace("base width 64, base depth 3, ", "")
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lm.statistics.tuning import differences, mean_loss, tuned
+from lm.statistics.tuning import mean_loss, rate_differences, tuned
 
 GRID = (1e-3, 2e-3, 4e-3)
 
@@ -65,8 +65,8 @@ def test_what_can_t_be_tuned_is_refused(grid, losses):
 
 def test_differences_are_at_the_rates_of_both_infinite_where_one_diverged_and_none_where_both_did():
     losses = {"a": bowl(2e-3), "base": {rate: [loss + 0.5 for loss in some] for rate, some in bowl(4e-3).items()}}
-    both = differences("a", "base", losses)
+    both = rate_differences("a", "base", losses)
     assert {rate: pytest.approx(both[rate]) for rate in (1e-3, 4e-3)} == {1e-3: [-3.5, -3.5], 4e-3: [0.5, 0.5]}
     losses["a"][4e-3] = [math.inf, math.inf]
     losses["base"][4e-3] = [5.0, math.inf]
-    assert differences("a", "base", losses)[4e-3] == [math.inf]
+    assert rate_differences("a", "base", losses)[4e-3] == [math.inf]

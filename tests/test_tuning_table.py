@@ -12,7 +12,7 @@ from fabricated import finish_all
 from lm.errors import ConfigError
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.summary import summary, tuning_means, tuning_table
+from lm.experiments.summary import summary_lines, tuning_means, tuning_table
 from lm.report.tables import csv_text
 
 FILE = {
@@ -58,14 +58,14 @@ def test_a_table_chooses_the_rates_that_the_grid_chose(tmp_path, table, on_a_gri
     assert tuning_means(again) == tuning_means(on_a_grid)
     assert {one.stage for one in again.known()} == {"final"}
     assert {one.config.name for one in again.known()} < {one.config.name for one in on_a_grid.known()}
-    assert summary(again) == summary(on_a_grid)
+    assert summary_lines(again) == summary_lines(on_a_grid)
     assert again.notes() == on_a_grid.notes()
     assert {one["seed"] for one in tuning_table(on_a_grid)} == {101, 102}
 
 
 def test_an_arm_may_be_left_out(tmp_path, table):
     arms = {name: FILE["arms"][name] for name in ("softmax", "ssmax")}
-    (scalable,) = summary(finish_all(experiment(tmp_path, arms=arms, tune={"table": "rates.csv"}), loss))[1:]
+    (scalable,) = summary_lines(finish_all(experiment(tmp_path, arms=arms, tune={"table": "rates.csv"}), loss))[1:]
     assert scalable["rate"] == BEST["ssmax"]
 
 
@@ -80,7 +80,7 @@ def test_a_table_of_another_configuration_is_said(tmp_path, table):
 def test_an_arm_at_the_edge_of_the_table_is_not_tuned(tmp_path, table):
     lines = [line for line in table.read_text().splitlines() if ",0.08," not in line]
     table.write_text("\n".join(lines) + "\n")
-    _, scalable, log_n = summary(finish_all(experiment(tmp_path, tune={"table": "rates.csv"}), loss))
+    _, scalable, log_n = summary_lines(finish_all(experiment(tmp_path, tune={"table": "rates.csv"}), loss))
     assert (scalable["verdict"], scalable["rate"]) == ("not tuned", None)
     assert log_n["verdict"] != "not tuned"
 
@@ -138,7 +138,7 @@ def test_a_grid_that_would_leave_the_key_s_range_ends_not_tuned(tmp_path):
     procedure = experiment(tmp_path, tune={"key": "optim.optimizer.beta1", "grid": [0.3, 0.6], "seeds": [101, 102]})
     finish_all(procedure, lambda run: 2 - run.rate)
     assert {one.rate for one in procedure.known()} == {0.3, 0.6}
-    assert [one["verdict"] for one in summary(procedure)[1:]] == ["not tuned"] * 2
+    assert [one["verdict"] for one in summary_lines(procedure)[1:]] == ["not tuned"] * 2
 
 
 def test_intervals_and_maps_have_a_column_for_each_of_their_numbers():

@@ -15,10 +15,10 @@ from lm.errors import RunError
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure
-from lm.experiments.summary import summary
+from lm.experiments.summary import summary_lines
 from lm.runs.folder import METRICS
 from lm.runs.series import Axis, Sample, Series
-from lm.statistics.learned import Learned, clopper_pearson, fewest_seeds, fisher_exact, learned_verdicts
+from lm.statistics.learned import LearnedCounts, clopper_pearson, fewest_seeds, fisher_exact, learned_verdicts
 
 
 def test_p_is_that_of_fishers_exact_test():
@@ -41,26 +41,26 @@ def test_intervals_are_clopper_and_pearsons():
 @pytest.mark.parametrize(
     ("one", "kind", "reason"),
     [
-        (Learned(5, 5, 0, 5, planned=5), "better", "5 of 5 have learned, 0 of 5 of the baseline; Fisher's exact test: p = 0.0079"),
-        (Learned(0, 5, 5, 5, planned=5), "worse", "p = 0.0079"),
-        (Learned(5, 5, 5, 5, planned=5), "undecided", "p = 1"),
-        (Learned(3, 3, 0, 3, planned=3), "undecided", "can show a difference from 4 seeds on"),
-        (Learned(4, 4, 0, 4, planned=4), "better", "p = 0.029"),
-        (Learned(4, 4, 0, 4, planned=5), "incomplete", "4 of 5 seeds have ended"),
-        (Learned(5, 5, 0, 5, diverged=2, planned=5), "better", "2 diverged, and count as not learned"),
-        (Learned(0, 0, 0, 0, tuned=False), "not tuned", "edge"),
-        (Learned(5, 5, 0, 5, [(5, 5, 5, 5)], planned=5), "undecided", "not so at the other rates that the arms were trained at"),
-        (Learned(5, 5, 0, 5, [(5, 5, 1, 5)], planned=5), "better", "p = 0.048"),
-        (Learned(3, 3, 0, 3, [(3, 3, 3, 3)], planned=3), "undecided", "can show a difference from 4 seeds on"),
+        (LearnedCounts(5, 5, 0, 5, planned=5), "better", "5 of 5 have learned, 0 of 5 of the baseline; Fisher's exact test: p = 0.0079"),
+        (LearnedCounts(0, 5, 5, 5, planned=5), "worse", "p = 0.0079"),
+        (LearnedCounts(5, 5, 5, 5, planned=5), "undecided", "p = 1"),
+        (LearnedCounts(3, 3, 0, 3, planned=3), "undecided", "can show a difference from 4 seeds on"),
+        (LearnedCounts(4, 4, 0, 4, planned=4), "better", "p = 0.029"),
+        (LearnedCounts(4, 4, 0, 4, planned=5), "incomplete", "4 of 5 seeds have ended"),
+        (LearnedCounts(5, 5, 0, 5, diverged=2, planned=5), "better", "2 diverged, and count as not learned"),
+        (LearnedCounts(0, 0, 0, 0, tuned=False), "not tuned", "edge"),
+        (LearnedCounts(5, 5, 0, 5, [(5, 5, 5, 5)], planned=5), "undecided", "not so at the other rates that the arms were trained at"),
+        (LearnedCounts(5, 5, 0, 5, [(5, 5, 1, 5)], planned=5), "better", "p = 0.048"),
+        (LearnedCounts(3, 3, 0, 3, [(3, 3, 3, 3)], planned=3), "undecided", "can show a difference from 4 seeds on"),
     ],
 )
-def test_each_verdict_follows_from_what_it_says(one: Learned, kind: str, reason: str):
+def test_each_verdict_follows_from_what_it_says(one: LearnedCounts, kind: str, reason: str):
     found = learned_verdicts({"arm": one})["arm"]
     assert (found.kind, reason in found.reason) == (kind, True), found.reason
 
 
 def test_one_of_two_comparisons_needs_more_seeds():
-    counts = {"a": Learned(4, 4, 0, 4, planned=4), "b": Learned(0, 4, 0, 4, planned=4)}
+    counts = {"a": LearnedCounts(4, 4, 0, 4, planned=4), "b": LearnedCounts(0, 4, 0, 4, planned=4)}
     assert learned_verdicts(counts)["a"].kind == "undecided"
     assert "from 5 seeds on" in learned_verdicts(counts)["a"].reason
     assert (fewest_seeds(0.05), fewest_seeds(0.025)) == (4, 5)
@@ -108,7 +108,7 @@ def test_recall_is_judged_by_the_runs_that_have_learned_it(tmp_path):
     procedure = experiment(tmp_path, learned=0.9)
     for run in procedure.known():
         finish(run, 5.0, recall({"softmax": 0.1, "ssmax": 0.95}[run.arm]))
-    soft, scalable = summary(procedure)
+    soft, scalable = summary_lines(procedure)
     assert (soft["learned"], scalable["learned"], scalable["verdict"]) == (0, 5, "better")
     assert scalable["fraction_learned"] == pytest.approx([1.0, 0.4782, 1.0], abs=1e-4)
     assert (soft["mean"], scalable["mean"]) == pytest.approx((0.1, 0.95)), "all questions report"
@@ -122,7 +122,7 @@ def test_a_diverged_run_has_not_learned(tmp_path):
         if run.arm == "ssmax":
             shutil.rmtree(folder / "checkpoints")
             (folder / METRICS).write_text('{"step": 3, "diverged": "loss is not finite"}\n')
-    _, scalable = summary(procedure)
+    _, scalable = summary_lines(procedure)
     assert (scalable["learned"], scalable["ended"], scalable["verdict"]) == (0, 5, "worse")
 
 
@@ -130,7 +130,7 @@ def test_recall_s_mean_accuracy_is_a_metric_as_any_other(tmp_path):
     procedure = experiment(tmp_path, matters=0.05)
     for run in procedure.known():
         finish(run, 5.0, recall({"softmax": 0.1, "ssmax": 0.8}[run.arm] + 0.01 * run.seed * (run.arm == "ssmax")))
-    _, scalable = summary(procedure)
+    _, scalable = summary_lines(procedure)
     assert (scalable["verdict"], scalable["difference"][0]) == ("better", pytest.approx(0.73))
 
 
@@ -139,7 +139,7 @@ def test_the_wrong_direction_is_said(tmp_path):
     for run in procedure.known():
         finish(run, 5.0, recall(0.5))
     with pytest.raises(RunError, match="higher is better; correct the experiment"):
-        summary(procedure)
+        summary_lines(procedure)
 
 
 def test_the_plan_says_from_how_many_seeds_on_a_difference_can_be_shown(tmp_path):

@@ -13,12 +13,11 @@ from fabricated import finish, validate
 
 from lm.errors import ConfigError
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.page_pictures import differences, rates
-from lm.experiments.page_tables import SizeResults, seeds_table, summary_table
-from lm.experiments.page_words import answers, question
+from lm.experiments.page import answers, question
+from lm.experiments.page_tables import SizeResults, differences_picture, rates_picture, seeds_table, summary_table
 from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.summary import summary, tuning_table
+from lm.experiments.summary import summary_lines, tuning_table
 from lm.report.tables import csv_text
 from lm.runs.series import validation_series
 from lm.statistics.intervals import over_seeds
@@ -80,7 +79,7 @@ def test_the_verdict_is_on_the_ratio_of_tokens_paired_by_seed(tmp_path):
     procedure = experiment(tmp_path)
     for run in procedure.known():
         trained(run, reached(run))
-    soft, scalable = summary(procedure)
+    soft, scalable = summary_lines(procedure)
     logs = np.log([0.7 * (1 + 0.013 * seed) / (1 + 0.01 * seed) for seed in (1, 2, 3)])
     expected = np.exp(over_seeds(logs).interval().listed())
     assert scalable["verdict"] == "better"
@@ -108,7 +107,7 @@ def test_a_run_that_never_reaches_the_value_is_counted_and_said(tmp_path):
     procedure = experiment(tmp_path, seeds=[1, 2, 3, 4, 5])
     for run in procedure.known():
         trained(run, 10_000 if run.arm == "ssmax" and run.seed > 3 else 100 if run.arm == "softmax" and run.seed == 1 else reached(run))
-    soft, scalable = summary(procedure)
+    soft, scalable = summary_lines(procedure)
     expected = "2 of 5 runs of ssmax did not reach val/loss 4.6; 1 of 5 runs of softmax had reached 4.6 at the first evaluation"
     assert (scalable["verdict"], scalable["reason"]) == ("not reached", expected)
     assert (scalable["factor"], scalable["reached"], scalable["mean"], soft["mean"]) == (None, 3, None, None)
@@ -145,11 +144,11 @@ def test_other_rates_are_shown_by_tokens_on_the_selection_text(tmp_path, monkeyp
     while left := [one for one in procedure.known() if not one.outcome.ended]:
         for run in left:
             trained(run, by_rate[run.rate][run.arm == "ssmax"] * (1 + 0.01 * (run.seed % 3) * (run.arm == "ssmax")))
-    _, scalable = summary(procedure)
+    _, scalable = summary_lines(procedure)
     assert scalable["factors_by_rate"]["0.001"] > 1 > scalable["factors_by_rate"]["0.002"]
     at_end, at_rates = (
         [line for line in csv.DictReader(made.csv.splitlines()) if line["of"].startswith("ssmax")]
-        for made in (differences(procedure, [SizeResults(procedure, "", procedure.judged())]), rates(procedure, ""))
+        for made in (differences_picture(procedure, [SizeResults(procedure, "", procedure.judged())]), rates_picture(procedure, ""))
     )
     (bar,) = (line for line in at_end if line["kind"] == "interval")
     assert float(bar["y"]) == pytest.approx(scalable["factor"][0] - 1, abs=1e-3)
@@ -159,7 +158,7 @@ def test_other_rates_are_shown_by_tokens_on_the_selection_text(tmp_path, monkeyp
     table.write_text(csv_text(tuning_table(procedure)))
     assert "tokens to val/loss 4.6" in next(csv.reader(table.open()))
     again = experiment(tmp_path, tune={"table": "rates.csv"})
-    assert summary(again) == summary(procedure)
+    assert summary_lines(again) == summary_lines(procedure)
 
 
 @pytest.mark.parametrize(

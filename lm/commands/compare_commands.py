@@ -60,7 +60,7 @@ def compare(
     """
     files, overrides = paths_and_overrides(arguments, "no experiment file given, e.g. configs/experiments/ssmax.yaml")
     from lm.commands.python_face import send_to_wandb
-    from lm.experiments.compare import VERDICTS, Work, compare, print_commands
+    from lm.experiments.compare import VERDICTS, Work, compare_experiments, print_commands
     from lm.experiments.experiment_file import read_experiment
     from lm.experiments.experiment_folder import folder_of
 
@@ -76,7 +76,7 @@ def compare(
     else:
         work = Work(jobs, retry, minutes, anew, aa, jobs_per_gpu, submit, workers, job_options)
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
-            compare(files, overrides, work, plan, report_only, out, send_to_wandb)
+            compare_experiments(files, overrides, work, plan, report_only, out, send_to_wandb)
         for path in files if as_json else ():
             print((folder_of(read_experiment(path, overrides), aa) / f"{VERDICTS}.json").read_text(encoding="utf-8"), end="")
 
@@ -105,7 +105,8 @@ def judge(
     from lm.experiments.page_tables import print_verdicts
     from lm.runs.folder import json_bytes
 
-    judged = judged_table(table, metric, better, matters, spread, baseline, where, by or ())
+    asked = {"metric": metric, "better": better, "matters": matters, "spread": spread}
+    judged = judged_table(table, asked, baseline, where, by or ())
     question, lines = judged.question, judged.lines()
     if as_json:
         print(json_bytes({"primary": vars(question.primary), "arms": lines}).decode(), end="")
@@ -119,12 +120,12 @@ def report(runs: Runs, out: Out = None, baseline: Baseline = None) -> None:
 
     Writes report.html, the picture report.png, and tables as CSV, Markdown and LaTeX.
     """
-    from lm.report.comparison import compare
+    from lm.report.comparison import compare_runs
     from lm.report.comparison_tables import print_comparison
     from lm.report.html import write_comparison
     from lm.runs.record import read_run
 
-    comparison = compare([read_run(folder) for folder in runs], baseline)
+    comparison = compare_runs([read_run(folder) for folder in runs], baseline)
     files = write_comparison(comparison, out or (runs[0] if len(runs) == 1 else runs[0].parent / "report"))
     print_comparison(comparison)
     print(f"report: {files.html}\npicture: {files.png}")

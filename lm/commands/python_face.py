@@ -21,15 +21,14 @@ from lm import Given
 from lm.commands.arguments import paths_and_overrides
 from lm.config.load import load, to_yaml
 from lm.errors import ConfigError, Problem, RunError, one_line
-from lm.experiments.compare import REPORT, VERDICTS, Work
-from lm.experiments.compare import compare as compare_experiments
+from lm.experiments.compare import REPORT, VERDICTS, Work, compare_experiments
 from lm.experiments.experiment import Experiment, Primary
 from lm.experiments.experiment_folder import open_experiment
 from lm.experiments.judging import Judged, judge_table
 from lm.experiments.page import PAGE
 from lm.report.frame import evaluation_blocks, frame, results, run_columns
 from lm.report.tables import csv_text
-from lm.runs.folder import CONFIG, METRICS, read_metrics
+from lm.runs.folder import CONFIG
 from lm.runs.record import read_run
 from lm.schema import Plain, build
 from lm.training.mirror import send_report
@@ -162,38 +161,31 @@ def judge(
     Raises:
         LMError: the question is wrong, or the table lacks a column, an arm, a seed or a number, or has a run twice.
     """
-    return pd.read_csv(io.StringIO(csv_text(judged_table(table, metric, better, matters, None, baseline, where, by).lines())))
+    judged = judged_table(table, {"metric": metric, "better": better, "matters": matters}, baseline, where, by)
+    return pd.read_csv(io.StringIO(csv_text(judged.lines())))
 
 
 def judged_table(
-    table: str | os.PathLike | pd.DataFrame,
-    metric: str,
-    better: str,
-    matters: float,
-    spread: float | None,
-    baseline: str | None,
-    where: str,
-    by: Sequence[str],
+    table: str | os.PathLike | pd.DataFrame, question: dict[str, object], baseline: str | None, where: str, by: Sequence[str]
 ) -> Judged:
-    """The verdicts on a table: arguments and errors of `judge`; `spread`: the standard deviation of differences that is expected."""
+    """The verdicts on a table: arguments and errors of `judge`; `question`: keys of `primary`."""
     problems: list[Problem] = []
-    asked: dict[str, Plain] = {"metric": metric, "better": better, "matters": matters, "spread": spread}
-    primary = build(Primary, asked, "", problems)
+    primary = build(Primary, question, "", problems)
     if problems:
         raise ConfigError(problems)
-    if isinstance(table, pd.DataFrame):
-        return judge_table(table, "the table", primary, baseline, where, by)
-    try:
-        lines = pd.read_csv(table)
-    except (OSError, ValueError) as error:
-        raise RunError(f"{os.fspath(table)}: no CSV table: {one_line(error)}") from None
-    return judge_table(lines, os.fspath(table), primary, baseline, where, by)
+    source, lines = "the table", table
+    if not isinstance(table, pd.DataFrame):
+        try:
+            source, lines = os.fspath(table), pd.read_csv(table)
+        except (OSError, ValueError) as error:
+            raise RunError(f"{os.fspath(table)}: no CSV table: {one_line(error)}") from None
+    return judge_table(lines, source, primary, baseline, where, by)
 
 
 def _run(folder: Path) -> dict[str, object]:
     """The columns of the run in a folder, or of a model without one."""
     if (folder / CONFIG).is_file():
-        return run_columns(read_run(folder), read_metrics(folder / METRICS)[0])
+        return run_columns(read_run(folder))
     return {"run": folder.resolve().name, "folder": str(folder)}
 
 

@@ -12,30 +12,31 @@ from pathlib import Path
 from lm.data.prepare import prepare
 from lm.errors import DataError, RunError
 from lm.experiments.engine import LOCK, Cluster, Engine, Jobs, RunsFailed, read_failure, read_options, retry, worker, working_on
-from lm.experiments.equal_arms import noise
 from lm.experiments.experiment import Experiment
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.experiment_folder import folder_of, open_experiment, other_runs, start
+from lm.experiments.experiment_folder import folder_of, noise, open_experiment, other_runs, start
 from lm.experiments.live_table import live_table
 from lm.experiments.page import PAGE, page_files, write_page
 from lm.experiments.page_tables import print_verdicts
-from lm.experiments.plan import Costs, costs, plan
-from lm.experiments.procedure import Procedure, next_look
-from lm.experiments.slots import Slots, Stopped, commands, slots_of
-from lm.experiments.summary import findings, summary, tuning_means, tuning_table
-from lm.experiments.timing import (
+from lm.experiments.plan import (
     PILOT_SECONDS,
+    Costs,
     Times,
+    costs,
     duration,
     forget_limit,
     limit_of,
     limited,
+    plan,
     run_times,
     seeds_that_fit,
     total_seconds,
     with_all_seeds,
     write_limit,
 )
+from lm.experiments.procedure import Procedure, next_look
+from lm.experiments.slots import Slots, Stopped, commands, slots_of
+from lm.experiments.summary import findings, summary_lines, tuning_means, tuning_table
 from lm.files import write_together
 from lm.report.tables import csv_text, digits, from_lines, print_tables
 from lm.runs.folder import RESOLVED, json_bytes
@@ -83,7 +84,7 @@ class Work:
         return Cluster(folder, read_options(self.options), self.engine) if self.engine else None
 
 
-def compare(
+def compare_experiments(
     files: list[Path],
     overrides: list[str],
     work: Work,
@@ -172,10 +173,10 @@ def _planned(procedures: list[Procedure], work: Work, working: bool) -> tuple[li
     for procedure in procedures if work.minutes is not None else ():
         if procedure.experiment.look == 2:
             raise RunError(f"--minutes {work.minutes:g}: {procedure.experiment.name} has begun its second look, whose seeds stay")
-    decided = work.minutes is not None and all(limit_of(one.experiment) == work.minutes for one in procedures)
+    decided = work.minutes is not None and all(limit_of(procedure.experiment) == work.minutes for procedure in procedures)
     if not decided:
-        procedures = [Procedure(with_all_seeds(one.experiment)) for one in procedures]
-    taken, slots = [costs(one) for one in procedures], [work.slots(one.experiment) for one in procedures]
+        procedures = [Procedure(with_all_seeds(procedure.experiment)) for procedure in procedures]
+    taken, slots = [costs(procedure) for procedure in procedures], [work.slots(procedure.experiment) for procedure in procedures]
     timed, end = [], time.monotonic() + max(PILOT_SECONDS, 6 * (work.minutes or 0))  # a tenth of the minutes
     for procedure, each, places in zip(procedures, taken, slots, strict=True):
         untimed = {}, "not estimated for the machines of the jobs"
@@ -203,10 +204,11 @@ def _fitted(procedures: list[Procedure], timed: list[tuple[Times, str]], minutes
         raise RunError(f"--minutes {minutes:g}: how long the runs take is {untimed[0]}")
     times = [each for each, _ in timed]
     counts = seeds_that_fit(procedures, times, minutes, slots)
-    asked = zip(procedures, times, slots, strict=True)
-    whole = sum(total_seconds(one, each, len(one.experiment.seeds), places) for one, each, places in asked)
-    late = [any(run.outcome.ended for run in one.known() if run.stage == "final") for one in procedures]
-    fitted = [limited(one.experiment, n_seeds, minutes, whole, after) for one, n_seeds, after in zip(procedures, counts, late, strict=True)]
+    seconds = [total_seconds(each, of, len(each.experiment.seeds), at) for each, of, at in zip(procedures, times, slots, strict=True)]
+    fitted = []
+    for procedure, n_seeds in zip(procedures, counts, strict=True):
+        late = any(run.outcome.ended for run in procedure.known() if run.stage == "final")
+        fitted.append(limited(procedure.experiment, n_seeds, minutes, sum(seconds), late))
     return [Procedure(experiment) for experiment in fitted]
 
 
@@ -234,14 +236,14 @@ def _conclude(procedure: Procedure) -> list[dict[str, Plain]]:
         LMError: a file of a run that the page shows can't be read.
     """
     experiment = procedure.experiment
-    if not any(one.outcome.ended for one in procedure.known()):
+    if not any(run.outcome.ended for run in procedure.known()):
         failed = [failure for run in procedure.known() if (failure := read_failure(experiment.folder, run))]
         reason, remedy = "no run has ended yet", other_runs(procedure) or "leave --report-only out to train"
         if failed:
             reason, remedy = f"no run has a result; {len(failed)} failed, the first with {failed[0]}", "--retry tries again"
         raise RunError(f"{experiment.folder}: {reason}; {remedy}")
     judged = procedure.judged()
-    lines, notes = summary(procedure, judged), [*procedure.notes(), *noise(procedure, judged)]
+    lines, notes = summary_lines(procedure, judged), [*procedure.notes(), *noise(procedure, judged)]
     verdicts = {"primary": vars(experiment.primary), "notes": notes, "arms": lines}
     files = {experiment.folder / f"{VERDICTS}.json": json_bytes(verdicts), experiment.folder / f"{VERDICTS}.csv": csv_text(lines).encode()}
     if rates := tuning_table(procedure):

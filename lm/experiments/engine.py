@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lm.errors import ConfigError, RunError, one_line
+from lm.experiments.plan import whole
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.run_outcome import SELECTION, Outcome
+from lm.experiments.run_outcome import SELECTION
 from lm.experiments.slots import LOGS, Children, Devices, Slots, Stopped, interruptible, log_path, named, under_way
-from lm.experiments.timing import whole
 from lm.files import locked_folder, write_new
 from lm.machine import born, this_machine
 from lm.report.tables import digits
@@ -144,8 +144,8 @@ def note_failure(experiment: Path, run: Run, status: int) -> Failure:
     log, file, folder = log_path(experiment, run), log_path(experiment, run, "failed.json"), run.config.run_folder
     step = max(map(step_of, steps_saved(folder / CHECKPOINTS)), default=0)
     saved = f"step {step}, {len(evaluation_files(folder))} evaluations"
-    said = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
-    reason = next((line for line in reversed(said) if line.strip()), "no output")[:300]
+    output = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
+    reason = next((line for line in reversed(output) if line.strip()), "no output")[:300]
     if status < 0:
         reason = f"killed by {signal.Signals(-status).name}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
     before = _read(file)
@@ -353,7 +353,7 @@ class Jobs:
     Args:
         procedure: says what is needed next.
         slots: how many runs work at a time, and on which GPUs.
-        launch: trains one run, or goes on with it, and gives the exit status; None: `lm` in a process of its own, or in a job of `cluster`.
+        launch: trains a run, or goes on with it, and gives the exit status; None: `lm` in a process of its own, or in a job of `cluster`.
         cluster: jobs that train the runs; None: this machine does.
 
     Attributes:
@@ -365,8 +365,8 @@ class Jobs:
 
     def __init__(self, procedure: Procedure, slots: Slots, launch: Callable[[Run], int] | None = None, cluster: Cluster | None = None):
         self.procedure, self.slots, self.folder = procedure, slots, procedure.experiment.folder
-        self.launch, self.cluster = launch, cluster
-        self.trainer = cluster or Children(self.folder)
+        self.cluster, self.trainer = cluster, cluster or Children(self.folder)
+        self.train = self.trainer.train if launch is None else lambda run, devices: (launch(run), 0.0)
         self.known: list[Run] = []
         self.pending: dict[Future, tuple[Run, Devices]] = {}
         self.failed: dict[Path, Failure] = {}
@@ -389,17 +389,26 @@ class Jobs:
                         devices = self.slots.devices(run.size, run.arm, [devices for _, devices in pending.values()])
                         if devices is None:
                             break  # no later one goes before it: a run of several GPUs would wait for as long as there are others
-                        pending[pool.submit(self._train, run, devices)] = run, devices
+                        pending[pool.submit(self.train, run, devices)] = run, devices
                     if not pending:
                         break
                     for future in wait(pending, None, FIRST_COMPLETED).done:
                         self._ended(*pending.pop(future), *future.result())
             except KeyboardInterrupt:
-                raise self._stopped(received[-1] if received else signal.SIGINT) from None
+                number, running = received[-1] if received else signal.SIGINT, len(pending)
+                self.stop()
+                words = f"{running} jobs go on" if self.cluster else f"{running} runs were asked to save and have ended"
+                words = words if running else "no run was under way"
+                raise Stopped(f"stopped by {signal.Signals(number).name}: {words}; the same command goes on", number) from None
             except BaseException:
                 self.stop()
                 raise
-        self._report_failures()
+        if self.failed:
+            lines = "; ".join(f"{folder.name}: {failure}" for folder, failure in self.failed.items())
+            interrupted = {failure.interrupted for failure in self.failed.values()}
+            words = "the same command goes on with them" if False not in interrupted else "--retry tries them again"
+            words = "--retry tries all of them again, without it the killed ones go on" if len(interrupted) > 1 else words
+            raise RunsFailed(f"{len(self.failed)} runs failed ({lines}); {words}; their output is in {self.folder / LOGS}")
 
     def free(self) -> list[Run]:
         """Runs that can be started now, and that no process of this machine trains. Raises RunError: a job trains one of them."""
@@ -430,13 +439,6 @@ class Jobs:
             else:
                 yield run
 
-    def _train(self, run: Run, devices: Devices) -> tuple[int, float]:
-        """The exit status of training a run, and the seconds it took."""
-        if not self.launch:
-            return self.trainer.train(run, devices)
-        begin = time.monotonic()
-        return self.launch(run), time.monotonic() - begin
-
     def _ended(self, run: Run, devices: Devices, status: int, seconds: float) -> None:
         """Say how a run has ended, and what is left."""
         outcome, folder = replace(run.outcome), run.config.run_folder  # read anew
@@ -447,45 +449,24 @@ class Jobs:
             by = self.procedure.experiment.chosen_by
             metric = "selection loss" if by == SELECTION else f"{by} on the selection text"
             diverged = outcome.state == "diverged"
-            said = f"diverged ({outcome.divergence})" if diverged else f"{metric} {digits(self.procedure.choosing(outcome))}"
-            said += f", did not learn: {outcome.not_learned}" if outcome.not_learned and not diverged else ""
+            words = f"diverged ({outcome.divergence})" if diverged else f"{metric} {digits(self.procedure.choosing(outcome))}"
+            words += f", did not learn: {outcome.not_learned}" if outcome.not_learned and not diverged else ""
             known = self.procedure.known()
             waiting = [self.slots.taken(each.size, each.arm) for each in known if not each.outcome.ended]
             took = [*chain(*self.seconds.values())]
             rest = f"{len(waiting)} of the {len(known)} runs known so far are left"
             rest += f", about {statistics.fmean(took) * sum(waiting) / self.slots.jobs / 60:.0f} min" if took else ""
             where = f" on {named(devices)}" if devices else ""
-            print(f"{run.stage}: {run.label}: {said}, {seconds:.0f} s{where}; {rest}", flush=True)
-        elif not status:
-            raise RunError(f"{folder}: {self._lacks(outcome)}")
+            print(f"{run.stage}: {run.label}: {words}, {seconds:.0f} s{where}; {rest}", flush=True)
+        elif not status:  # trained and measured, without a result
+            metric, names = self.procedure.experiment.primary.metric, outcome.names
+            if metric in names:
+                raise RunError(f"{folder}: an evaluation or checkpoint of its last step is missing after training; its output is in {LOGS}")
+            remedy = f"correct the file, measured were: {', '.join(names)}"
+            raise RunError(f"{folder}: primary.metric {metric} was not measured by sequence at the last step; {remedy}")
         else:
             failure = self.failed[folder] = note_failure(self.folder, run, status)
             print(f"{run.stage}: {run.label}: failed with {failure} ({failure.log})", flush=True)
-
-    def _lacks(self, outcome: Outcome) -> str:
-        """Why a run that was trained and measured has no result."""
-        metric, names = self.procedure.experiment.primary.metric, outcome.names
-        if metric in names:
-            return "an evaluation or checkpoint of its last step is missing after training; its output is in the folder logs"
-        return f"primary.metric {metric} was not measured by sequence at the last step; correct the file, measured were: {', '.join(names)}"
-
-    def _report_failures(self) -> None:
-        """Raises RunError if runs failed: which, why, and what to do."""
-        if not self.failed:
-            return
-        lines = "; ".join(f"{folder.name}: {failure}" for folder, failure in self.failed.items())
-        remedy = {True: "the same command goes on with them", False: "--retry tries them again"}
-        kinds = [remedy[kind] for kind in (False, True) if any(failure.interrupted is kind for failure in self.failed.values())]
-        words = kinds[0] if len(kinds) == 1 else "--retry tries all of them again, without it the killed ones go on"
-        raise RunsFailed(f"{len(self.failed)} runs failed ({lines}); {words}; their output is in {self.folder / LOGS}")
-
-    def _stopped(self, number: int) -> Stopped:
-        """The line to print once a signal has stopped the work."""
-        running = len(self.pending)
-        self.stop()
-        ended = f"{running} jobs go on" if self.cluster else f"{running} runs were asked to save and have ended"
-        said = ended if running else "no run was under way"
-        return Stopped(f"stopped by {signal.Signals(number).name}: {said}; the same command goes on", number)
 
     def stop(self) -> None:
         """Let the running ones save a checkpoint and end; a second signal kills them."""

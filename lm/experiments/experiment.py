@@ -6,6 +6,7 @@ import math
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -13,17 +14,50 @@ from lm.attention.plugins import PLUGINS
 from lm.config.effects import effect_of
 from lm.config.load import merge, parse
 from lm.config.tree import Config
-from lm.config.yaml_text import interpolated
-from lm.errors import ConfigError, Problem
-from lm.experiments.arms import Arm, nested
+from lm.config.yaml_text import MAX_DEPTH, interpolated
+from lm.errors import ConfigError, Problem, abbreviated
 from lm.experiments.run_outcome import SELECTION
-from lm.experiments.tuning_tables import Tried, by_arm_and_rate
 from lm.schema import Plain, build, flatten, is_block, key, to_plain
 from lm.statistics.tuning import FEWEST_TUNING_SEEDS
 
 SHARED = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
 MINUTES = "minutes.json"  # in the experiment's folder: which seeds `--minutes` has dropped
 _OWN = ("name", "runs", "seed")  # keys of a run that no other key of its configuration depends on
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Another normalizer for the weights that an arm starts from, as `lm swap` gives it."""
+
+    to: str = key("", "the new normalizer; its options are the arm's `model.normalizer`")
+    init: str | float | None = key(None, "initial values of its parameters: match, unit, fit or a number; null: its default")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm.
+
+    Attributes:
+        changes: how its configuration differs from the base.
+        start: the earlier arm whose trained weights it starts from, if any.
+        step: the step of it that the arm branches from, with optimizer state and place in the data; None: it starts from weights alone.
+        swap: what becomes of their normalizer; None: it stays.
+        trained: False: the swapped weights are measured as they are.
+        offset: what is added to the seeds of its runs, which are paired as if it were not.
+    """
+
+    name: str
+    changes: dict[str, Plain]
+    start: str = ""
+    swap: Swap | None = None
+    trained: bool = True
+    offset: int = 0
+    step: int | None = None
+
+    @property
+    def tuned(self) -> bool:
+        """Whether it has a learning rate of its own where the experiment tunes one; else it has that of the arm it starts from."""
+        return self.trained and self.step is None
 
 
 @dataclass
@@ -38,16 +72,16 @@ class Tune:
 
     def problems(self) -> list[Problem]:
         """Contradictions between keys."""
-        found = []
+        problems = []
         if self.table is not None and not self.table.strip():
-            found.append(Problem("table", self.table, "names no file", "name one as `tuning.csv`, or leave it out"))
+            problems.append(Problem("table", self.table, "names no file", "name one as `tuning.csv`, or leave it out"))
         if self.grid and (len(set(self.grid)) < len(self.grid) or len(self.grid) < 2):
-            found.append(Problem("grid", self.grid, "must be at least 2 different values"))
+            problems.append(Problem("grid", self.grid, "must be at least 2 different values"))
         if self.grid and len(set(self.seeds)) < FEWEST_TUNING_SEEDS:
-            found.append(Problem("seeds", self.seeds, f"tuning needs at least {FEWEST_TUNING_SEEDS} seeds"))
+            problems.append(Problem("seeds", self.seeds, f"tuning needs at least {FEWEST_TUNING_SEEDS} seeds"))
         if self.grid and self.table:
-            found.append(Problem("table", self.table, "the rates would be chosen twice", "give a grid or a table"))
-        return found
+            problems.append(Problem("table", self.table, "the rates would be chosen twice", "give a grid or a table"))
+        return problems
 
 
 @dataclass
@@ -70,6 +104,27 @@ class Primary:
     def quantity(self) -> str:
         """The name of the compared quantity in tables: the metric, or the tokens that it takes to reach a value."""
         return self.metric if self.reach is None else f"tokens to {self.metric} {self.reach:g}"
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One tuning run.
+
+    Attributes:
+        key: the configuration key that is tuned.
+        selection, primary: means of SELECTION and of the primary metric on the selection text; infinite if the run diverged; None: not
+            known.
+        configuration: what was tuned, as `described` gives it.
+    """
+
+    size: str
+    arm: str
+    key: str
+    rate: float
+    seed: int
+    selection: float | None
+    primary: float | None
+    configuration: str
 
 
 @dataclass(frozen=True)
@@ -116,10 +171,10 @@ class Experiment:
         evaluate: configuration keys that all finished runs are measured with at their last step, beside what they measure in training.
         more_seeds: seeds of the second look, which are trained if the first leaves a comparison undecided.
         look: which of the looks `seeds` are of; those of the second include the first's.
-        dropped, dropped_note: planned final seeds that are not trained, and why in words (`lm.experiments.timing`).
+        dropped, dropped_note: planned final seeds that are not trained, and why in words (`lm.experiments.plan`).
         dropped_late: whether that was decided when final runs had ended already.
         departures: what differs from what was planned when no final run had been measured.
-        equal_to: of an A/A experiment (`lm.experiments.equal_arms`) the one that it is made of.
+        equal_to: of an A/A experiment (`lm.experiments.experiment_folder`) the one that it is made of.
     """
 
     name: str
@@ -256,3 +311,50 @@ def deciding(plain: dict[str, Plain]) -> dict[str, Plain]:
     """The keys of a run's configuration that decide what it learns and what of it is measured, dotted; without those that are null."""
     ours = ("model", "training", "seed", "numerics", "evaluation")
     return {path: value for path, value in flatten(plain).items() if value is not None and effect_of(path).affects in ours}
+
+
+def nested(changes: Mapping[str, Plain]) -> dict[str, Plain]:
+    """{"optim.lr": 1} as {"optim": {"lr": 1}}; what is nested already stays so."""
+    plain: dict[str, Plain] = {}
+    for path, value in changes.items():
+        names = str(path).split(".")
+        if len(names) > MAX_DEPTH:
+            raise ConfigError(f"{abbreviated(str(path), 80)}: not a configuration key")
+        for name in reversed(names):
+            value = {name: value}
+        plain = merge(plain, value)
+    return plain
+
+
+def described(config: Config, tuned_key: str, start: str) -> str:
+    """The settings of a run but for seed, precision and tuned key: the keys that are not at their defaults, `KEY=VALUE; KEY=VALUE`.
+
+    `start`: the arm whose weights it starts from, in place of their path.
+    """
+    changed = {path: value for path, value in flatten(to_plain(config)).items() if value is not None and _defaults().get(path) != value}
+    settings = {
+        path: value
+        for path, value in changed.items()
+        if path not in (tuned_key, "init_from", "branch_from") and effect_of(path).affects in ("model", "training")
+    } | ({"from": start} if start else {})
+    return "; ".join(f"{path}={value}" for path, value in sorted(settings.items()))
+
+
+@cache
+def _defaults() -> dict[str, Plain]:
+    return flatten(to_plain(Config()))
+
+
+def differing_keys(ours: str, theirs: str) -> list[str]:
+    """The keys in which two configurations, as `described`, differ."""
+    return sorted({setting.partition("=")[0] for setting in {*ours.split("; ")} ^ {*theirs.split("; ")}})
+
+
+def by_arm_and_rate(tried: Iterable[Tried], size: str, value: str) -> dict[str, dict[float, list[float]]]:
+    """The numbers of a size, `selection` or `primary`, by arm, rate and seed (ascending); None are left out."""
+    numbers: dict[str, dict[float, list[float]]] = {}
+    for run in sorted((run for run in tried if run.size == size), key=lambda run: (run.rate, run.seed)):
+        number = getattr(run, value)
+        if number is not None:
+            numbers.setdefault(run.arm, {}).setdefault(run.rate, []).append(number)
+    return numbers

@@ -1,10 +1,13 @@
 """Reading the file of an experiment, and what is wrong with it beyond single keys: its arms, what they are compared on, its table."""
 
+import csv
+import math
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 
+from lm.attention.catalogue import OPTIONS
 from lm.config import presets
 from lm.config.effects import differences, effect_of, is_learned
 from lm.config.load import merge, overrides_in, read_overrides, read_yaml
@@ -14,12 +17,10 @@ from lm.config.yaml_text import MAX_BYTES, parse_yaml
 from lm.data.prepare import vocabulary
 from lm.data.sources import labels
 from lm.errors import ConfigError, DataError, Problem, shown
-from lm.experiments.arms import Arm, nested, read_arms, read_blocks
-from lm.experiments.experiment import Experiment, Primary, Tune, config_hash
+from lm.experiments.experiment import Arm, Experiment, Primary, Swap, Tried, Tune, config_hash, nested
 from lm.experiments.run_outcome import SELECTION
-from lm.experiments.tuning_tables import read_table
-from lm.runs.folder import CONFIG
-from lm.schema import Plain, build, flatten, key, own_problems, section, suggest, to_plain
+from lm.runs.folder import CONFIG, DIVERGED, SWAPPED
+from lm.schema import Plain, Unavailable, build, flatten, is_block, key, own_problems, section, suggest, to_plain
 from lm.statistics.tuning import FEWEST_TUNING_SEEDS
 
 
@@ -34,6 +35,9 @@ class _File:
 
 
 TOKENS = "trainer.tokens_per_parameter"
+_REMEDY = "tuning.csv, which `lm compare` writes, has the form"
+TAKEN = {"arms": (".", ".."), "sizes": (".", "..", "logs", "report", SWAPPED, "workers")}  # sizes are folders beside these
+_NAME = "letters, digits, '-', '_' and '.'"
 _KEYS = ("base", "arms", "sizes", *(spec.name for spec in fields(_File)), "evaluate")
 
 
@@ -45,11 +49,11 @@ def read_experiment(file: Path, overrides: list[str]) -> Experiment:
     """
     file = presets.find(file, "experiments")
     try:
-        found = _with_steps(_experiment(file, overrides))
-        check(found)
+        experiment = _with_steps(_experiment(file, overrides))
+        check_experiment(experiment)
     except ConfigError as error:
         raise error if str(error).startswith(f"{file}: ") else ConfigError(f"{file}: {error}") from None
-    return found
+    return experiment
 
 
 def _experiment(file: Path, overrides: list[str]) -> Experiment:
@@ -64,25 +68,25 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
         evaluate = {}
     for name in sorted(plain.keys() - _KEYS, key=str):
         problems.append(Problem(str(name), plain.pop(name), "unknown key", suggest(str(name), _KEYS)))
-    made = build(_File, plain, "", problems)
-    problems += own_problems(made)
-    if len(set(made.seeds)) < len(made.seeds) or not made.seeds:
-        problems.append(Problem("seeds", made.seeds, "must be different seeds, at least one"))
-    if len({*made.seeds, *made.more_seeds}) < len({*made.seeds}) + len(made.more_seeds):
-        problems.append(Problem("more_seeds", made.more_seeds, "must be different seeds, and none of `seeds`"))
-    if made.more_seeds and (made.tune.grid or made.tune.table) and any(arm.start for arm in arms):
+    keys = build(_File, plain, "", problems)
+    problems += own_problems(keys)
+    if len(set(keys.seeds)) < len(keys.seeds) or not keys.seeds:
+        problems.append(Problem("seeds", keys.seeds, "must be different seeds, at least one"))
+    if len({*keys.seeds, *keys.more_seeds}) < len({*keys.seeds}) + len(keys.more_seeds):
+        problems.append(Problem("more_seeds", keys.more_seeds, "must be different seeds, and none of `seeds`"))
+    if keys.more_seeds and (keys.tune.grid or keys.tune.table) and any(arm.start for arm in arms):
         reason = "a second look may choose another rate for the arms that others start from"
-        problems.append(Problem("more_seeds", made.more_seeds, reason, "give all seeds in `seeds`, or tune nothing"))
-    if made.tune.grid and (both := sorted({*made.seeds, *made.more_seeds} & {*made.tune.seeds})):
+        problems.append(Problem("more_seeds", keys.more_seeds, reason, "give all seeds in `seeds`, or tune nothing"))
+    if keys.tune.grid and (both := sorted({*keys.seeds, *keys.more_seeds} & {*keys.tune.seeds})):
         problems.append(Problem("tune.seeds", both, "are also final seeds", "the runs that choose a rate must not judge it"))
     fixed = {"seed", "data.seed", "name", "runs", "resume", "init_from", "branch_from"}
     fixed |= {*(f"experiment.{spec.name}" for spec in fields(ExperimentConfig))}
-    if made.tune.key in fixed:
-        problems.append(Problem("tune.key", made.tune.key, "is set by the experiment", "name a key of the optimizer, such as optim.lr"))
-    elif not is_learned(made.tune.key):
+    if keys.tune.key in fixed:
+        problems.append(Problem("tune.key", keys.tune.key, "is set by the experiment", "name a key of the optimizer, such as optim.lr"))
+    elif not is_learned(keys.tune.key):
         reason = "is nothing that training depends on"
-        problems.append(Problem("tune.key", made.tune.key, reason, "name a key of the optimizer, such as optim.lr"))
-    fixed |= {made.tune.key} if made.tune.grid or made.tune.table else set()
+        problems.append(Problem("tune.key", keys.tune.key, reason, "name a key of the optimizer, such as optim.lr"))
+    fixed |= {keys.tune.key} if keys.tune.grid or keys.tune.table else set()
     blocks = {f"arms.{arm.name}": arm.changes for arm in arms} | {f"sizes.{name}": changes for name, changes in sizes.items()}
     for where, changes in blocks.items():
         for path in sorted(fixed & set(flatten(changes))):
@@ -97,22 +101,150 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     if problems:
         raise ConfigError(problems)
     base = merge(base, read_overrides(overrides))
-    sizes, seeds = sizes or {"": {}}, tuple(made.seeds)
-    table = read_table(file.parent / made.tune.table, made.primary.quantity) if made.tune.table else ()
+    sizes, seeds = sizes or {"": {}}, tuple(keys.seeds)
+    table = read_table(file.parent / keys.tune.table, keys.primary.quantity) if keys.tune.table else ()
     return Experiment(
         file.stem,
         base,
         arms,
         sizes,
         seeds,
-        made.tune,
-        made.primary,
+        keys.tune,
+        keys.primary,
         file,
         tuple(overrides),
         table,
         nested(evaluate),
-        more_seeds=tuple(made.more_seeds),
+        more_seeds=tuple(keys.more_seeds),
     )
+
+
+def read_arms(given: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
+    """The arms that an experiment's file gives; what is wrong is appended to `problems`."""
+    arms: dict[str, Arm] = {}
+    for name, block in read_blocks("arms", given, problems).items():
+        where, own = f"arms.{name}", dict(block)
+        source, swap, trained, step = own.pop("from", None), own.pop("swap", None), own.pop("train", True), own.pop("step", None)
+        start = None if source is None else str(source)
+        changes = nested(own)
+        if start is not None and start not in arms:
+            remedy = suggest(start, arms) if arms else "the first arm is the baseline, which starts from random weights"
+            problems.append(Problem(f"{where}.from", source, "is no earlier arm", remedy))
+        if swap is not None and start is None:
+            problems.append(Problem(f"{where}.swap", swap, "there are no weights to swap", "say of which arm: `from`"))
+        if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 1):
+            problems.append(Problem(f"{where}.step", step, "must be a step of the arm it starts from, at least 1"))
+        elif step is not None and (start is None or swap is not None or trained is not True):
+            reason = "goes on with the optimizer state of another arm"
+            problems.append(Problem(f"{where}.step", step, reason, "name the arm: `from`, and drop `swap` and `train`"))
+        if not isinstance(trained, bool):
+            problems.append(Problem(f"{where}.train", trained, "must be true or false"))
+        elif not trained and swap is None:
+            problems.append(Problem(f"{where}.train", trained, "would be the arm it starts from", "give a `swap`, or train it"))
+        before = len(problems)
+        swapped = None if swap is None else build(Swap, swap, f"{where}.swap", problems)
+        if swapped and len(problems) == before:
+            changes = _with_normalizer(changes, swapped, where, problems)
+        if trained is False and start in arms:
+            given = flatten(nested(own)) if own else {}
+            for path in (path for path in given if not path.startswith("model.normalizer")):
+                reason = "has no effect on an arm that is not trained"
+                problems.append(Problem(f"{where}.{path}", given[path], reason, "drop it, or train the arm"))
+            changes = merge(merge(arms[start].changes, {"phases": []}), changes)
+        if step is not None and start in arms:
+            changes = merge(arms[start].changes, changes)
+        arms[name] = Arm(name, changes, start or "", swapped, bool(trained), step=step)
+    if len(arms) < 2 and not problems:
+        problems.append(Problem("arms", list(arms), "needs a baseline and at least one other arm"))
+    return tuple(arms.values())
+
+
+def _with_normalizer(changes: dict[str, Plain], swap: Swap, where: str, problems: list[Problem]) -> dict[str, Plain]:
+    """The changes of an arm with the normalizer that its weights are swapped to."""
+    try:
+        options = OPTIONS[swap.to]
+    except Unavailable as error:
+        problems.append(Problem(f"{where}.swap.to", swap.to, error.reason, error.remedy))
+        return changes
+    except KeyError:
+        problems.append(Problem(f"{where}.swap.to", swap.to, "unknown normalizer", suggest(swap.to, OPTIONS)))
+        return changes
+    given = changes.get("model", {}).get("normalizer", {}) if is_block(changes.get("model", {})) else {}
+    if not is_block(given) or given.get("name", swap.to) != swap.to or "init" in given:
+        reason = f"the weights are swapped to {swap.to}"
+        problems.append(Problem(f"{where}.model.normalizer", given, reason, "give its options by their keys, and init in `swap`"))
+    first = options.first_init()
+    if swap.init is not None and first is None:
+        problems.append(Problem(f"{where}.swap.init", swap.init, f"{swap.to} has no parameters to start", "drop it"))
+    elif swap.init not in (None, "fit"):
+        wrong: list[Problem] = []
+        build(options, {"init": swap.init}, "", wrong)
+        for problem in wrong:
+            reason = f"must be fit, or {problem.reason.removeprefix('must be ')}"
+            problems.append(Problem(f"{where}.swap.init", swap.init, reason, problem.remedy))
+    init = {} if first is None else {"init": first if swap.init in (None, "fit") else swap.init}
+    return merge(changes, {"model": {"normalizer": {"name": swap.to, **init}}})
+
+
+def read_blocks(where: str, given: Plain, problems: list[Problem]) -> dict[str, dict[str, Plain]]:
+    """A map from names to blocks of keys; an empty block may be left out."""
+    if not isinstance(given, dict):
+        problems.append(Problem(where, given, "must be a map from names to what they change"))
+        return {}
+    blocks = {}
+    for name, changes in given.items():
+        taken = str(name) in TAKEN[where]
+        if taken or not all(letter.isalnum() or letter in "-_." for letter in str(name)) or not 0 < len(str(name)) <= 40:
+            problems.append(Problem(f"{where}.{name}", name, f"must be a name of at most 40 {_NAME}, not {', '.join(TAKEN[where])}"))
+        elif str(name) in blocks:
+            problems.append(Problem(f"{where}.{name}", name, "is there twice"))
+        elif isinstance(changes, dict | None):
+            blocks[str(name)] = dict(changes or {})
+        else:
+            problems.append(Problem(f"{where}.{name}", changes, "must be a block of configuration keys"))
+    return blocks
+
+
+def read_table(path: Path, metric: str) -> tuple[Tried, ...]:
+    """The lines of a tuning table; `metric`: the primary one, None in all of them if the table has no column of it.
+
+    Raises:
+        ConfigError: there is no such file, or it is no tuning table.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            missing = [
+                name for name in ("size", "arm", "key", "rate", "seed", SELECTION, "configuration") if name not in (reader.fieldnames or ())
+            ]
+            if missing:
+                raise ConfigError(f"{path}: not a tuning table: it has no column {', '.join(missing)}; {_REMEDY}")
+            runs = []
+            for line in reader:
+                try:
+                    selection = _number(line[SELECTION]) if line[SELECTION] else None
+                    primary = _number(line[metric]) if metric in line and selection is not None else None
+                    rate, seed = int(line["rate"]) if line["rate"].isdecimal() else float(line["rate"]), int(line["seed"])
+                    if not 0 < rate < math.inf:
+                        raise ValueError
+                    runs.append(Tried(line["size"], line["arm"], line["key"], rate, seed, selection, primary, line["configuration"] or ""))
+                except (ValueError, TypeError, AttributeError):
+                    reason = f"needs a rate above 0, a seed, and a {SELECTION} that is a number or `{DIVERGED}`"
+                    raise ConfigError(f"{path}: line {reader.line_num} {reason}; {_REMEDY}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror} (tune.table)") from None
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a tuning table: {error}; {_REMEDY}") from None
+    if len({(run.size, run.arm, run.rate, run.seed) for run in runs}) < len(runs):
+        raise ConfigError(f"{path}: has a run twice: the same size, arm, rate and seed; {_REMEDY}")
+    return tuple(runs)
+
+
+def _number(text: str) -> float:
+    value = math.inf if text == DIVERGED else float(text)
+    if math.isnan(value):
+        raise ValueError
+    return value
 
 
 def _with_steps(experiment: Experiment) -> Experiment:
@@ -121,21 +253,17 @@ def _with_steps(experiment: Experiment) -> Experiment:
     for size, changes in experiment.sizes.items():
         given = flatten(merge(experiment.base, changes)).get(TOKENS) is not None
         for arm in reversed(experiment.arms) if given else ():  # the baseline last; the others only if it is wrong, or has steps of its own
-            with suppress(ConfigError):  # which `check` says, with its place
+            with suppress(ConfigError):  # which `check_experiment` says, with its place
                 config = experiment.config(size, arm, experiment.seeds[0], experiment.first_rate, {"name": "any"})
                 if config.trainer.max_steps is None:
-                    sizes[size] = merge(changes, nested({"trainer.max_steps": _steps(config)}))
+                    from lm.model.spec import steps_of  # torch takes seconds to import
+
+                    if not (entries := vocabulary(config.data)):
+                        reason = "needs the vocabulary, which is not known before the text is there"
+                        remedy = "lm prepare makes it; or set trainer.max_steps"
+                        raise DataError(f"{TOKENS} = {config.trainer.tokens_per_parameter:g}: {reason}: {remedy}")
+                    sizes[size] = merge(changes, nested({"trainer.max_steps": steps_of(config, entries)}))
     return replace(experiment, sizes=sizes)
-
-
-def _steps(config: Config) -> int:
-    """Steps of a run whose tokens are given by the number of parameters. Raises DataError if the vocabulary is not known yet."""
-    from lm.model.spec import steps_of  # torch takes seconds to import
-
-    if size := vocabulary(config.data):
-        return steps_of(config, size)
-    reason = "needs the vocabulary, which is not known before the text is there"
-    raise DataError(f"{TOKENS} = {config.trainer.tokens_per_parameter:g}: {reason}: lm prepare makes it; or set trainer.max_steps")
 
 
 def _read(path: Path) -> dict[str, Plain]:
@@ -188,26 +316,26 @@ _OF_TRAINING_LENGTH = (
 _KINDS = {"val": "validation", "long": "long_context", "text": "texts"}  # of a metric by what its name begins with; else the kind itself
 
 
-def check(experiment: Experiment) -> None:
+def check_experiment(experiment: Experiment) -> None:
     """Raises ConfigError: everything that is wrong with the configurations of all arms in all sizes, or with the tuning table."""
     problems = _check_table(experiment) + _check_evaluate(experiment)
     wrong: dict[str, list[tuple[str, str]]] = {}
-    made: dict[tuple[str, str], Config] = {}
+    configs: dict[tuple[str, str], Config] = {}
     places = list(product(experiment.sizes, experiment.arms))
     for size, arm in places:
         try:
             config = experiment.config(size, arm, experiment.seeds[0], experiment.first_rate, {"name": "any"})
-            made[size, arm.name] = config
+            configs[size, arm.name] = config
             if not problems:
                 _check_metric(experiment, experiment.evaluated(config))
         except ConfigError as error:
-            for one in error.problems or [str(error)]:
-                wrong.setdefault(str(one), []).append((size, arm.name))
+            for problem in error.problems or [str(error)]:
+                wrong.setdefault(str(problem), []).append((size, arm.name))
     for text, where in wrong.items():
         problems.append(f"{_places(experiment, where)}{text}")
     for size in experiment.sizes:
-        problems += _check_arms(experiment, [(arm, made[size, arm.name]) for arm in experiment.arms if (size, arm.name) in made])
-    problems += _check_sizes(experiment, made)
+        problems += _check_arms(experiment, [(arm, configs[size, arm.name]) for arm in experiment.arms if (size, arm.name) in configs])
+    problems += _check_sizes(experiment, configs)
     if problems:
         raise ConfigError(list(dict.fromkeys(map(str, problems))))
 
@@ -216,19 +344,19 @@ def _places(experiment: Experiment, where: list[tuple[str, str]]) -> str:
     """Sizes and arms as the beginning of a message; nothing if they are all there are of several."""
     if len(where) == len(experiment.sizes) * len(experiment.arms) and (len(experiment.sizes) > 1 or "" in experiment.sizes):
         return ""
-    found = []
+    words = []
     for size in experiment.sizes:
         arms = [arm for at, arm in where if at == size]
         of_size = f"size {size}" if size else ""
-        found += [of_size] if len(arms) == len(experiment.arms) else [", ".join(filter(None, (f"arm {arm}", of_size))) for arm in arms]
-    return "; ".join(found) + ": "
+        words += [of_size] if len(arms) == len(experiment.arms) else [", ".join(filter(None, (f"arm {arm}", of_size))) for arm in arms]
+    return "; ".join(words) + ": "
 
 
-def _check_sizes(experiment: Experiment, made: dict[tuple[str, str], Config]) -> list[Problem]:
+def _check_sizes(experiment: Experiment, configs: dict[tuple[str, str], Config]) -> list[Problem]:
     """Check that no two sizes are the same."""
     problems, seen = [], {}
     for size, changes in experiment.sizes.items() if len(experiment.sizes) > 1 else ():
-        runs = tuple(config_hash(made[size, arm.name]) for arm in experiment.arms if (size, arm.name) in made)
+        runs = tuple(config_hash(configs[size, arm.name]) for arm in experiment.arms if (size, arm.name) in configs)
         if runs in seen and len(runs) == len(experiment.arms):
             problems.append(Problem(f"sizes.{size}", changes, f"is the same as {seen[runs]}", "change it, or drop it"))
         seen.setdefault(runs, size)
@@ -250,7 +378,7 @@ def _check_arms(experiment: Experiment, arms: list[tuple[Arm, Config]]) -> list[
             reason = f"has another normalizer than {arm.start}, whose weights it starts from"
             remedy = "swap it: `swap: {to: ...}`, or in during training: `phases`"
             problems.append(Problem(f"arms.{arm.name}.from", arm.start, reason, remedy))
-        texts = [repr((one.data.source, one.data.tokenizer, one.data.val_fraction)) for one in (first, config)]
+        texts = [repr((each.data.source, each.data.tokenizer, each.data.val_fraction)) for each in (first, config)]
         if texts[0] != texts[1]:
             reason, remedy = "reads other data than the baseline", "give all arms one data.source, tokenizer and val_fraction"
             problems.append(Problem(f"arms.{arm.name}", arm.changes, reason, remedy))
@@ -287,8 +415,8 @@ def _check_compared(experiment: Experiment, arm: Arm, first: Config, config: Con
         remedy = "give all arms one data.seq_len and one eval block, or say in `evaluate` what they are compared on"
         return [Problem(f"arms.{arm.name}", arm.changes, reason, remedy)]
     kind = _kind(metric)
-    asked = [experiment.evaluated(one).eval.asked(kind) for one in (first, config)]
-    if asked[0] != asked[1] or (kind in _OF_TRAINING_LENGTH and first.data.seq_len != config.data.seq_len):
+    options = [experiment.evaluated(each).eval.asked(kind) for each in (first, config)]
+    if options[0] != options[1] or (kind in _OF_TRAINING_LENGTH and first.data.seq_len != config.data.seq_len):
         reason = f"measures {metric} on other sequences than the baseline"
         remedy = "name a metric that `evaluate` measures alike in all arms, such as by_length/loss"
         return [Problem(f"arms.{arm.name}", arm.changes, reason, remedy)]
@@ -328,7 +456,7 @@ def _names(config: Config, kind: str) -> list[str] | None:
     if kind != "validation":
         return config.eval.kinds[kind].metrics(config.data)
     data = config.data
-    parts = task_names([to_plain(one.task) for one in data.tasks]) if data.symbolic else labels(data)
+    parts = task_names([to_plain(weighted.task) for weighted in data.tasks]) if data.symbolic else labels(data)
     return [SELECTION, *(f"{SELECTION} {part}" for part in parts if len(parts) > 1)]
 
 
@@ -342,7 +470,7 @@ def _check_evaluate(experiment: Experiment) -> list[Problem]:
     try:
         overrides_in("eval", experiment.evaluate_overrides)
     except ConfigError as error:
-        return [replace(one, path=f"evaluate.{one.path}") for one in error.problems]
+        return [replace(problem, path=f"evaluate.{problem.path}") for problem in error.problems]
     return []
 
 
@@ -350,33 +478,27 @@ def _check_table(experiment: Experiment) -> list[Problem]:
     """Check that a tuning table has a finished run of every arm and size, at several rates, with several seeds that are the same of all
     arms and none of them final."""
     where, problems = experiment.tune.table, []
-    if wrong := {one.key for one in experiment.table} - {experiment.tune.key}:
+    if wrong := {run.key for run in experiment.table} - {experiment.tune.key}:
         problems.append(Problem("tune.key", experiment.tune.key, f"the table {where} is of {', '.join(sorted(wrong))}"))
-    if both := sorted({*experiment.seeds} & {one.seed for one in experiment.table}):
+    if both := sorted({*experiment.seeds} & {run.seed for run in experiment.table}):
         problems.append(Problem("tune.table", both, "are final seeds", "the runs that choose a rate must not judge it"))
-    remedy = "make it again by `lm compare` with a grid: it writes tuning.csv"
+    remedy, base = "make it again by `lm compare` with a grid: it writes tuning.csv", experiment.arms[0].name
+    tried: dict[tuple[str, str], dict[float, set[int]]] = {}  # seeds of each arm and size at each rate
+    for run in experiment.table:
+        tried.setdefault((run.size, run.arm), {}).setdefault(run.rate, set()).add(run.seed)
     for size, arm in product(experiment.sizes if where else (), (arm for arm in experiment.arms if arm.tuned)):
+        ours, theirs = tried.get((size, arm.name), {}), tried.get((size, base), {})
         name = " ".join(filter(None, (size, arm.name)))
         by_rate = experiment.costs_of(experiment.table, size).get(arm.name, {})
-        mine = [one for one in experiment.table if (one.size, one.arm) == (size, arm.name)]
+        mine = [run for run in experiment.table if (run.size, run.arm) == (size, arm.name)]
         if not mine:
             problems.append(Problem("tune.table", where, f"has no {name}", remedy))
-        elif any(experiment.choosing(one) is None for one in mine):
+        elif any(experiment.choosing(run) is None for run in mine):
             problems.append(Problem("tune.table", where, f"has runs of {name} that have not ended", remedy))
         elif len(by_rate) < 2 or min(map(len, by_rate.values())) < FEWEST_TUNING_SEEDS:
             reason = f"has fewer than 2 rates of {name}, or fewer than {FEWEST_TUNING_SEEDS} seeds at one"
             problems.append(Problem("tune.table", where, reason, remedy))
-        elif apart := sorted(_unpaired_rates(experiment, size, arm)):
-            reason = f"has other seeds of {name} than of {experiment.arms[0].name} at {', '.join(f'{rate:g}' for rate in apart)}"
+        elif apart := sorted(rate for rate in ours.keys() & theirs.keys() if ours[rate] != theirs[rate]):
+            reason = f"has other seeds of {name} than of {base} at {', '.join(f'{rate:g}' for rate in apart)}"
             problems.append(Problem("tune.table", where, reason, "give all arms the same seeds at a rate"))
     return problems
-
-
-def _unpaired_rates(experiment: Experiment, size: str, arm: Arm) -> set[float]:
-    """Rates of a tuning table that an arm and the baseline were not tried at with the same seeds, of those that both were tried at."""
-    tried: dict[str, dict[float, set[int]]] = {}
-    for one in experiment.table:
-        if one.size == size:
-            tried.setdefault(one.arm, {}).setdefault(one.rate, set()).add(one.seed)
-    ours, theirs = (tried.get(name, {}) for name in (arm.name, experiment.arms[0].name))
-    return {rate for rate in ours.keys() & theirs.keys() if ours[rate] != theirs[rate]}

@@ -1,10 +1,14 @@
-"""Opening the folder of an experiment, and what its first start settles for all runs: text, precision, compilation, threads, seeds."""
+"""The folder of an experiment: what its first start settles for all runs, what departs from the plan, and A/A experiments."""
 
+import math
 import re
+import time
 from collections.abc import Callable
 from dataclasses import MISSING, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from lm.config.load import merge
 from lm.config.training_config import TrainerConfig
@@ -12,20 +16,23 @@ from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
 from lm.data.prepare import prepare, vocabulary
 from lm.errors import Problem, RunError, shown
-from lm.experiments.circumstances import PLAN, departures, is_another, is_measured, plan_of
-from lm.experiments.equal_arms import AA, baseline_rates, equal_arms
-from lm.experiments.experiment import SHARED, Experiment, deciding
+from lm.experiments.experiment import SHARED, Arm, Departure, Experiment, Original, config_hash, deciding, nested
 from lm.experiments.experiment_file import read_experiment
+from lm.experiments.judging import Judged
+from lm.experiments.plan import Times, cost, with_limit
 from lm.experiments.procedure import Procedure, next_look
-from lm.experiments.timing import Times, with_limit
 from lm.files import write_new
 from lm.machine import threads_each
-from lm.runs.folder import CHECKPOINTS, CONFIG, RESOLVED, json_bytes, read_json, step_path, write_json
+from lm.runs.folder import CHECKPOINTS, CONFIG, EVALUATIONS, RESOLVED, json_bytes, read_json, step_path, write_json
 from lm.schema import Plain, build, convert, to_plain
+from lm.statistics.verdicts import ALPHA, POWER, detectable
 
 if TYPE_CHECKING:
     from lm.model.device import Resolved
 
+AA = "-aa"  # behind the name of an experiment of the baseline against itself
+PLAN = "plan"  # in RESOLVED: what was settled when it was written; null: it was lost
+Rates = dict[str, float]  # of the baseline, by size
 _OVERRIDES = "overrides"  # in RESOLVED: those of the first start
 _RATES = "rates"  # in RESOLVED of an A/A experiment: the baseline's
 
@@ -39,7 +46,7 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
 
     Args:
         anew: open it although its folder has ended runs of another configuration alone (`other_runs`).
-        aa: the A/A experiment of it (`lm.experiments.equal_arms`), in a folder of its own.
+        aa: the A/A experiment of it (`equal_arms`), in a folder of its own.
 
     Raises:
         LMError: the file is wrong, or the experiment's folder is something else.
@@ -64,8 +71,8 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
         settled = _on_this_machine(experiment, jobs)
     if wrong := _wrong(settled):
         raise RunError(f"{kept}: {wrong}; bring it back, or delete it, and the next start writes it anew")
-    asked = experiment.base.get("trainer", {})  # sizes and arms may say otherwise, each for itself
-    left_open = {name: settled[name] for name in SHARED if asked.get(name) in ("auto", None)}
+    trainer = experiment.base.get("trainer", {})  # sizes and arms may say otherwise, each for itself
+    left_open = {name: settled[name] for name in SHARED if trainer.get(name) in ("auto", None)}
     planned = tuple(settled["seeds"]) if "seeds" in settled else None
     experiment = replace(experiment, base=merge(experiment.base, {"trainer": left_open}), planned=planned)
     procedure = Procedure(replace(experiment, departures=departures(experiment, settled if kept.exists() else None)))
@@ -116,7 +123,7 @@ def other_runs(procedure: Procedure) -> str:
     """How many ended runs in an experiment's folder are of its arms, rates and seeds but of another configuration than is asked for now, in
     which keys, and the command that goes on with them; empty if there are none. Arms that start from others are left out, as these tell."""
     experiment, known = procedure.experiment, {run.config.run_folder for run in procedure.known()}
-    count, found = 0, list[dict[str, tuple[Plain, Plain]]]()
+    count, differences = 0, list[dict[str, tuple[Plain, Plain]]]()
     name = re.compile(r"(.+?)" + (r"-([\d.]+(?:e[+-]\d+)?)" if experiment.tuned else "()") + r"-seed(\d+)-[0-9a-f]{8}")
     arms = {arm.name: arm for arm in experiment.arms if not arm.start}
     for size in experiment.sizes:
@@ -125,19 +132,20 @@ def other_runs(procedure: Procedure) -> str:
             if (match := name.fullmatch(folder.name)) and match[1] in arms and folder not in known and (folder / CONFIG).is_file():
                 by_rate.setdefault((match[1], match[2]), []).append((folder, int(match[3])))
         for (arm, rate), runs in by_rate.items():
-            one, value = arms[arm], float(rate) if rate else None
-            asked = [procedure.run(size, one, "final", value, seed - one.offset, {}).config for _, seed in runs]
-            others = [(run[0], config) for run, config in zip(runs, asked, strict=True) if run[0] != config.run_folder]
+            value, offset = float(rate) if rate else None, arms[arm].offset
+            configs = [procedure.run(size, arms[arm], "final", value, seed - offset, {}).config for _, seed in runs]
+            others = [(run[0], config) for run, config in zip(runs, configs, strict=True) if run[0] != config.run_folder]
             ended, differing = _ended_otherwise(others, experiment.tune.key)
-            count, found = count + ended, [*found, differing] if differing else found
+            count, differences = count + ended, [*differences, differing] if differing else differences
     if not count:
         return ""
-    shared = {key: pair for key, pair in found[0].items() if all(pair == one.get(key) for one in found)}
-    said = ", ".join(f"{key}={shown(theirs)} (asked for: {shown(ours)})" for key, (theirs, ours) in [*(shared or found[0]).items()][:4])
-    more = ", ..." if len(shared or found[0]) > 4 else ""
-    given = _overrides_of(experiment, shared if all(one.keys() == shared.keys() for one in found) else {})
+    shared = {key: pair for key, pair in differences[0].items() if all(pair == each.get(key) for each in differences)}
+    listed = [*(shared or differences[0]).items()][:4]
+    words = ", ".join(f"{key}={shown(theirs)} (asked for: {shown(ours)})" for key, (theirs, ours) in listed)
+    more = ", ..." if len(shared or differences[0]) > 4 else ""
+    given = _overrides_of(experiment, shared if all(each.keys() == shared.keys() for each in differences) else {})
     remedy = f"; the command that goes on with them: {replace(experiment, overrides=given).command}" if given is not None else ""
-    return f"{count} ended runs here are of another configuration: {said}{more}{remedy}"
+    return f"{count} ended runs here are of another configuration: {words}{more}{remedy}"
 
 
 def _ended_otherwise(runs: list[tuple[Path, Config]], tuned_key: str) -> tuple[int, dict[str, tuple[Plain, Plain]]]:
@@ -147,7 +155,7 @@ def _ended_otherwise(runs: list[tuple[Path, Config]], tuned_key: str) -> tuple[i
         plain = parse_yaml((folder / CONFIG).read_bytes(), str(folder / CONFIG))
         theirs, ours = deciding(plain), deciding(to_plain(config))
         last = theirs.get("trainer.max_steps")
-        ended = sum(isinstance(last, int) and step_path(one / CHECKPOINTS, last).exists() for one, _ in runs)
+        ended = sum(isinstance(last, int) and step_path(run / CHECKPOINTS, last).exists() for run, _ in runs)
         differing = {
             key: (theirs.get(key), ours.get(key)) for key in sorted(theirs.keys() | ours.keys()) if theirs.get(key) != ours.get(key)
         }
@@ -163,7 +171,7 @@ def _overrides_of(experiment: Experiment, differing: dict[str, tuple[Plain, Plai
         kept = experiment.folder / RESOLVED
         first = convert(list[str], read_json(kept).get(_OVERRIDES)) if kept.exists() else MISSING
         return None if first is MISSING or tuple(first) == experiment.overrides else tuple(first)
-    given = [one for one in experiment.overrides if one.partition("=")[0] not in differing]
+    given = [override for override in experiment.overrides if override.partition("=")[0] not in differing]
     return (*given, *(f"{key}={theirs if isinstance(theirs, str) else shown(theirs)}" for key, (theirs, _) in differing.items()))
 
 
@@ -195,10 +203,140 @@ def _on_this_machine(experiment: Experiment, jobs: int) -> dict[str, Plain]:
 
 def _compiled(experiment: Experiment, seconds: float | None = None) -> "Resolved":
     """Whether runs are compiled, by all of the baseline in the first size, which share compiled code; `seconds`: of each, if known."""
-    from lm.experiments.plan import cost  # torch takes seconds to import
-    from lm.model.device import gpus_of, resolve_compile
+    from lm.model.device import gpus_of, resolve_compile  # torch takes seconds to import
 
     config, tune = experiment.first_config, experiment.tune
     runs = len(experiment.seeds) + len(tune.grid) * len(tune.seeds)
     flops = cost(config, vocabulary(config.data) or 1).flops
     return resolve_compile(config, flops, "gpu" if gpus_of(config) else "cpu", {}, runs, seconds)
+
+
+# ---------------------------------------------------------------- what was settled before final runs were measured
+
+
+def plan_of(experiment: Experiment) -> dict[str, Plain]:
+    """The plan of an experiment as it is settled now: primary metric, tuning, and a hash of each arm's configuration, by size."""
+    arms = {size: {arm.name: _hash(experiment, size, arm) for arm in experiment.arms} for size in experiment.sizes}
+    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    primary = {key: value for key, value in vars(experiment.primary).items() if key != "spread"}  # which the plan's power alone is from
+    return {"at": at, "primary": primary, "tune": dict(vars(experiment.tune)), "arms": arms}
+
+
+def _hash(experiment: Experiment, size: str, arm: Arm) -> str:
+    config = config_hash(experiment.config(size, arm, 0, None, {"name": "any"}))
+    step = () if arm.step is None else (arm.step,)
+    return " ".join(map(str, (config, *((f"from {arm.start}", arm.swap, arm.trained, *step) if arm.start else ()))))
+
+
+def is_measured(experiment: Experiment) -> bool:
+    """True if anything of a final run was measured in the experiment's folder, of whatever configuration."""
+    configs = (path for pattern in (f"*/{CONFIG}", f"*/*/{CONFIG}") for path in experiment.folder.glob(pattern))
+    return any(any((config.parent / EVALUATIONS).glob("*.json")) and b"stage: final" in config.read_bytes() for config in configs)
+
+
+def is_another(plan: dict[str, Plain] | None, now: dict[str, Plain]) -> bool:
+    """True if a plan that is known says something else than another, whenever they were made."""
+    return bool(plan) and {**plan, "at": now["at"]} != now
+
+
+def departures(experiment: Experiment, settled: dict[str, Plain] | None) -> tuple[Departure, ...]:
+    """Changes since the plan in `settled`, the content of RESOLVED (None: there is no such file); nothing before final runs were
+    measured. Raises RunError: it holds something else."""
+    now = plan_of(experiment)
+    plan = (settled or {}).get(PLAN)
+    if (plan and not is_another(plan, now)) or not is_measured(experiment):
+        return ()
+    if settled is not None and PLAN not in settled:
+        return (Departure(f"{RESOLVED} is of an earlier version, which did not record primary metric and arms", exploratory=False),)
+    if plan is None:
+        return (Departure(f"what was planned before the first run is not known: {RESOLVED} was not there when final runs were"),)
+    try:
+        changes = _changed_keys("primary", plan, now, True) + _changed_keys("tune", plan, now, False)
+        return tuple(changes + _changed_arms(plan["arms"], now["arms"], experiment.arms[0].name, plan["at"]))
+    except (KeyError, TypeError, AttributeError):
+        raise RunError(f"{experiment.folder / RESOLVED}: its `{PLAN}` is damaged; bring it back") from None
+
+
+def _changed_keys(block: str, plan: dict[str, Plain], now: dict[str, Plain], exploratory: bool) -> list[Departure]:
+    before = plan[block]
+    changed = [key for key in now[block] if key in before and before[key] != now[block][key]]
+    words = (
+        f"{block}.{key} was {shown(before[key])} when it was settled ({plan['at']}), it is {shown(now[block][key])}" for key in changed
+    )
+    return [Departure(sentence, exploratory) for sentence in words]
+
+
+def _changed_arms(before: dict[str, dict[str, str]], now: dict[str, dict[str, str]], baseline: str, at: str) -> list[Departure]:
+    """Arms that were added, left out, or changed; what concerns the baseline, or makes the family smaller, concerns all."""
+    changes = []
+    places = {(size, arm): None for plan in (before, now) for size, arms in plan.items() for arm in arms}
+    for size, arm in places:
+        then, today = before.get(size, {}).get(arm), now.get(size, {}).get(arm)
+        if then != today:
+            what = "was added" if then is None else "is left out" if today is None else "has another configuration"
+            for_all = today is None or arm == baseline
+            name = ", ".join(filter(None, (arm, size)))
+            changes.append(Departure(f"arm {name} {what} since the arms were settled ({at})", place=None if for_all else (size, arm)))
+    if next(iter(before.values()), {}) and next(iter(next(iter(before.values())))) != baseline:
+        changes.append(Departure(f"the baseline is another since the arms were settled ({at})"))
+    return changes
+
+
+# ---------------------------------------------------------------- A/A experiments
+
+
+def baseline_rates(procedure: Procedure) -> Rates | None:
+    """The rates that tuning has chosen for the baseline of an experiment; None while it has not, or where nothing is tuned.
+
+    Raises:
+        RunError: its tuning table gives none.
+    """
+    experiment, baseline = procedure.experiment, procedure.experiment.arms[0].name
+    rates = {size: (procedure.rates(size) or {}).get(baseline) for size in experiment.sizes}
+    if all(rate is not None for rate in rates.values()):
+        return rates
+    if experiment.table:
+        raise RunError(f"{experiment.tune.table}: the best rate of {baseline} is at an edge, or every rate diverged: try more rates")
+    return None
+
+
+def equal_arms(experiment: Experiment, rates: Rates | None) -> Experiment:
+    """The A/A experiment: the baseline, and the baseline with seeds that the experiment uses nowhere, an offset above its own. Two runs of
+    one seed would be equal bit for bit. `rates`: of the baseline; None: both arms are tuned as the experiment's are."""
+    baseline, tune = experiment.arms[0], experiment.tune
+    used = (*experiment.all_seeds, *(experiment.planned or ()), *tune.seeds, *(run.seed for run in experiment.table))
+    again = replace(baseline, name=f"{baseline.name[:34]}-again", offset=1000 * (max(used) // 1000 + 1))
+    against_itself = replace(
+        experiment,
+        name=f"{experiment.name}{AA}",
+        arms=(baseline, again),
+        equal_to=Original(experiment.name, len(experiment.all_seeds), experiment.intervals, rates),
+    )
+    if rates is None:
+        return against_itself
+    sizes = {size: merge(changes, nested({tune.key: rates[size]})) for size, changes in experiment.sizes.items()}
+    return replace(against_itself, sizes=sizes, tune=replace(tune, grid=[], table=None), table=())
+
+
+def noise(procedure: Procedure, judged: Judged) -> list[str]:
+    """Findings of an A/A experiment, one sentence a size: the spread of single differences, which difference the experiment's seeds find,
+    and whether the verdict on equal arms held. Nothing of other experiments."""
+    experiment, original = procedure.experiment, procedure.experiment.equal_to
+    if original is None:
+        return []
+    sentences = []
+    for (size, again), verdict in judged.verdicts.items():
+        single = [] if experiment.primary.learned is not None else list(judged.comparisons[size, again].differences)
+        parts = [f"noise{size and ', '}{size}"]
+        if len(single) > 1 and np.isfinite(single).all():
+            spread, ratio = float(np.std(single, ddof=1)), experiment.primary.reach is not None
+            smallest = detectable(original.seeds, spread, ALPHA / original.intervals)
+            what = f"a factor of {math.exp(smallest):.3g}" if ratio else f"a difference of {smallest:.2g}"
+            of = "logarithms of " if ratio else ""
+            parts.append(f"single differences between {of}equal arms have a standard deviation of {spread:.2g} over {len(single)} seeds")
+            parts.append(f"by it the {original.seeds} seeds of {original.name} find {what} with probability {POWER:g}")
+        held = {"undecided": "held", "equivalent": "held", "better": "is false", "worse": "is false"}
+        outcome = held.get(verdict.kind, "is false" if verdict.kind.startswith("different") else "says nothing of equal arms yet")
+        parts.append(f"the verdict, {verdict.words}, {outcome}")
+        sentences.append(f"{parts[0]}: {'; '.join(parts[1:])}")
+    return sentences

@@ -13,13 +13,13 @@ from lm.errors import RunError, one_line
 from lm.experiments.experiment import Primary
 from lm.runs.folder import DIVERGED
 from lm.schema import Plain
-from lm.statistics.intervals import ALPHA, Estimate, Interval, over_seeds_and_documents
-from lm.statistics.learned import Counts, Learned, clopper_pearson, factor, has_learned, learned_verdicts, log_tokens
+from lm.statistics.intervals import ALPHA, Interval, over_seeds_and_documents
+from lm.statistics.learned import Counts, LearnedCounts, clopper_pearson, factor, has_learned, learned_verdicts, log_tokens
 from lm.statistics.tuning import FEWEST_TUNING_SEEDS, best_rate, chosen
 from lm.statistics.verdicts import FEWEST_SEEDS, MOST_SEEDS, POWER, Comparison, Verdict, power, seeds_needed, verdicts
 
-RUN = ["size", "arm", "rate", "seed"]
-COLUMNS = (*RUN, "state", "note", "sample", "group", "weight", "value")
+_RUN = ["size", "arm", "rate", "seed"]
+JUDGED_COLUMNS = (*_RUN, "state", "note", "sample", "group", "weight", "value")
 Place = tuple[str, str]  # size and arm
 Pair = tuple[float | None, float | None]  # the rates of an arm and of the baseline
 
@@ -100,7 +100,7 @@ class Judged:
     def __init__(self, table: pd.DataFrame, question: Question):
         self.table, self.question = table, question
         by_seed: dict[Place, dict[float | None, dict[int, JudgedRun]]] = {}
-        for (size, arm, rate, seed), lines in table.groupby(RUN, sort=False, dropna=False):
+        for (size, arm, rate, seed), lines in table.groupby(_RUN, sort=False, dropna=False):
             runs = by_seed.setdefault((size, arm), {}).setdefault(None if pd.isna(rate) else rate, {})
             first, groups = lines.iloc[0], lines["group"]
             known = None if groups.isna().any() else groups.to_numpy()
@@ -163,21 +163,23 @@ class Judged:
             unreached = self._unreached([run for by_rate in (ours, theirs) for runs in by_rate.values() for run in runs])
             shown = shown[np.isfinite(shown)]
         elif seeds:
-            over_documents = _over_documents(ours, theirs)
+            first = next(iter(ours.values()))[0]
+            values = _differences(ours, theirs, lambda run: run.values) if first.groups is not None else None
+            over_documents = None if values is None else over_seeds_and_documents(values, first.weights, first.groups)
         higher = not reach and primary.better == "higher"
         return Comparison(
             shown.tolist(), len(diverged), None if unreached else by_rates, place, shared, question.every, higher,
             planned=planned, why=why, over_documents=over_documents, unreached=unreached,
         )  # fmt: skip
 
-    def counted(self, size: str, arm: str) -> Learned:
+    def counted(self, size: str, arm: str) -> LearnedCounts:
         """How many of the runs so far have learned, of an arm and of the baseline."""
         question, rates = self.question, self.question.rates[size]
         planned, base, primary = len(question.seeds), question.arms[0], self.question.primary
         if rates is None:
-            return Learned(0, 0, 0, 0, planned=planned)
+            return LearnedCounts(0, 0, 0, 0, planned=planned)
         if not {arm, base} <= rates.keys():
-            return Learned(0, 0, 0, 0, tuned=False)
+            return LearnedCounts(0, 0, 0, 0, tuned=False)
         at, (ours, theirs) = (rates[arm], rates[base]), self._paired(size, arm)
         seeds = [seed for seed in range(planned) if all(run.ended for run in _of_seed(seed, ours, theirs))]
 
@@ -190,7 +192,7 @@ class Judged:
 
         diverged = sum(run.state == "diverged" for run in _decisive(at, ours, theirs))
         others = [] if len(ours) == len(theirs) == 1 else [counts(pair) for pair in product(ours, theirs)]
-        return Learned(*counts(at), others, diverged, planned=planned)
+        return LearnedCounts(*counts(at), others, diverged, planned=planned)
 
     def _paired(self, size: str, arm: str) -> tuple[ByRate, ByRate]:
         """The runs of an arm and of the baseline at each of their rates. If the arm's weights come from the baseline, that has one rate:
@@ -204,39 +206,35 @@ class Judged:
 
     def _not_learned(self, size: str, arm: str) -> str:
         """The runs of an arm and of the baseline that have finished and did not learn, in words to follow a reason; empty if all did."""
-        by_arm = [self.judged_runs(size, name) for name in (self.question.arms[0], arm)]
-        lost = [
-            runs[number].note
-            for number in range(len(self.question.seeds))
-            for runs in by_arm
-            if runs and runs[number].state == "finished" and runs[number].note
-        ]
+        by_seed = zip(*filter(None, (self.judged_runs(size, name) for name in (self.question.arms[0], arm))), strict=True)
+        lost = [run.note for runs in by_seed for run in runs if run.state == "finished" and run.note]
         return f"; did not learn: {'; '.join(lost[:3])}{'; ...' if len(lost) > 3 else ''}" if lost else ""
 
     def _unreached(self, runs: list[JudgedRun]) -> str:
         """How many runs of each arm have no number of tokens, in words; empty if all have one."""
-        primary, said, runs = self.question.primary, [], [*dict.fromkeys(runs)]
+        primary, words, runs = self.question.primary, [], [*dict.fromkeys(runs)]
         for arm in dict.fromkeys(run.arm for run in runs):
             tokens = [run.value for run in runs if run.arm == arm]
             if never := sum(number == math.inf for number in tokens):
-                said.append(f"{never} of {len(tokens)} runs of {arm} did not reach {primary.metric} {primary.reach:g}")
+                words.append(f"{never} of {len(tokens)} runs of {arm} did not reach {primary.metric} {primary.reach:g}")
             if early := sum(number == 0 for number in tokens):
-                said.append(f"{early} of {len(tokens)} runs of {arm} had reached {primary.reach:g} at the first evaluation")
-        return "; ".join(said)
+                words.append(f"{early} of {len(tokens)} runs of {arm} had reached {primary.reach:g} at the first evaluation")
+        return "; ".join(words)
 
     def lines(self) -> list[dict[str, Plain]]:
         """One entry for each size and arm: rate, finished runs, mean of the primary metric over the seeds that all arms have finished, and
         at each rate of an arm that has several; verdict, and the difference with its interval over seeds and that over seeds and documents.
         With `primary.reach` geometric means of tokens over the runs that `reached` it, and factors in place of differences; if runs learn
         or don't, how many `learned` of those that `ended`, and the fraction's interval."""
-        return [self._line(size, arm, self._common_seeds(size)) for size in self.question.rates for arm in self.question.arms]
-
-    def _common_seeds(self, size: str) -> list[bool]:
-        """Whether all arms that have finished any seed have finished this one, by seed."""
-        finished = [[run.state == "finished" for run in self.judged_runs(size, arm)] for arm in self.question.arms]
-        return np.all([some for some in finished if any(some)] or [[False] * len(self.question.seeds)], axis=0).tolist()
+        lines, arms = [], self.question.arms
+        for size in self.question.rates:
+            finished = [[run.state == "finished" for run in self.judged_runs(size, arm)] for arm in arms]
+            common = np.all([some for some in finished if any(some)] or [[False] * len(self.question.seeds)], axis=0).tolist()
+            lines += [self._line(size, arm, common) for arm in arms]
+        return lines
 
     def _line(self, size: str, arm: str, common: list[bool]) -> dict[str, Plain]:
+        """The line of an arm; `common`: whether all arms that have finished any seed have finished this one, by seed."""
         question, primary, runs = self.question, self.question.primary, self.judged_runs(size, arm)
         reach, by_rate = primary.reach is not None, self.runs.get((size, arm), {})
         values = [run.value for run in runs if run.state == "finished"]
@@ -314,14 +312,6 @@ def _differences(ours: ByRate, theirs: ByRate, value: Callable[[JudgedRun], floa
         return mine[:, None] - others
 
 
-def _over_documents(ours: ByRate, theirs: ByRate) -> Estimate | None:
-    """The difference over seeds and documents at each pair of rates; None without documents, or with too few of either."""
-    first = next(iter(ours.values()))[0]
-    if first.groups is None:
-        return None
-    return over_seeds_and_documents(_differences(ours, theirs, lambda run: run.values), first.weights, first.groups)
-
-
 def _mean(values: list[float], geometric: bool) -> float | None:
     """The arithmetic or geometric mean; None without values, or where one is not finite (of a geometric one, or 0)."""
     if not values or not np.isfinite(values).all() or (geometric and not all(values)):
@@ -354,7 +344,7 @@ def judge_table(
     Raises:
         RunError: columns, arms, seeds or values are missing, or there are runs twice.
     """
-    lines = _asked_lines(table, source, primary.metric, where, (*by, *_columns(table, ("arm", "seed", "value"), source)))
+    lines = _asked_lines(table, source, primary.metric, where, (*by, "arm", "seed", "value"))
     metric = primary.metric or (str(lines["metric"].iloc[0]) if "metric" in lines else "value")
     by = tuple(by) or tuple(name for name in ("size",) if name in lines and lines[name].notna().any())
     named = [[f"{name} {value}" if by != ("size",) else str(value) for value in lines[name]] for name in by]
@@ -366,7 +356,7 @@ def judge_table(
     runs = lines.assign(size=size if by else "", rate=rate, state=state, note="", weight=weight, sample=lines[unit] if unit else math.nan)
     runs["note"] = [f"{run.arm} seed {run.seed}: {DIVERGED}" if run.state == DIVERGED else "" for run in runs.itertuples()]
     runs["group"] = runs["group"].fillna(runs["sample"]) if "group" in lines else runs["sample"]
-    _check_lines(runs, source, [name for name in table.columns if name not in (*RUN, "value", "weight")])
+    _check_lines(runs, source, [name for name in table.columns if name not in (*_RUN, "value", "weight")])
     selecting, reporting = _parts(runs, source)
     arms = [*dict.fromkeys(reporting["arm"])]
     baseline = arms[0] if baseline is None else baseline
@@ -382,24 +372,24 @@ def judge_table(
         rates[name] = {}
         for arm in arms:
             final = here[here["arm"] == arm]
-            _check_seeds(final, seeds, f"{source}: {', '.join(filter(None, (str(arm), name)))}")
+            who = f"{source}: {', '.join(filter(None, (str(arm), name)))}"
+            for rate, some in final.groupby("rate", dropna=False) if len(final) else ():
+                if missing := [str(seed) for seed in seeds if seed not in set(some["seed"])]:
+                    at = "" if pd.isna(rate) else f" at {rate:g}"
+                    raise RunError(f"{who}: no seed {', '.join(missing)}{at}; every arm needs the same seeds")
+            if final.empty:
+                raise RunError(f"{who}: no line")
             order, judged = _rates(final, tried[tried["arm"] == arm], primary, f"{source}: {arm}")
             rates[name] |= {} if judged is _NOT_TUNED else {arm: judged}
             kept += [final[final["rate"].isna() if at is None else final["rate"] == at] for at in order]
     question = Question(replace(primary, metric=metric), (baseline, *(arm for arm in arms if arm != baseline)), seeds, rates)
-    return Judged(pd.concat(kept).sort_values("sample", kind="stable", ignore_index=True)[[*COLUMNS]], question)
-
-
-def _columns(table: pd.DataFrame, names: tuple[str, ...], source: str) -> tuple[str, ...]:
-    """The names, all of which are columns. Raises RunError."""
-    if missing := [name for name in names if name not in table]:
-        raise RunError(f"{source}: has no column {', '.join(missing)}; there is {', '.join(map(str, table.columns))}")
-    return names
+    return Judged(pd.concat(kept).sort_values("sample", kind="stable", ignore_index=True)[[*JUDGED_COLUMNS]], question)
 
 
 def _asked_lines(table: pd.DataFrame, source: str, metric: str, where: str, names: tuple[str, ...]) -> pd.DataFrame:
     """The lines of a metric for which a condition holds. Raises RunError: there are none."""
-    _columns(table, names, source)
+    if missing := [name for name in names if name not in table]:
+        raise RunError(f"{source}: has no column {', '.join(missing)}; there is {', '.join(map(str, table.columns))}")
     try:
         lines = table.query(where) if where else table
     except Exception as error:  # of pandas, Python's parser or numexpr: the condition is wrong
@@ -426,7 +416,7 @@ def _check_lines(runs: pd.DataFrame, source: str, others: list[str]) -> None:
         if wrong.any():
             run = runs[wrong].iloc[0]
             raise RunError(f"{source}: {int(wrong.sum())} lines have no finite {name}, the first of {run['arm']} seed {run['seed']}")
-    twice = runs.duplicated([*RUN, "sample", *(name for name in ("part", "stage") if name in runs)], keep=False)
+    twice = runs.duplicated([*_RUN, "sample", *(name for name in ("part", "stage") if name in runs)], keep=False)
     if twice.any():
         run = runs[twice].iloc[0]
         same = runs[twice & (runs["arm"] == run["arm"]) & (runs["seed"] == run["seed"])]
@@ -450,16 +440,6 @@ def _parts(runs: pd.DataFrame, source: str) -> tuple[pd.DataFrame, pd.DataFrame]
     return runs[chooses], reporting
 
 
-def _check_seeds(final: pd.DataFrame, seeds: tuple[object, ...], who: str) -> None:
-    """Raises RunError: at a rate of an arm, not all seeds are there."""
-    if final.empty:
-        raise RunError(f"{who}: no line")
-    for rate, lines in final.groupby("rate", dropna=False):
-        if missing := [seed for seed in seeds if seed not in set(lines["seed"])]:
-            at = "" if pd.isna(rate) else f" at {rate:g}"
-            raise RunError(f"{who}: no seed {', '.join(map(str, missing))}{at}; every arm needs the same seeds")
-
-
 def _check_alike(reporting: pd.DataFrame, selecting: pd.DataFrame, source: str) -> None:
     """Raises RunError: runs were measured on different units, or arms tuned over different rates or with fewer than two seeds."""
     finished = reporting[(reporting["state"] == "finished") & reporting["sample"].notna()]
@@ -468,8 +448,8 @@ def _check_alike(reporting: pd.DataFrame, selecting: pd.DataFrame, source: str) 
     tuning = _tuning(selecting)
     grids = {arm: frozenset(rates) for arm, rates in tuning.groupby("arm")["rate"] if rates.nunique() > 1}
     if len(set(grids.values())) > 1:
-        said = "; ".join(f"{arm} {', '.join(f'{rate:g}' for rate in sorted(grid))}" for arm, grid in grids.items())
-        raise RunError(f"{source}: arms are tuned over different rates: {said}")
+        words = "; ".join(f"{arm} {', '.join(f'{rate:g}' for rate in sorted(grid))}" for arm, grid in grids.items())
+        raise RunError(f"{source}: arms are tuned over different rates: {words}")
     seeds = tuning[tuning["arm"].isin(grids)].groupby(["arm", "rate"])["seed"].nunique()
     if (seeds < FEWEST_TUNING_SEEDS).any():
         raise RunError(f"{source}: {seeds.idxmin()[0]} has {seeds.min()} seed at {seeds.idxmin()[1]:g}; tuning takes {FEWEST_TUNING_SEEDS}")

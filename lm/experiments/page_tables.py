@@ -1,26 +1,25 @@
-"""Tables of an experiment's page, and the final runs of a size that they show, on the part of the held-out text that reports."""
+"""Tables and pictures of an experiment's verdicts and rates, and the final runs of a size on the part of the held-out text that reports."""
 
-from collections.abc import Collection, Iterable
+import math
+from collections.abc import Collection
 from dataclasses import replace
-from datetime import datetime, timedelta
 from functools import cached_property
-from pathlib import Path
+from itertools import product
 
 import numpy as np
 
-from lm.config.effects import effect_of
-from lm.experiments.experiment import Primary
+from lm.experiments.experiment import Experiment, Primary
 from lm.experiments.judging import Judged
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.summary import crossed_runs
-from lm.report.comparison import RunComparison, comparison_of, show
-from lm.report.descriptions import configuration_table, facts_table, how_measured
-from lm.report.sections import Arm
-from lm.report.tables import Cell, Column, Table, digits, four_digits, print_tables, signed
+from lm.experiments.summary import crossed_runs, differences_by_rate
+from lm.report.comparison import ArmRuns, RunComparison, comparison_of
+from lm.report.comparison_pictures import DrawnRun
+from lm.report.pictures import Panel, Picture, Trace
+from lm.report.tables import Cell, Column, Filled, Table, digits, print_tables, signed
 from lm.runs.evaluations import Evaluation
-from lm.runs.folder import CONFIG, ENVIRONMENT, METRICS, peak_memory, training_seconds
-from lm.runs.record import RunRecord, read_run, starts
-from lm.runs.series import Sample, Series, selects
+from lm.runs.folder import CONFIG, ENVIRONMENT
+from lm.runs.record import RunRecord
+from lm.runs.series import Series, selects
 from lm.schema import Plain
 from lm.statistics.intervals import Interval, over_seeds
 
@@ -30,103 +29,76 @@ class SizeResults:
 
     Attributes:
         judged: the verdicts on the runs of all sizes.
+        arm_names: the baseline first.
         verdicts: by arm, on all but the baseline.
         rates: of the arms; None while they are being tuned.
         final: the final runs that are known, by seed and arm.
+        of: words after titles, such as `, small`.
     """
 
     def __init__(self, procedure: Procedure, size: str, judged: Judged):
-        self.experiment, self.size, self.judged, self._quantity = procedure.experiment, size, judged, procedure.quantity
+        self.experiment, self.size, self.judged, self.of = procedure.experiment, size, judged, f", {size}" if size else ""
+        self.arm_names = [arm.name for arm in procedure.experiment.arms]
         self.verdicts = {name: judged.verdicts[size, name] for name in self.arm_names[1:]}
         self.rates = procedure.rates(size)
         self.final: list[Run] = list(procedure.final(size))
-        self._records: dict[Path, RunRecord] = {}
-
-    @property
-    def arm_names(self) -> list[str]:
-        """The final runs of all arms, the baseline first."""
-        return [arm.name for arm in self.experiment.arms]
-
-    def colour(self, arm: str) -> int:
-        """Number of an arm's colour: the same in all pictures."""
-        return self.arm_names.index(arm)
-
-    def record(self, run: Run) -> RunRecord | None:
-        """A run's folder as it was read; None where it has not begun."""
-        folder = run.config.run_folder
-        if folder not in self._records and all((folder / name).is_file() for name in (CONFIG, ENVIRONMENT)):
-            self._records[folder] = read_run(folder)
-        return self._records.get(folder)
+        finished = [run for run in self.final if run.outcome.state == "finished"]
+        self.values = {(run.arm, run.seed): procedure.quantity(run.outcome) for run in finished}
 
     @cached_property
     def begun(self) -> list[tuple[Run, RunRecord]]:
         """The final runs that have begun, finished, diverged or not, with their records."""
-        return [(run, record) for run in self.final if (record := self.record(run))]
+        folders = [(run, run.config.run_folder) for run in self.final]
+        return [(run, run.outcome.record) for run, folder in folders if all((folder / name).is_file() for name in (CONFIG, ENVIRONMENT))]
 
-    @cached_property
-    def finished(self) -> list[tuple[Run, RunRecord]]:
-        """The runs that have finished."""
-        return [(run, record) for run, record in self.begun if run.outcome.state == "finished"]
-
-    def value(self, run: Run) -> float | None:
-        """The number by which a final run is compared (`Procedure.quantity`); None of a run that has not finished."""
-        return self._quantity(run.outcome) if run.outcome.state == "finished" else None
+    @property
+    def drawn(self) -> list[DrawnRun]:
+        """The runs that have begun, for pictures of training."""
+        return [DrawnRun(run.arm, run.seed, run.outcome.state, record) for run, record in self.begun]
 
     @cached_property
     def comparison(self) -> RunComparison | None:
-        """The arms that have finished runs, on the documents that are reported on; None if there are none. Without differences where the
-        baseline has none."""
-        by_arm = {name: [record for run, record in self.finished if run.arm == name] for name in self.arm_names}
-        arms = tuple(Arm(name, tuple(map(reported, records))) for name, records in by_arm.items() if records)
-        if not arms:
-            return None
-        comparison = comparison_of(arms)
-        return comparison if arms[0].label == self.arm_names[0] else replace(comparison, differences=())
+        """The arms that have finished runs, on the documents that are reported on; None if there are none."""
+        by_arm = {name: [each.record for each in self.drawn if (each.arm, each.state) == (name, "finished")] for name in self.arm_names}
+        arms = tuple(ArmRuns(name, tuple(map(_reported, records))) for name, records in by_arm.items() if records)
+        return comparison_of(arms, tuple(self.arm_names)) if arms else None
 
 
-def reported(record: RunRecord) -> RunRecord:
+def _reported(record: RunRecord) -> RunRecord:
     """A run with its evaluations on the documents that are reported on."""
-    evaluations = tuple(replace(each, series=tuple(_series(each))) for each in record.evaluations)
-    return replace(record, evaluations=evaluations)
+    return replace(record, evaluations=tuple(replace(each, series=_report_parts(each)) for each in record.evaluations))
 
 
-def _series(evaluation: Evaluation) -> list[Series]:
+def _report_parts(evaluation: Evaluation) -> tuple[Series, ...]:
     of_text = any(each.data_fingerprint for each in evaluation.series)
     parts = [report_part(each) for each in evaluation.series if each.samples]
-    alone = [
-        replace(each, metric=f"{each.metric}, all held-out text") if of_text else each for each in evaluation.series if not each.samples
-    ]
-    return [each for each in (*parts, *alone) if each]
+    alone = [each for each in evaluation.series if not each.samples]
+    alone = [replace(each, metric=f"{each.metric}, all held-out text") if of_text else each for each in alone]
+    return tuple(each for each in (*parts, *alone) if each)
 
 
 def report_part(series: Series) -> Series | None:
     """A series on the documents that are reported on; as it is if it is of no held-out text; None if none of these is left. Curves of
-    bins become as coarse as the bins are."""
+    bins become as coarse as the bins are; a unit without a value is left out of the mean."""
     if not series.data_fingerprint:
         return series
     samples = [each.part(~selects(series.data_fingerprint, each.groups)) for each in series.samples]
     if not all(len(each.weights) and each.weights.sum() for each in samples):
         return None
-    means = np.concatenate([_mean(each) for each in samples])
-    means[~np.isfinite(series.means)] = np.nan
+    masked = [np.ma.average(np.ma.masked_invalid(each.values), axis=0, weights=each.weights) for each in samples]
+    means = np.where(np.isfinite(series.means), np.concatenate([each.filled(np.nan) for each in masked]), np.nan)
     curve = np.repeat(means, np.diff(series.axis.values).astype(int)) if series.bins else None
     return replace(series, samples=tuple(samples), means=means, curve=curve)
 
 
-def _mean(sample: Sample) -> np.ndarray:
-    """Over units, (columns,); a unit is left out where it has no value, as in the means of series."""
-    values = np.ma.masked_invalid(sample.values)
-    return np.ma.average(values, axis=0, weights=sample.weights).filled(np.nan)
-
-
-_Made = tuple[Column, list[Cell]]
+# ---------------------------------------------------------------- tables
 
 
 def summary_table(judged: Judged, lines: list[dict[str, Plain]]) -> Table:
     """A row for each size and arm, from the lines of `summary`."""
     question, verdicts = judged.question, [judged.verdicts.get((line["size"], line["arm"])) for line in lines]
 
-    def column(name: str, cells: list[Cell], unit: str = "", kind: str = "number") -> list[_Made]:
+    def column(name: str, cells: list[Cell], unit: str = "", kind: str = "number") -> list[Filled]:
         return [(Column(name, unit, kind), cells)] if any(cell is not None for cell in cells) else []
 
     primary, base = question.primary, question.arms[0]
@@ -142,11 +114,8 @@ def summary_table(judged: Judged, lines: list[dict[str, Plain]]) -> Table:
         columns += column("have learned", [f"{line['learned']} of {line['ended']}" for line in lines])
         fractions = [Interval(*line["fraction_learned"]) if line["ended"] else None for line in lines]
         columns.append((Column("fraction", "95% interval, Clopper-Pearson", "mean", 2), fractions))
-    over, intervals = "interval over seeds, all together 95%", [each and each.interval for each in verdicts]
-    if primary.reach is None:
-        columns += column(f"difference to {base}", intervals, over, "difference")
-    else:
-        columns += column(f"factor to {base}", intervals, over, "mean")
+    name, kind = (f"difference to {base}", "difference") if primary.reach is None else (f"factor to {base}", "mean")
+    columns += column(name, [each and each.interval for each in verdicts], "interval over seeds, all together 95%", kind)
     if primary.learned is None:
         both = [each and each.over_documents for each in verdicts]
         columns += column("on other text of the kind", both, "interval over seeds and documents, all together 95%", "difference")
@@ -167,29 +136,34 @@ def print_verdicts(judged: Judged, lines: list[dict[str, Plain]], title: str) ->
 
 def seeds_table(results: SizeResults) -> Table:
     """The primary metric of every final run on the report text, and its differences to the baseline's run of the same seed."""
-    primary, base = results.experiment.primary, results.arm_names[0]
-    runs = {(run.arm, run.seed): run for run in results.final}
-    values = {at: results.value(run) for at, run in runs.items()}
-    seeds = results.experiment.seeds
-    columns: list[_Made] = [(Column("seed", kind="label"), list(map(str, seeds)))]
+    primary, base, seeds, values = results.experiment.primary, results.arm_names[0], results.experiment.seeds, results.values
+    states = {(run.arm, run.seed): run.outcome.state for run in results.final}
+    columns: list[Filled] = [(Column("seed", kind="label"), list(map(str, seeds)))]
     for arm in results.arm_names:
-        at = [(arm, seed) for seed in seeds]
-        words = [
-            _amount(primary, values[each]) if values.get(each) is not None
-            else runs[each].outcome.state if each in runs else "no rate"
-            for each in at
-        ]  # fmt: skip
+        places = [(arm, seed) for seed in seeds]
+        words = [_amount(primary, values[at]) if at in values else states.get(at, "no rate") for at in places]
         columns.append((Column(arm, primary.quantity), words))
     for arm in results.arm_names[1:]:
         both = [(values.get((arm, seed)), values.get((base, seed))) for seed in seeds]
         if primary.reach is None:
-            columns.append(
-                (Column(f"{arm} - {base}", primary.metric), [None if None in pair else signed(pair[0] - pair[1]) for pair in both])
-            )
+            cells = [None if None in pair else signed(pair[0] - pair[1]) for pair in both]
+            columns.append((Column(f"{arm} - {base}", primary.metric), cells))
         else:
-            ratios = [f"{pair[0] / pair[1]:.3g}" if reached(pair) else None for pair in both]
+            ratios = [f"{pair[0] / pair[1]:.3g}" if all(map(_reached, pair)) else None for pair in both]
             columns.append((Column(f"{arm} / {base}", primary.quantity), ratios))
-    return Table("Every seed" + (f", {results.size}" if results.size else "") + ", on the report text", primary.quantity, tuple(columns))
+    return Table(f"Every seed{results.of}, on the report text", primary.quantity, tuple(columns))
+
+
+def _reached(tokens: float | None) -> bool:
+    """Whether it is a number of tokens at which a run has reached its level."""
+    return tokens is not None and 0 < tokens < math.inf
+
+
+def _amount(primary: Primary, value: float | None) -> str | None:
+    """The number by which a run is compared, in digits; tokens in whole numbers."""
+    if primary.reach is None or value is None:
+        return digits(value)
+    return f"{value:,.0f}" if _reached(value) else "at the first evaluation" if value == 0 else "not reached"
 
 
 def crossed_table(procedure: Procedure, size: str) -> Table | None:
@@ -211,15 +185,13 @@ def crossed_table(procedure: Procedure, size: str) -> Table | None:
     used = {arm: {rates[0]: "chosen by tuning"} for arm, rates in choice.final.items()}
     for arm, rate in ((arm, rate) for arm, rate in choice.rates.items() if choice.settled and arm in used):
         used[arm][rate] = ", ".join(filter(None, (used[arm].get(rate), "judged")))
-    columns: list[_Made] = [
+    chosen_by = [mean([procedure.choosing(run.outcome) for run in some]) for some in finished.values()]
+    columns: list[Filled] = [
         (Column("arm", kind="label"), [arm for arm, _ in finished]),
         (Column(experiment.tune.key), [f"{rate:g}" for _, rate in finished]),
         (Column("use", kind="words"), [used[arm].get(rate) for arm, rate in finished]),
         (Column("seeds"), [f"{len(some)} of {len(experiment.seeds)}" for some in finished.values()]),
-        (
-            Column(f"mean {experiment.chosen_by}", "selection text"),
-            [mean([procedure.choosing(run.outcome) for run in some]) for some in finished.values()],
-        ),
+        (Column(f"mean {experiment.chosen_by}", "selection text"), chosen_by),
     ]
     if experiment.primary.reach is None:
         means = [mean(some.values()) for some in values.values()]
@@ -229,96 +201,101 @@ def crossed_table(procedure: Procedure, size: str) -> Table | None:
     return Table("Final seeds at the rates of both arms" + (f", {size}" if size else ""), "", tuple(columns))
 
 
-def reached(tokens: tuple[float | None, ...]) -> bool:
-    """Whether all are numbers of tokens at which a run has reached its level."""
-    return all(each is not None and 0 < each < np.inf for each in tokens)
+# ---------------------------------------------------------------- pictures
 
 
-def _amount(primary: Primary, value: float | None) -> str | None:
-    """The number by which a run is compared, in digits; tokens in whole numbers."""
-    if primary.reach is None or value is None:
-        return digits(value)
-    return f"{value:,.0f}" if reached((value,)) else "at the first evaluation" if value == 0 else "not reached"
-
-
-def cost_table(results: SizeResults) -> Table | None:
-    """The costs of a run of each arm, mean over its finished final runs; None if none has finished."""
-    by_arm = {arm: [record for run, record in results.finished if run.arm == arm] for arm in results.arm_names}
-    by_arm = {arm: records for arm, records in by_arm.items() if records}
-    times = {record.folder: _under_way(record) for _, record in results.begun}
-    units = {
-        "parameters": "M", "in the normalizer": "parameters", "tokens": "M a run", "training": "TFLOP a run", "training time": "s a run",
-        "speed": "tokens/s", "peak memory": _memory_of(record for records in by_arm.values() for record in records),
-        "beside it": "other runs, mean",
-    }  # fmt: skip
-    costs = {arm: [dict(zip(units, _costs(record, times), strict=True)) for record in records] for arm, records in by_arm.items()}
-    columns: list[_Made] = [
-        (Column("arm", kind="label"), list(by_arm)),
-        (Column("runs"), [str(len(records)) for records in by_arm.values()]),
-    ]
-    for name, unit in units.items():
-        known = [[each[name] for each in some if each[name] is not None] for some in costs.values()]
-        columns += [(Column(name, unit), [four_digits(np.mean(some)) if some else None for some in known])] if any(known) else []
-    devices = [", ".join(dict.fromkeys(show(record.used("device")) for record in records)) for records in by_arm.values()]
-    columns.append((Column("device", kind="words"), devices))
-    return Table("What a run took" + (f", {results.size}" if results.size else ""), "", tuple(columns)) if by_arm else None
-
-
-def _costs(record: RunRecord, times: dict[Path, tuple[datetime, datetime] | None]) -> tuple[float | None, ...]:
-    """In the order and units of the table; None where the run folder does not say."""
-    log = record.folder / METRICS
-    tokens, seconds, memory = record.tokens_seen, training_seconds(log), peak_memory(log)
-    total, normalizer, flops = (record.measured(name) for name in ("parameters.total", "parameters.normalizer", "flops_per_token"))
-    return (
-        total and total / 1e6,
-        normalizer,
-        tokens and tokens / 1e6,
-        flops and tokens and flops * tokens / 1e12,
-        seconds,
-        tokens and seconds and tokens / seconds,
-        memory and memory / 2**30,
-        _beside(record, times),
-    )
-
-
-def _memory_of(records: Iterable[RunRecord]) -> str:
-    """The unit of the peak memory, with what it is of."""
-    on_cpu = [str(record.used("device") or "cpu").startswith("cpu") for record in records]
-    return "GiB, whole process" if all(on_cpu) else "GiB, whole process on a CPU" if any(on_cpu) else "GiB, tensors on the GPU"
-
-
-def _under_way(record: RunRecord) -> tuple[datetime, datetime] | None:
-    """From when to when the last start of a run trained at least."""
-    begun = starts(record.environment)
-    seconds = training_seconds(record.folder / METRICS, begun[-1]["step"]) if begun else None
-    if not seconds or not begun[-1].get("time"):
+def rates_picture(procedure: Procedure, size: str) -> Picture | None:
+    """Selection loss of each tuning run by rate, and the differences with both arms at the same rate; None without tuning."""
+    experiment, tried, primary = procedure.experiment, procedure.tried(size), procedure.experiment.primary
+    names = [arm.name for arm in experiment.arms]
+    if not any(experiment.choosing(each) is not None for each in tried):
         return None
-    first = datetime.fromisoformat(begun[-1]["time"])
-    return first, first + timedelta(seconds=seconds)
+    chosen = {arm: tried[0] for arm, tried in procedure.choice(size).final.items()}
+    ticks = {rate: f"{rate:g}" for rate in sorted({each.rate for each in tried})}
+    losses = experiment.costs_of(tried, size)
+    traces, rings, apart = [], [], []
+    for number, arm in enumerate(names):
+        values = [(each.rate, value) for each in tried if each.arm == arm and (value := experiment.choosing(each)) is not None]
+        traces.append(_dots(number, f"{arm}, single seeds", [pair for pair in values if math.isfinite(pair[1])]))
+        diverged = np.array([rate for rate, value in values if not math.isfinite(value)])
+        traces += [Trace(number, f"{arm}, diverged", diverged, np.full(len(diverged), np.nan), "diverged")] if len(diverged) else []
+        finite = {rate: some for rate, some in sorted(losses.get(arm, {}).items()) if all(map(math.isfinite, some))}
+        mean = {rate: experiment.cost(float(np.mean(some))) for rate, some in finite.items()}
+        traces.append(Trace(number, f"{arm}, mean", np.array([*mean]), np.array([*mean.values()]), "mean"))
+        rings += [(chosen[arm], mean[chosen[arm]], number)] if chosen.get(arm) in mean else []
+    first = Panel("Tuning runs", experiment.tune.key, f"{experiment.chosen_by}, selection text", traces, ticks, log=10, rings=rings)
+    for number, arm in enumerate(experiment.arms[1:], 1):
+        by_rate = {rate: np.array(some)[np.isfinite(some)] for rate, some in differences_by_rate(procedure, size, arm).items()}
+        by_rate = {rate: np.expm1(some) if primary.reach is not None else some for rate, some in by_rate.items() if len(some)}
+        label, means = f"{arm.name} - {names[0]}", np.array([np.mean(some) for some in by_rate.values()])
+        apart.append(_dots(number, f"{label}, single seeds", [(rate, value) for rate, some in by_rate.items() for value in some]))
+        apart.append(Trace(number, f"{label}, mean", np.array([*by_rate]), means, "mean"))
+    measured, small = _difference(experiment), primary.matters
+    if primary.learned is not None:
+        measured, small = "fraction of runs that have learned", 0.0
+    title = f"Difference to {names[0]}, both at the same rate"
+    second = Panel(title, experiment.tune.key, f"{measured}, selection text", apart, ticks, log=10, zero=True, small=small)
+    caption = "Left: dots are single tuning seeds, lines their means, rings the rates that were chosen."
+    if any(trace.kind == "diverged" for trace in traces):
+        caption += " Crosses at the top: a seed diverged there, and the rate is not chosen."
+    caption += " Right: of the tuning seeds, once every tuning run has ended."
+    caption += f" Shaded: differences below {small:g}." if small else ""
+    return Picture([first, *([second] if any(len(each.x) for each in apart) else [])], names, caption)
 
 
-def _beside(record: RunRecord, times: dict[Path, tuple[datetime, datetime] | None]) -> float | None:
-    """How many other final runs were under way at a time, on average over this one's."""
-    mine = times[record.folder]
-    if mine is None:
+def _dots(number: int, label: str, points: list[tuple[float, float]]) -> Trace:
+    return Trace(number, label, *np.array(points).reshape(-1, 2).T, "dots")
+
+
+def _difference(experiment: Experiment) -> str:
+    """The quantity that differences are of, as beside an axis."""
+    primary = experiment.primary
+    return primary.metric if primary.reach is None else f"relative difference of {primary.quantity}"
+
+
+def differences_picture(procedure: Procedure, sizes: list[SizeResults]) -> Picture | None:
+    """Differences to the baseline with their intervals: of each arm, or where there are several sizes by size."""
+    experiment, several, traces = procedure.experiment, len(sizes) > 1, []
+    names, small = sizes[0].arm_names, experiment.primary.matters
+    places = [results.size for results in sizes] if several else names[1:]
+    for results, (number, arm) in product(sizes, enumerate(names[1:], 1)):
+        single, interval = np.array(results.judged.comparisons[results.size, arm].differences), results.verdicts[arm].interval
+        ends = interval and np.array(interval.listed())
+        if experiment.primary.reach is not None:
+            single, ends = np.expm1(single), interval and ends - 1
+        x = places.index(results.size if several else arm) + (0.16 * (number - len(names) / 2) if several else 0.0)
+        label = ", ".join(filter(None, (results.size, arm)))
+        traces += [_dots(number, f"{label}, single seeds", [(x, value) for value in single])] if len(single) else []
+        traces += [_bar(number, label, x + 0.06, ends.tolist())] if interval and interval.bounded else []
+    if not traces:
         return None
-    others = [each for folder, each in times.items() if each and folder != record.folder]
-    shared = sum(max(0.0, (min(mine[1], stop) - max(mine[0], start)).total_seconds()) for start, stop in others)
-    return shared / (mine[1] - mine[0]).total_seconds()
+    title, label = f"Difference to {names[0]}" + (" by size" if several else ""), f"{_difference(experiment)}, report text"
+    panel = Panel(title, "", label, traces, dict(enumerate(places)), zero=True, small=small)
+    crossed = " and rates" if any(procedure.choice(results.size).crossed for results in sizes) else ""
+    caption = f"Dots: single seeds. Bars: mean with its Student t interval over seeds{crossed}; all of them hold together with 95%."
+    return Picture([panel], names, f"{caption} Shaded: differences below {small:g}.")
 
 
-def arms_differ(comparison: RunComparison) -> Table:
-    """Every configuration key in which the arms differ, but for names, folders and logging."""
-    lines = [
-        (key, values)
-        for key, values in comparison.config_diff
-        if key not in ("init_from", "branch_from") and effect_of(key).affects != "label"
+def _bar(number: int, label: str, x: float, interval: list[float]) -> Trace:
+    y, low, high = (np.array([value]) for value in interval)
+    return Trace(number, label, np.array([x]), y, "interval", low, high)
+
+
+def learned_picture(sizes: list[SizeResults], lines: list[dict[str, Plain]]) -> Picture | None:
+    """The primary metric of every final run with the level at which it has learned, and the fractions that have; None before any."""
+    primary, places, single, fractions = sizes[0].experiment.primary, {}, [], []
+    for results, (number, arm) in product(sizes, enumerate(sizes[0].arm_names)):
+        x, label = float(len(places)), " ".join(filter(None, (arm, results.size)))
+        places[x] = label
+        values = [value for (name, _), value in results.values.items() if name == arm]
+        single += [_dots(number, f"{label}, single seeds", [(x, value) for value in values])] if values else []
+        (line,) = (line for line in lines if (line["size"], line["arm"]) == (results.size, arm))
+        fractions += [_bar(number, label, x, line["fraction_learned"])] if line["ended"] else []
+    if not single:
+        return None
+    panels = [
+        Panel("Every seed", "", f"{primary.metric}, at the end", single, places, levels={primary.learned: "has learned"}),
+        Panel("Fraction of runs that have learned", "", "fraction", fractions, places, y_range=(-0.03, 1.03)),
     ]
-    return configuration_table(comparison, lines)
-
-
-def environment_table(comparison: RunComparison) -> Table:
-    """The settings that all runs share and those that differ, and how they were measured."""
-    words = {True: "all runs", False: "differs", None: "not known of all"}
-    lines = [(check.what, words[check.ok], check.detail) for check in comparison.checks]
-    return facts_table(lines + [(what, "", value) for what, value in how_measured(comparison)], title="Runs and environment")
+    caption = "Left: dots are single seeds. Right: bars are 95% Clopper-Pearson intervals; a run that diverged has not learned."
+    return Picture(panels, sizes[0].arm_names, caption)

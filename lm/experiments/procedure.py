@@ -4,20 +4,17 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 import numpy as np
 
 from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, RunError
-from lm.experiments.arms import Arm, Swap
-from lm.experiments.circumstances import unequal
-from lm.experiments.experiment import Experiment, config_hash
-from lm.experiments.judging import COLUMNS, Judged, Question
-from lm.experiments.run_outcome import SELECTION, Outcome, UnitValues
-from lm.experiments.tuning_tables import Tried, described, differing_keys
-from lm.report.frame import Block, frame
+from lm.experiments.experiment import Arm, Experiment, Swap, Tried, config_hash, described, differing_keys
+from lm.experiments.judging import JUDGED_COLUMNS, Judged, Question
+from lm.experiments.run_outcome import SELECTION, Outcome, unequal
+from lm.report.frame import Lines, frame
 from lm.runs.folder import CHECKPOINTS, SWAPPED, step_path
 from lm.schema import Plain
 from lm.statistics.tuning import Tuned, best_rate, chosen, crossed_rates, tuned
@@ -95,20 +92,21 @@ class Procedure:
         """One run; `rates` are those of the arms before it, of which it may start from one."""
         before = None
         if arm.start:
-            source = next(one for one in self.experiment.arms if one.name == arm.start)
+            source = next(other for other in self.experiment.arms if other.name == arm.start)
             before = self.run(size, source, stage, rates[source.name], seed, rates)
         config = self._config(size, arm, stage, rate, seed, before.config if before else None)
         outcome = self._ended.get(config.run_folder)
         if outcome is None:
             last_step = config.trainer.max_steps if arm.trained else before.outcome.last_step
-            asked = _scheduled(arm, config, last_step), self._asked(size, arm, config)
-            outcome = Outcome(config.run_folder, last_step, self.experiment.primary.metric, *asked)
+            kinds = {kind: each for kind, each in config.eval.kinds.items() if each.wanted(config.data)}
+            scheduled = tuple(kind for kind, each in kinds.items() if not arm.trained or each.is_due(last_step, last_step))
+            metric, asked = self.experiment.primary.metric, self._asked(size, arm, config)
+            outcome = Outcome(config.run_folder, last_step, metric, scheduled, asked)
             if outcome.ended:  # for good: it is not read again
                 self._ended[config.run_folder] = outcome
         if before and before.outcome.state == "diverged":  # what starts from nothing has diverged with it
             outcome = before.outcome
-        start = before and before.config.run_folder
-        overrides = tuple(self.experiment.evaluate_overrides)
+        start, overrides = before and before.config.run_folder, tuple(self.experiment.evaluate_overrides)
         return Run(size, arm.name, stage, rate, seed, config, outcome, start, arm.swap, arm.trained, overrides)
 
     def _config(self, size: str, arm: Arm, stage: str, rate: float | None, seed: int, before: Config | None) -> Config:
@@ -119,25 +117,21 @@ class Procedure:
             changes: dict[str, Plain] = {"runs": str(self._folder / size), "name": "run"}
             at = "-".join([arm.name, *([] if rate is None else [f"{rate:g}"]), f"seed{seed + arm.offset}"])
             if start and arm.swap and arm.trained:
-                origin = hashlib.sha256(f"{start.name} {arm.swap}".encode()).hexdigest()[:8]
-                changes["init_from"] = str(self._folder / size / SWAPPED / f"{at}-{origin}")
+                digest = hashlib.sha256(f"{start.name} {arm.swap}".encode()).hexdigest()[:8]
+                changes["init_from"] = str(self._folder / size / SWAPPED / f"{at}-{digest}")
             elif start and arm.step is not None:
                 changes |= {"branch_from": str(step_path(start / CHECKPOINTS, arm.step)), "init_from": before.init_from}
             elif start:
                 changes["init_from"] = str(start)
             config = self.experiment.config(size, arm, seed, rate, changes)
+            unmoved = config  # starting weights count by their path below the default folder of runs: an experiment may be moved
+            if start:
+                paths = {name: path for name in ("init_from", "branch_from") if (path := getattr(config, name))}
+                below = Path(Config().runs, self.experiment.name)
+                unmoved = replace(config, **{name: str(below / Path(path).relative_to(self._folder)) for name, path in paths.items()})
             place = ExperimentConfig(self.experiment.name, arm.name, size or None, stage, rate)
-            self._configs[known] = replace(config, name=f"{at}-{config_hash(self._unmoved(config, start))}", experiment=place)
+            self._configs[known] = replace(config, name=f"{at}-{config_hash(unmoved)}", experiment=place)
         return self._configs[known]
-
-    def _unmoved(self, config: Config, start: Path | None) -> Config:
-        """A configuration whose starting weights, of a run of this experiment, have the path that they have below the default folder of
-        runs: its hash stays as it is when the experiment is moved."""
-        if start is None:
-            return config
-        paths = {name: path for name in ("init_from", "branch_from") if (path := getattr(config, name))}
-        below = Path(Config().runs, self.experiment.name)
-        return replace(config, **{name: str(below / Path(path).relative_to(self._folder)) for name, path in paths.items()})
 
     def _asked(self, size: str, arm: Arm, config: Config) -> dict[str, dict[str, Plain]]:
         """The options with which the evaluations of an arm's runs must have been asked for; {} where those in training will do."""
@@ -172,13 +166,13 @@ class Procedure:
         for depth in depths:
             rates = self._with_untrained(rates)
             layer = [arm for arm in self.experiment.arms if len(self.sources(arm)) == depth and arm.tuned]
-            found = self._tuned(size, [arm for arm in layer if not arm.start or arm.start in rates], rates, runs)
-            if found.missing:
+            outcome = self._tuned(size, [arm for arm in layer if not arm.start or arm.start in rates], rates, runs)
+            if outcome.missing:
                 return Choice(runs, final, None)
-            crossed = crossed_rates(self.experiment.arms[0].name, found.rates)
+            crossed = crossed_rates(self.experiment.arms[0].name, outcome.rates)
             best = self._best(size, crossed)
             final |= crossed
-            rates |= best or found.rates
+            rates |= best or outcome.rates
             if best is None:
                 return Choice(runs, final, self._with_untrained(rates) if depth == depths[-1] else None, settled=False)
         return Choice(runs, final, self._with_untrained(rates))
@@ -190,20 +184,19 @@ class Procedure:
         if experiment.table:
             losses = experiment.costs_of(experiment.table, size)
             return chosen({arm.name: losses[arm.name] for arm in arms})
-        found, asked = Tuned({}), tuple(experiment.tune.grid) if arms else ()
-        while asked:
-            for arm in arms:
-                for rate in asked:
-                    runs.setdefault(arm.name, {})[rate] = [self.run(size, arm, "tune", rate, seed, rates) for seed in experiment.tune.seeds]
-            of_arms = [[one for some in runs[arm.name].values() for one in some] for arm in arms]
-            if not all(one.outcome.ended for of_arm in of_arms for one in of_arm):
-                return Tuned({}, asked)
+        outcome, missing = Tuned({}), tuple(experiment.tune.grid) if arms else ()
+        while missing:
+            for arm, rate in product(arms, missing):
+                runs.setdefault(arm.name, {})[rate] = [self.run(size, arm, "tune", rate, seed, rates) for seed in experiment.tune.seeds]
+            of_arms = [[*chain(*runs[arm.name].values())] for arm in arms]
+            if not all(run.outcome.ended for run in chain(*of_arms)):
+                return Tuned({}, missing)
             for of_arm in of_arms:
                 check_alike(of_arm, experiment.primary.metric if experiment.tune.metric == "primary" else SELECTION)
             losses = {arm.name: self._costs(runs[arm.name]) for arm in arms}
-            found = tuned(experiment.tune.grid, losses, partial(self._possible, size, arms))
-            asked = found.missing
-        return found
+            outcome = tuned(experiment.tune.grid, losses, partial(self._possible, size, arms))
+            missing = outcome.missing
+        return outcome
 
     def _best(self, size: str, crossed: dict[str, tuple[float, ...]]) -> dict[str, float] | None:
         """The rate that each arm is judged at: of those that its final seeds are trained at, the best on the selection text, as in
@@ -213,7 +206,7 @@ class Procedure:
             tried = crossed.get(arm.name, ())
             if len(tried) > 1:
                 runs = {rate: [self.run(size, arm, "final", rate, seed, {}) for seed in self.experiment.seeds] for rate in tried}
-                if not all(one.outcome.ended for some in runs.values() for one in some):
+                if not all(run.outcome.ended for run in chain(*runs.values())):
                     return None
                 rates[arm.name] = best_rate(self._costs(runs), tried)
             elif tried:
@@ -222,11 +215,11 @@ class Procedure:
 
     def _with_untrained(self, rates: dict[str, float]) -> dict[str, float]:
         """Rates, and for arms without one of their own the rates of those that they start from."""
-        found = dict(rates)
-        for arm in self.experiment.arms:
-            if not arm.tuned and arm.start in found:
-                found[arm.name] = found[arm.start]
-        return found
+        origins = {arm.name: arm.start for arm in self.experiment.arms if not arm.tuned}
+        known = dict(rates)
+        for name, start in origins.items():
+            known |= {name: known[start]} if start in known else {}
+        return known
 
     def _possible(self, size: str, arms: list[Arm], rate: float) -> bool:
         """Whether the tuned key may have this value in all of these arms."""
@@ -240,78 +233,65 @@ class Procedure:
     def tried(self, size: str) -> list[Tried]:
         """The tuning runs of a size, or the table's lines in place of them."""
         experiment = self.experiment
+        names = [arm.name for arm in experiment.arms]
         if experiment.table:
-            arms = [arm.name for arm in experiment.arms]
-            return sorted((one for one in experiment.table if one.size == size and one.arm in arms), key=lambda one: arms.index(one.arm))
-        runs = self.choice(size).runs
-        starts = {arm.name: arm.start for arm in experiment.arms}
-        return [
-            Tried(
-                size, arm, experiment.tune.key, rate, one.seed, one.outcome.mean(SELECTION, selection=True) if one.outcome.ended else None,
-                self.quantity(one.outcome, selection=True) if one.outcome.ended else None,
-                described(one.config, experiment.tune.key, starts[arm]),
-            )
-            for arm, by_rate in runs.items()
-            for rate in sorted(by_rate)
-            for one in by_rate[rate]
-        ]  # fmt: skip
+            mine = (run for run in experiment.table if run.size == size and run.arm in names)
+            return sorted(mine, key=lambda run: names.index(run.arm))
+        starts, key, lines = {arm.name: arm.start for arm in experiment.arms}, experiment.tune.key, []
+        for arm, by_rate in self.choice(size).runs.items():
+            for tried, run in ((rate, run) for rate in sorted(by_rate) for run in by_rate[rate]):
+                ended = run.outcome.ended
+                selection = run.outcome.mean(SELECTION, selection=True) if ended else None
+                primary = self.quantity(run.outcome, selection=True) if ended else None
+                lines.append(Tried(size, arm, key, tried, run.seed, selection, primary, described(run.config, key, starts[arm])))
+        return lines
 
     def notes(self) -> list[str]:
         """Notes that a reader must know beside the numbers, one sentence each."""
         experiment = self.experiment
-        found = [experiment.dropped_note] if experiment.dropped else []
-        for size, arm in product(experiment.sizes if experiment.table else (), (one for one in experiment.arms if one.tuned)):
+        notes = [experiment.dropped_note] if experiment.dropped else []
+        for size, arm in product(experiment.sizes if experiment.table else (), (arm for arm in experiment.arms if arm.tuned)):
             config = experiment.config(size, arm, experiment.seeds[0], experiment.first_rate, {"name": "any"})
             ours = described(config, experiment.tune.key, arm.start)
-            theirs = {one.configuration for one in experiment.table if (one.size, one.arm) == (size, arm.name)}
-            if keys := sorted({key for one in theirs for key in differing_keys(ours, one)}):
+            theirs = {run.configuration for run in experiment.table if (run.size, run.arm) == (size, arm.name)}
+            if keys := sorted({key for configuration in theirs for key in differing_keys(ours, configuration)}):
                 name = " ".join(filter(None, (size, arm.name)))
-                found.append(f"{name}: rates were tuned for another configuration: {', '.join(keys)} differ")
-        if self.added:
-            seeds = ", ".join(map(str, self.added))
-            found.append(f"exploratory: seeds {seeds} were added after the first start; p values are too small")
-        if self.left_out:
-            seeds = ", ".join(map(str, self.left_out))
-            found.append(f"exploratory: seeds {seeds} were planned at the first start and are left out; p values are too small")
+                notes.append(f"{name}: rates were tuned for another configuration: {', '.join(keys)} differ")
+        for seeds, what in (
+            (self.added, "were added after the first start"),
+            (self.left_out, "were planned at the first start and are left out"),
+        ):
+            notes += [f"exploratory: seeds {', '.join(map(str, seeds))} {what}; p values are too small"] if seeds else []
         if experiment.more_seeds and not experiment.limited:
             n, more = len(set(experiment.seeds) - set(experiment.more_seeds)), len(experiment.more_seeds)
-            why = (
-                "the first left a comparison undecided"
-                if experiment.look == 2
-                else "that is trained if the first leaves a comparison undecided"
-            )
-            found.append(f"look {experiment.look} of 2, each with half of the 5 %: {n} seeds, then {more} more; {why}")
-        found += [f"exploratory: {one.words}" if one.exploratory else one.words for one in experiment.departures]
-        found += unequal((one.arm, one.outcome) for one in self.known())
+            why = "that is trained if the first leaves a comparison undecided"
+            why = "the first left a comparison undecided" if experiment.look == 2 else why
+            notes.append(f"look {experiment.look} of 2, each with half of the 5 %: {n} seeds, then {more} more; {why}")
+        notes += [f"exploratory: {each.words}" if each.exploratory else each.words for each in experiment.departures]
+        notes += unequal((run.arm, run.outcome) for run in self.known())
         for size in experiment.sizes:
-            choice = self.choice(size)
+            choice, seeds = self.choice(size), {arm.name: [] for arm in experiment.arms}
             for arm, tried in choice.crossed.items():
                 name, rates = ", ".join(filter(None, (arm, size))), " and ".join(f"{rate:g}" for rate in sorted(tried))
                 at = f"; judged at {choice.rates[arm]:g}" if choice.settled else ""
-                found.append(f"{name}: final seeds are trained at {rates}, as tuning chose different rates for the arms{at}")
-            seeds = self.finished_seeds(size)
-            if len({some for some in seeds.values() if some}) > 1:
-                each = "; ".join(f"{name} has {', '.join(map(str, some)) or 'none'}" for name, some in seeds.items())
-                found.append(f"{size + ': ' if size else ''}arms have finished different seeds, means are over those in common: {each}")
-        return found
+                notes.append(f"{name}: final seeds are trained at {rates}, as tuning chose different rates for the arms{at}")
+            for run in self.final(size):
+                seeds[run.arm] += [str(run.seed)] if run.outcome.state == "finished" else []
+            if len({*map(tuple, filter(None, seeds.values()))}) > 1:
+                each = "; ".join(f"{name} has {', '.join(some) or 'none'}" for name, some in seeds.items())
+                notes.append(f"{size + ': ' if size else ''}arms have finished different seeds, means are over those in common: {each}")
+        return notes
 
     def exploratory(self, size: str, arm: str) -> tuple[str, ...]:
         """Why the verdict on an arm is exploratory, in words; empty if it is not."""
-        told = [one for one in self.experiment.departures if one.exploratory and one.place in (None, (size, arm))]
-        return (*(one.words for one in told), *map(str, self.added + self.left_out))
-
-    def finished_seeds(self, size: str) -> dict[str, tuple[int, ...]]:
-        """The seeds of the final runs that are finished, by arm."""
-        found: dict[str, list[int]] = {arm.name: [] for arm in self.experiment.arms}
-        for one in self.final(size):
-            found[one.arm] += [one.seed] if one.outcome.state == "finished" else []
-        return {name: tuple(seeds) for name, seeds in found.items()}
+        departures = [each.words for each in self.experiment.departures if each.exploratory and each.place in (None, (size, arm))]
+        return (*departures, *map(str, self.added + self.left_out))
 
     def sources(self, arm: Arm) -> list[str]:
         """The arms that it starts from, one after the other."""
         if not arm.start:
             return []
-        return [arm.start, *self.sources(next(one for one in self.experiment.arms if one.name == arm.start))]
+        return [arm.start, *self.sources(next(other for other in self.experiment.arms if other.name == arm.start))]
 
     def rates(self, size: str) -> dict[str, float | None] | None:
         """The rate that each arm is judged at, of those that have one; None: not known yet."""
@@ -345,9 +325,9 @@ class Procedure:
             key=experiment.tune.key,
             measured_on="report text",
         )
-        return Judged(frame((block for size in experiment.sizes for block in self._blocks(size)), COLUMNS), question)
+        return Judged(frame((block for size in experiment.sizes for block in self._blocks(size)), JUDGED_COLUMNS), question)
 
-    def _blocks(self, size: str) -> Iterator[Block]:
+    def _blocks(self, size: str) -> Iterator[Lines]:
         """The lines of the final runs of a size, of each arm at each of its rates, first the one that tuning chose."""
         experiment, choice, rates = self.experiment, self.choice(size), self.rates(size) or {}
         runs = []
@@ -360,14 +340,14 @@ class Procedure:
             self.check_direction(run.outcome)
             yield self._block(run, whole)
 
-    def _block(self, run: Run, whole: bool) -> Block:
+    def _block(self, run: Run, whole: bool) -> Lines:
         """The lines of a run: one for each unit of held-out text, or a single one of the `whole`."""
         outcome = run.outcome
         note = outcome.divergence if outcome.state == "diverged" else outcome.not_learned if outcome.state == "finished" else ""
         block = {"size": run.size, "arm": run.arm, "rate": run.rate, "seed": run.seed, "state": outcome.state}
         block["note"] = note and f"{run.label}: {note}"
         units = outcome.values(self.experiment.primary.metric) if outcome.state == "finished" and not whole else None
-        if not units or not units.held_out:
+        if not units or not units.fingerprint:
             return block | {"weight": 1.0, "value": np.array([self.quantity(outcome)])}
         units = units.part(selection=False)
         return block | {"sample": np.arange(len(units.values)), "group": units.groups, "weight": units.weights, "value": units.values}
@@ -382,23 +362,21 @@ class Procedure:
 
     def known(self) -> list[Run]:
         """All runs that the experiment needs, as far as is known: those of tuning first, each after the one it starts from."""
-        found: list[Run] = []
+        runs: list[Run] = []
         for size in self.experiment.sizes:
-            found += [one for by_rate in self.choice(size).runs.values() for some in by_rate.values() for one in some]
-            found += self.crossed(size)
-            found += self.final(size)
-        return list({one.config.run_folder: one for one in found}.values())
+            runs += chain(*(chain(*by_rate.values()) for by_rate in self.choice(size).runs.values()), self.crossed(size), self.final(size))
+        return list({run.config.run_folder: run for run in runs}.values())
 
     def n_runs(self, size: str, n_seeds: int) -> dict[str, int]:
         """Runs of each arm in a size, with so many final seeds, as far as its grid and its rates are known; before tuning has ended, as if
         it chose two rates."""
-        choice, tune, found = self.choice(size), self.experiment.tune, {}
-        crossed = {one.name for one in self.experiment.arms if one.trained and not one.start} if tune.grid else set()
+        choice, tune, counts = self.choice(size), self.experiment.tune, {}
+        crossed = {arm.name for arm in self.experiment.arms if arm.trained and not arm.start} if tune.grid else set()
         for arm in self.experiment.arms:
             grid = max(len(tune.grid), len(choice.runs.get(arm.name, ()))) if arm.tuned else 0
             rates = len(choice.final.get(arm.name, ())) or (2 if len(crossed) > 1 and arm.name in crossed else 1)
-            found[arm.name] = n_seeds * rates + grid * len(tune.seeds)
-        return found
+            counts[arm.name] = n_seeds * rates + grid * len(tune.seeds)
+        return counts
 
     @property
     def added(self) -> tuple[int, ...]:
@@ -434,27 +412,17 @@ class Procedure:
     def check_direction(self, outcome: Outcome) -> None:
         """Raises RunError if a finished run says that the primary metric's direction is another than the experiment says."""
         primary = self.experiment.primary
-        found = outcome.values(primary.metric) if outcome.state == "finished" else None
-        if found and found.better not in (primary.better, "none"):
-            raise RunError(f"primary.better = {primary.better}: of {primary.metric}, {found.better} is better; correct the experiment")
-
-
-def _scheduled(arm: Arm, config: Config, last_step: int) -> tuple[str, ...]:
-    """The kinds of evaluation, beside the validation, of a run's last step; of one that is not trained all that `lm eval` measures."""
-    wanted = {kind: one for kind, one in config.eval.kinds.items() if one.wanted(config.data)}
-    return tuple(kind for kind, one in wanted.items() if not arm.trained or one.is_due(last_step, last_step))
+        series = outcome.series(primary.metric) if outcome.state == "finished" else None
+        if series and series.better not in (primary.better, "none"):
+            raise RunError(f"primary.better = {primary.better}: of {primary.metric}, {series.better} is better; correct the experiment")
 
 
 def check_alike(runs: list[Run], metric: str) -> None:
     """Raises RunError if a metric was not measured on the same sequences in all runs that are finished."""
-    first: tuple[Run, UnitValues] | None = None
-    for run in runs:
-        if run.outcome.state != "finished":
-            continue
-        found = run.outcome.values(metric)
-        first = first or (run, found)
-        if found.identity != first[1].identity:
-            where = f"{run.config.run_folder}: {metric} was measured on other sequences than in {first[0].config.run_folder}"
+    finished = [run for run in runs if run.outcome.state == "finished"]
+    for run in finished:
+        if run.outcome.values(metric).identity != finished[0].outcome.values(metric).identity:
+            where = f"{run.config.run_folder}: {metric} was measured on other sequences than in {finished[0].config.run_folder}"
             raise RunError(f"{where}; measure it again as the run is configured: lm eval {run.config.run_folder}")
 
 

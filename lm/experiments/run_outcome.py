@@ -1,6 +1,7 @@
-"""The outcome of a run of an experiment, read from its run folder alone."""
+"""The outcome of a run of an experiment, read from its run folder alone, and what differs between runs beside their arms."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -8,58 +9,21 @@ from typing import Literal
 
 import numpy as np
 
+from lm.attention.plugins import PLUGINS
 from lm.errors import RunError, one_line
-from lm.runs.evaluations import Evaluation, evaluation_files, read_evaluation
-from lm.runs.folder import CHECKPOINTS, DIVERGED, METRICS, curve, read_metrics, step_path
+from lm.runs.evaluations import Evaluation, evaluation_files, measuring_code, read_evaluation
+from lm.runs.folder import CHECKPOINTS, DIVERGED, ENVIRONMENT, METRICS, curve, read_json, read_metrics, step_path
+from lm.runs.record import RunRecord, read_run, used
 from lm.runs.same_run import check_measured
-from lm.runs.series import UNIGRAM, Series, selects
+from lm.runs.series import UNIGRAM, Series, Units
 from lm.schema import Plain
 from lm.statistics.learned import tokens_to_reach
 
 SELECTION = "val/loss"  # what chooses learning rates, whatever the primary metric
 RISE = 0.5  # nats per token: from the lowest training loss to the last one, of a run that diverged and stayed finite
+_FACTS = {"git commit": "git_commit", "torch": "versions.torch", "device": "device", "precision": "precision", "compile": "compile"}
 
-State = Literal["unfinished", "finished", "diverged"]
-
-
-@dataclass(frozen=True)
-class UnitValues:
-    """A metric by unit, such as a held-out sequence.
-
-    Attributes:
-        values, weights: (units,).
-        groups: (units,) documents.
-        identity: of the data and of the sequences measured: equal in runs that can be compared.
-        better: which direction is.
-        held_out: whether units are of the held-out text, a part of which selects; of others, such as questions, all report.
-    """
-
-    values: np.ndarray
-    weights: np.ndarray
-    groups: np.ndarray
-    identity: tuple[str, str]
-    better: str
-    held_out: bool = True
-
-    def part(self, selection: bool) -> "UnitValues":
-        """The values of the documents that select, about a third, or of those that are reported on: by a hash of the document, which is
-        for a sequence the one that it begins in. All, where they are not of the held-out text.
-
-        Raises:
-            RunError: there are none.
-        """
-        if not self.held_out:
-            return self
-        chosen = selects(self.identity[0], self.groups) == selection
-        if not chosen.any():
-            use = "choose learning rates" if selection else "report"
-            raise RunError(f"none of {len(set(self.groups.tolist()))} held-out documents is left to {use} on: hold out more text")
-        return UnitValues(self.values[chosen], self.weights[chosen], self.groups[chosen], self.identity, self.better)
-
-    @property
-    def mean(self) -> float:
-        """The weighted mean over units."""
-        return float(np.average(self.values, weights=self.weights))
+RunStatus = Literal["unfinished", "finished", "diverged"]
 
 
 @dataclass(frozen=True)
@@ -78,7 +42,17 @@ class Outcome:
     asked: dict[str, dict[str, Plain]] = field(default_factory=dict)
 
     @cached_property
-    def state(self) -> State:
+    def log(self) -> tuple[list[dict[str, Plain]], list[int]]:
+        """Its logged lines, and the numbers of those that can't be read."""
+        return read_metrics(self.folder / METRICS)
+
+    @property
+    def record(self) -> RunRecord:
+        """Its run folder, of which no evaluation is read again. Raises RunError: a file can't be read."""
+        return read_run(self.folder, self.log, self._measured_last[0])
+
+    @cached_property
+    def state(self) -> RunStatus:
         """How far the run came: `finished` once its last checkpoint, both metrics and all that is measured at the end are there, unless
         it has diverged."""
         if not self.folder.is_dir():
@@ -96,11 +70,11 @@ class Outcome:
         It stopped at values that are not finite, or its final loss isn't; or it learned nothing that was left at its end: its final loss
         is above the unigram cross-entropy, and its training loss ended more than `RISE` above the lowest that it had logged.
         """
-        lines = read_metrics(self.folder / METRICS)[0]
-        if said := next((str(line[DIVERGED]) for line in lines if DIVERGED in line), ""):
+        lines = self.log[0]
+        if reason := next((str(line[DIVERGED]) for line in lines if DIVERGED in line), ""):
             if self.checkpoint.exists():
                 raise RunError(f"{self.folder / METRICS}: says that the run diverged, but {self.checkpoint} is there: bring it back")
-            return said
+            return reason
         if self.trained and not math.isfinite(self.series(SELECTION).means[0]):
             return f"final {SELECTION} is not finite"
         logged = curve(lines, "train/loss").loss
@@ -131,14 +105,13 @@ class Outcome:
         """Whether each scheduled evaluation of the last step was made, or has failed (`eval.on_error` is log): a kill leaves neither."""
         files = evaluation_files(self.folder)
         missing = [kind for kind in self.scheduled if (kind, self.last_step) not in files]
-        lines = read_metrics(self.folder / METRICS)[0] if missing else []
-        failed = {name for line in lines if line.get("step") == self.last_step for name in line}
+        failed = {name for line in (self.log[0] if missing else ()) if line.get("step") == self.last_step for name in line}
         return all(f"{kind}/failed" in failed for kind in missing)
 
     @cached_property
     def measured(self) -> bool:
         """Whether all that is asked for was measured as it is asked for."""
-        return self.asked.items() <= {one.kind: one.asked for one in self._evaluations}.items()
+        return self.asked.items() <= {each.kind: each.asked for each in self._evaluations}.items()
 
     @property
     def ended(self) -> bool:
@@ -148,11 +121,11 @@ class Outcome:
     @property
     def names(self) -> list[str]:
         """The metrics that were measured by unit at the last step."""
-        return [name for evaluation in self._evaluations for one in evaluation.series if one.samples for name in one.logged]
+        return [name for evaluation in self._evaluations for each in evaluation.series if each.samples for name in each.logged]
 
     def series(self, metric: str) -> Series | None:
         """The series that logs a metric at the last step; None if it was not measured. Raises RunError: a damaged file."""
-        return next((one for evaluation in self._evaluations for one in evaluation.series if metric in one.logged), None)
+        return next((each for evaluation in self._evaluations for each in evaluation.series if metric in each.logged), None)
 
     @property
     def sealed(self) -> bool:
@@ -162,28 +135,29 @@ class Outcome:
     @property
     def codes(self) -> list[dict[str, str]]:
         """Digests of the code that measured the evaluations at the last step, one for each."""
-        return [one.code for one in self._evaluations]
+        return [each.code for each in self._evaluations]
 
     @property
     def _evaluations(self) -> list[Evaluation]:
         """The evaluations of the last step."""
-        return self._measured_last[0]
+        return [*self._measured_last[0].values()]
 
     @cached_property
-    def _measured_last(self) -> tuple[list[Evaluation], bool]:
-        """`_evaluations` and `sealed`. Raises RunError: they are of other weights, or were altered."""
+    def _measured_last(self) -> tuple[dict[Path, Evaluation], bool]:
+        """The evaluations of the last step by file, and `sealed`. Raises RunError: they are of other weights, or were altered."""
         files = evaluation_files(self.folder)
-        found = [one for (_, step), path in files.items() if step == self.last_step for one in _read(path)]
-        return found, not found or not self.checkpoint.exists() or check_measured(self.folder, found, self.checkpoint)
+        last = {path: each for (_, step), path in files.items() if step == self.last_step for each in _read(path)}
+        return last, not last or not self.checkpoint.exists() or check_measured(self.folder, [*last.values()], self.checkpoint)
 
-    def values(self, metric: str) -> UnitValues | None:
+    def values(self, metric: str) -> Units | None:
         """A metric by unit at the last step, whose mean is the logged one; None if it was not measured by unit."""
         if metric not in self._values:
-            self._values[metric] = _by_unit(self.series(metric), metric)
+            series = self.series(metric)
+            self._values[metric] = series and series.logged_units(metric)
         return self._values[metric]
 
     @cached_property
-    def _values(self) -> dict[str, UnitValues | None]:
+    def _values(self) -> dict[str, Units | None]:
         return {}
 
     def tokens_to_reach(self, level: float, better: Literal["lower", "higher"], selection: bool) -> float:
@@ -193,7 +167,7 @@ class Outcome:
             return math.inf
         if selection not in self._reached:
             identity = self.values(self.metric).identity
-            points = [(one.tokens_seen, values.part(selection).mean) for one, values in self._history if values.identity == identity]
+            points = [(tokens, values.part(selection).mean) for tokens, values in self._history if values.identity == identity]
             self._reached[selection] = tokens_to_reach(*zip(*points, strict=True), level, better)
         return self._reached[selection]
 
@@ -202,14 +176,14 @@ class Outcome:
         return {}
 
     @cached_property
-    def _history(self) -> list[tuple[Evaluation, UnitValues]]:
-        """The evaluations of the wanted metric up to the last step, and its values then."""
-        kinds = {one.kind for one in self._evaluations for series in one.series if self.metric in series.logged}
-        files = [(at, path) for at, path in sorted(evaluation_files(self.folder).items()) if at[0] in kinds and at[1] <= self.last_step]
-        read = [one for _, path in files for one in _read(path)]
+    def _history(self) -> list[tuple[int, Units]]:
+        """Tokens seen at each evaluation of the wanted metric up to the last step, and its values then."""
+        kinds = {each.kind for each in self._evaluations for series in each.series if self.metric in series.logged}
+        files = [path for (kind, step), path in sorted(evaluation_files(self.folder).items()) if kind in kinds and step <= self.last_step]
+        read = [each for path in files for each in _read(path)]
         check_measured(self.folder, read, self.checkpoint)
-        found = [(one, next((series for series in one.series if self.metric in series.logged), None)) for one in read if one.tokens_seen]
-        return [(one, values) for one, series in found if (values := _by_unit(series, self.metric))]
+        series = [(each.tokens_seen, next((some for some in each.series if self.metric in some.logged), None)) for each in read]
+        return [(tokens, values) for tokens, some in series if tokens and some and (values := some.logged_units(self.metric))]
 
     def mean(self, metric: str, selection: bool) -> float:
         """The mean of a metric over the documents that select or those that are reported on; infinite of a run that has not finished."""
@@ -225,14 +199,44 @@ def _read(path: Path) -> list[Evaluation]:
         raise RunError(f"{path}: not an evaluation: {one_line(error)}; delete it, and it is measured again") from None
 
 
-def _by_unit(one: Series | None, metric: str) -> UnitValues | None:
-    """A metric that a series logs by unit; None if it has no units."""
-    if one is None or not one.samples:
-        return None
-    if one.bins:  # logged is the mean over every position
-        (sample,), widths = one.samples, np.diff(one.axis.values)
-        values = sample.values @ widths / widths.sum()
-    else:
-        sample, values = one.column(one.logged.index(metric))
-    identity = (one.data_fingerprint or sample.sha256, sample.sha256)
-    return UnitValues(values.astype(float), sample.weights, sample.groups, identity, one.better, bool(one.data_fingerprint))
+# ---------------------------------------------------------------- what differs between runs
+
+
+def unequal(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
+    """In what finished runs, given with their arms, differ beside these: one sentence each, by environment.json and their evaluations.
+
+    Raises:
+        RunError: an environment.json can't be read.
+    """
+    finished = [(arm, run) for arm, run in outcomes if run.state == "finished"]
+    recorded = [(arm, read_json(run.folder / ENVIRONMENT), run) for arm, run in finished if (run.folder / ENVIRONMENT).is_file()]
+    sentences = []
+    try:
+        for name, key in _FACTS.items():
+            if words := _differing([(arm, used(environment, key)) for arm, environment, _ in recorded]):
+                sentences.append(f"runs differ in {name}: {words}")
+        trees = [used(environment, "git_dirty") for _, environment, _ in recorded if used(environment, "git_commit")]
+        if dirty := sum(tree is not False for tree in trees):
+            sentences.append(f"{dirty} of {len(finished)} runs are of a git tree with uncommitted changes: their code is not known")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise RunError(f"{recorded[0][2].folder.parent}: an {ENVIRONMENT} is damaged: {error}") from None
+    if unsealed := sum(not run.sealed for _, run in finished):
+        sentences.append(f"{unsealed} runs' evaluations carry no digest (made by an earlier version)")
+    codes, other = [(arm, code) for arm, run in finished if run.sealed for code in run.codes], 0
+    names = dict.fromkeys(name for _, code in codes for name in code)
+    today = {"lm": measuring_code(), **PLUGINS.code(names)}
+    for name in names:
+        digests = [(arm, code[name]) for arm, code in codes if name in code]
+        if words := _differing(digests):
+            sentences.append(f"runs were measured by different code of {name}: {words}; lm eval RUN measures them again")
+        else:
+            other += name in today and any(digest != today[name] for _, digest in digests)
+    return sentences + ["runs were measured by other code than today's; lm eval RUN measures them again"] * bool(other)
+
+
+def _differing(values: list[tuple[str, Plain]]) -> str:
+    """Values with the arms that have them, in words; empty if all are the same."""
+    arms: dict[str, dict[str, None]] = {}
+    for arm, value in values:
+        arms.setdefault("not recorded" if value is None else str(value), {})[arm] = None
+    return "; ".join(f"{value[:60]} ({', '.join(some)})" for value, some in arms.items()) if len(arms) > 1 else ""

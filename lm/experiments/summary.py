@@ -4,20 +4,20 @@ import math
 
 import numpy as np
 
-from lm.experiments.arms import Arm
-from lm.experiments.experiment import Primary
+from lm.experiments.experiment import Arm, by_arm_and_rate
 from lm.experiments.judging import Judged
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.tuning_tables import by_arm_and_rate, table_lines
+from lm.experiments.run_outcome import SELECTION
 from lm.report.tables import DIFFERENCE, Column, digits
+from lm.runs.folder import DIVERGED
 from lm.runs.series import Series
 from lm.schema import Plain
 from lm.statistics.intervals import Interval
 from lm.statistics.learned import has_learned, log_tokens
-from lm.statistics.tuning import differences, mean_loss
+from lm.statistics.tuning import mean_loss, rate_differences
 
 
-def summary(procedure: Procedure, judged: Judged | None = None) -> list[dict[str, Plain]]:
+def summary_lines(procedure: Procedure, judged: Judged | None = None) -> list[dict[str, Plain]]:
     """One entry for each size and arm (`Judged.lines`), with the mean difference over the tuning seeds at each rate. `judged`: what the
     run folders hold, if that is known already."""
     judged, reach = judged or procedure.judged(), procedure.experiment.primary.reach is not None
@@ -39,38 +39,38 @@ def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[float
     base, measured = experiment.arms[0].name, by_arm_and_rate(procedure.tried(size), size, "primary") if experiment.tuned else {}
     if not {arm.name, base} <= measured.keys() or not procedure.rates(size):
         return {}
-    values = {
-        name: {rate: [_compared_value(experiment.primary, value) for value in some] for rate, some in measured[name].items()}
-        for name in (arm.name, base)
-    }
-    return differences(arm.name, base, values)
+    primary = experiment.primary
 
+    def compared(value: float) -> float:
+        if primary.learned is not None:
+            return float(has_learned(value, primary.learned, primary.better))
+        if primary.reach is not None:
+            return log_tokens(value)
+        return -value if value == math.inf and primary.better == "higher" else value
 
-def _compared_value(primary: Primary, value: float) -> float:
-    """The number that differences are taken of: 1 or 0 for a run that has learned or not, the logarithm of tokens, else the metric;
-    `value` is infinite if the run diverged."""
-    if primary.learned is not None:
-        return float(has_learned(value, primary.learned, primary.better))
-    if primary.reach is not None:
-        return log_tokens(value)
-    return -value if value == math.inf and primary.better == "higher" else value
+    both = {name: {rate: [*map(compared, some)] for rate, some in measured[name].items()} for name in (arm.name, base)}
+    return rate_differences(arm.name, base, both)
 
 
 def findings(procedure: Procedure, lines: list[dict[str, Plain]]) -> list[str]:
     """Statements of each verdict on the means of an arm and of the baseline, one plain sentence each; `lines`: the summary. Arms without a
     mean have none, nor have runs that learn or don't: the verdict's reason counts them."""
-    experiment, found = procedure.experiment, []
+    experiment, sentences = procedure.experiment, []
     for size in experiment.sizes:
         base, *others = (line for line in lines if line["size"] == size)
         finished = {run.arm: run for run in procedure.final(size) if run.outcome.state == "finished"}
         for line in others:
             if None in (line["mean"], base["mean"]) or not (line.get("factor") or line.get("difference")):
                 continue
-            series = [finished[one["arm"]].outcome.series(experiment.primary.metric) for one in (line, base)]
-            said = _tokens(experiment.primary, line, base) if "factor" in line else _means(experiment.primary.metric, series, line, base)
-            sentence = f"{said}: {_verdict(line, series[0].unit)}."
-            found.append(f"{size}: {sentence}" if size else f"{sentence[:1].upper()}{sentence[1:]}")
-    return found
+            series = [finished[each["arm"]].outcome.series(experiment.primary.metric) for each in (line, base)]
+            if "factor" in line:
+                ours, theirs = (f"{each['arm']} after {each['mean']:,.0f}" for each in (line, base))
+                words = f"the {experiment.primary.metric} of {experiment.primary.reach:g} is reached by {ours} tokens and by {theirs}"
+            else:
+                words = _means(experiment.primary.metric, series, line, base)
+            sentence = f"{words}: {_verdict(line, series[0].unit)}."
+            sentences.append(f"{size}: {sentence}" if size else f"{sentence[:1].upper()}{sentence[1:]}")
+    return sentences
 
 
 def _means(metric: str, series: list[Series], line: dict[str, Plain], base: dict[str, Plain]) -> str:
@@ -78,18 +78,12 @@ def _means(metric: str, series: list[Series], line: dict[str, Plain], base: dict
     axis, what, first = series[0].axis, f"the {metric}", ""
     if axis and not axis.bins:
         place, (x, _) = [*series[0].places.items()][series[0].logged.index(metric)]
-        alike = axis.unit == "tokens" and len({one.seq_len for one in series}) == 1
+        alike = axis.unit == "tokens" and len({each.seq_len for each in series}) == 1
         factor = "" if x == series[0].seq_len else f"{x / series[0].seq_len:g} times "
         times = f", {factor}the training length" if alike else ""
         what, first = f"the {series[0].metric}", f"{f'{axis.before} {place} {axis.unit}'.rstrip()}{times}, "
-    ours, theirs = (f"{100 * one['mean']:.1f} %" if series[0].unit == "fraction" else digits(one["mean"]) for one in (line, base))
+    ours, theirs = (f"{100 * each['mean']:.1f} %" if series[0].unit == "fraction" else digits(each["mean"]) for each in (line, base))
     return f"{first}{what} of {line['arm']} is {ours} and that of {base['arm']} {theirs}"
-
-
-def _tokens(primary: Primary, line: dict[str, Plain], base: dict[str, Plain]) -> str:
-    """After how many tokens two arms reach the level."""
-    ours, theirs = (f"{one['arm']} after {one['mean']:,.0f}" for one in (line, base))
-    return f"the {primary.metric} of {primary.reach:g} is reached by {ours} tokens and by {theirs}"
 
 
 def _verdict(line: dict[str, Plain], unit: str) -> str:
@@ -105,25 +99,39 @@ def _verdict(line: dict[str, Plain], unit: str) -> str:
 
 def crossed_runs(procedure: Procedure, size: str) -> dict[tuple[str, float], list[Run]]:
     """The final runs that have ended, by arm and rate, of arms whose final seeds are trained at several rates."""
-    found: dict[tuple[str, float], list[Run]] = {}
+    runs: dict[tuple[str, float], list[Run]] = {}
     for run in procedure.crossed(size):
-        found.setdefault((run.arm, run.rate), []).extend([run] if run.outcome.ended else [])
-    return found
+        runs.setdefault((run.arm, run.rate), []).extend([run] if run.outcome.ended else [])
+    return runs
 
 
 def tuning_table(procedure: Procedure) -> list[dict[str, Plain]]:
     """One line for each tuning run, as `tuning.csv` holds them and `tune.table` reads them; of runs that have not ended without numbers."""
-    tried = [one for size in procedure.experiment.sizes for one in procedure.tried(size)]
-    return table_lines(tried, procedure.experiment.primary.quantity)
+    metric = procedure.experiment.primary.quantity
+
+    def cell(value: float | None) -> Plain:
+        return value if value is None or math.isfinite(value) else DIVERGED
+
+    return [
+        {"size": size, "arm": run.arm, "key": run.key, "rate": run.rate, "seed": run.seed, SELECTION: cell(run.selection)}
+        | ({} if metric == SELECTION else {metric: cell(run.primary)})
+        | {"configuration": run.configuration}
+        for size in procedure.experiment.sizes
+        for run in procedure.tried(size)
+    ]
 
 
 def tuning_means(procedure: Procedure) -> list[dict[str, Plain]]:
     """The mean of what chooses rates, of every arm at every rate that was tried; null where a run diverged or is not done."""
-    lines = []
-    for size in procedure.experiment.sizes:
-        tried = procedure.tried(size)
-        for arm, rate in dict.fromkeys((one.arm, one.rate) for one in tried):
-            losses = [procedure.experiment.choosing(one) for one in tried if (one.arm, one.rate) == (arm, rate)]
-            mean = mean_loss([math.inf if loss is None else loss for loss in losses])
-            lines.append({"size": size, "arm": arm, "rate": rate, procedure.experiment.chosen_by: mean if math.isfinite(mean) else None})
+    experiment, lines = procedure.experiment, []
+    for size in experiment.sizes:
+        values: dict[tuple[str, float], list[float]] = {}
+        for run in procedure.tried(size):
+            value = experiment.choosing(run)
+            values.setdefault((run.arm, run.rate), []).append(math.inf if value is None else value)
+        means = {place: mean_loss(some) for place, some in values.items()}
+        lines += [
+            {"size": size, "arm": arm, "rate": rate, experiment.chosen_by: mean if math.isfinite(mean) else None}
+            for (arm, rate), mean in means.items()
+        ]
     return lines

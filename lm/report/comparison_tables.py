@@ -1,19 +1,31 @@
-"""The tables of a comparison: a row for each task, inference setting and arm; the differences; and the notes below them."""
+"""The tables and words of a comparison: numbers, differences, costs, what runs share and what differs, and a paper's methods paragraph."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime, timedelta
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
-from lm.report.comparison import RunComparison
-from lm.report.sections import Arm, Line, Section
-from lm.report.tables import Cell, Column, Filled, Table, digits, four_digits, print_tables
+from lm.attention import catalogue
+from lm.config.model_config import ModelConfig
+from lm.report.comparison import ArmRuns, Line, RunComparison, Section, across, seeds_shown
+from lm.report.tables import Cell, Column, Filled, Table, digits, four_digits, print_tables, show
+from lm.runs.folder import peak_memory, training_seconds
+from lm.runs.record import RunRecord, starts
+from lm.schema import Plain, flatten, to_plain
 from lm.statistics.intervals import Interval
+
+BETTER = {"lower": "below zero: better", "higher": "above zero: better", "none": ""}  # words for a difference
+SAME = {True: "yes", False: "NO", None: "unknown"}  # words for a check of fairness
+_ELSEWHERE = ("model.n_layer", "model.n_head", "model.n_embd", "model.dropout", "model.normalizer.", "model.transfer.")  # in the methods
+Span = tuple[datetime, datetime]
 
 
 def comparison_tables(comparison: RunComparison) -> tuple[Table, ...]:
-    """One for each section: a row for each task, inference setting and arm, a column for each metric and place."""
+    """The table of each section: a row for each task, inference setting and arm, a column for each metric and place."""
     return tuple(_table(comparison, section) for section in comparison.sections)
 
 
@@ -31,33 +43,41 @@ def _table(comparison: RunComparison, section: Section) -> Table:
     columns += [(Column("seeds"), [str(len(arm.runs)) for arm, _ in rows])]
     if single:
         for name, value in (("params", lambda run: run.measured("parameters.total")), ("tokens", lambda run: run.tokens_seen)):
-            known = [[number for run in arm.runs if (number := value(run)) is not None] for arm, _ in rows]
-            columns.append((Column(name, "M"), [four_digits(np.mean(some) / 1e6) if some else None for some in known]))
-    several = any(len(arm.runs) > 1 for arm in comparison.arms)
-    columns += [column for rows in by_metric for column in _means(section, rows, several)]
-    columns += [column for rows in by_metric for column in _references(section, rows)] if single else []
+            columns.append((Column(name, "M"), [_mean_of([value(run) for run in arm.runs], 1e6) for arm, _ in rows]))
+    columns += [column for rows in by_metric for column in _means(comparison, section, rows)]
+    for rows in by_metric if single else ():
+        series = section.example(rows[0][1].metric)
+        for name in series.references:
+            levels = [[each.references[name] for each in section.alike(*of, "") if name in each.references] for of in rows]
+            columns.append((Column(name, _unit(series.unit)), [digits(float(np.mean(some))) if some else None for some in levels]))
     columns += [column for rows in by_metric for column in _differences(comparison, section, rows)]
     title = section.title + (" in training lengths" if section.shape == "bins" else "")
     return Table(title, _unit(section.first.unit), tuple(columns), _summary(section, rows))
 
 
-def _summary(section: Section, rows: list[tuple[Arm, Line]]) -> str:
+def _mean_of(values: Sequence[float | None], unit: float = 1.0) -> str | None:
+    """The mean of what is known, in a unit, with four digits."""
+    known = [value for value in values if value is not None]
+    return four_digits(np.mean(known) / unit) if known else None
+
+
+def _summary(section: Section, rows: list[tuple[ArmRuns, Line]]) -> str:
     """Rows of numbers at points, each arm's at the last point, the best first, under the first inference setting; empty of others."""
     if section.shape != "points" or len(section.places) < 2:
         return ""
     (_, first), place, series = rows[0], list(section.places)[-1], section.first
-    same = [(arm, section.mean(arm, line, place)) for arm, line in rows if (line.what, line.setting) == (first.what, first.setting)]
+    same = [(arm, section.mean(arm, line, place)) for arm, line in rows if line.of == first.of]
     known = [(arm.label, value) for arm, value in same if value is not None and np.isfinite(value)]
     if series.better != "none":
         known.sort(key=lambda arm: arm[1], reverse=series.better == "higher")
     which = f" ({series.better} is better)" if series.better != "none" else ""
     of = ", ".join(filter(None, (f"{series.axis.before} {place} {series.axis.unit}".strip(), *first.of)))
-    said = ", ".join(f"{label} {digits(value)}" for label, value in known)
-    return f"{series.metric[:1].upper()}{series.metric[1:]} {of}: {said}{which}." if known else ""
+    words = ", ".join(f"{label} {digits(value)}" for label, value in known)
+    return f"{series.metric[:1].upper()}{series.metric[1:]} {of}: {words}{which}." if known else ""
 
 
-def _means(section: Section, rows: list[tuple[Arm, Line]], several: bool) -> list[Filled]:
-    """A column for each place, with intervals at points; the spread of a single number over `several` seeds has a column of its own."""
+def _means(comparison: RunComparison, section: Section, rows: list[tuple[ArmRuns, Line]]) -> list[Filled]:
+    """A column for each place, with intervals at points; the spread of a single number over several seeds has a column of its own."""
     series = section.example(rows[0][1].metric)
     unit, points, lengths = _unit(series.unit), section.shape == "points", section.seq_lens
     columns = {}
@@ -68,22 +88,13 @@ def _means(section: Section, rows: list[tuple[Arm, Line]], several: bool) -> lis
     over = covered(cell for cells in columns.values() for cell in cells if isinstance(cell, Interval))
     how = {"unit": _with_interval(unit, " or over ".join(over)), "kind": "mean", "decimals": 3 if series.unit == "fraction" else 4}
     means = [(Column(name, **how if over else {"unit": unit}), cells) for name, cells in columns.items()]
-    if several and section.shape == "number" and series.samples:
+    if section.shape == "number" and series.samples and any(len(arm.runs) > 1 for arm in comparison.arms):
         values = [[each.mean_at("") for each in section.alike(*of, "")] for of in rows]
         means.append((Column("sd over seeds", unit), [digits(float(np.std(some, ddof=1))) if len(some) > 1 else None for some in values]))
     return means
 
 
-def _references(section: Section, rows: list[tuple[Arm, Line]]) -> list[Filled]:
-    """The levels that a single number is to be compared with, each a mean over the runs."""
-    series, columns = section.example(rows[0][1].metric), []
-    for name in series.references:
-        levels = [[each.references[name] for each in section.alike(*of, "") if name in each.references] for of in rows]
-        columns.append((Column(name, _unit(series.unit)), [digits(float(np.mean(some))) if some else None for some in levels]))
-    return columns
-
-
-def _differences(comparison: RunComparison, section: Section, rows: list[tuple[Arm, Line]]) -> list[Filled]:
+def _differences(comparison: RunComparison, section: Section, rows: list[tuple[ArmRuns, Line]]) -> list[Filled]:
     """Differences to the baseline: a column for each place that they are at and each thing that their intervals cover."""
     metric, every = rows[0][1].metric, [each for each in comparison.differences if each.section is section]
     by_row = {(each.arm, each.line): each for each in every if each.line.metric == metric and each.interval}
@@ -117,38 +128,29 @@ def _with_interval(unit: str, over: str) -> str:
     return f"{unit}, 95% interval" + (f" over {over}" if over else "")
 
 
-def print_comparison(comparison: RunComparison, console: Console | None = None) -> None:
-    """Print the tables, the differences, the warning and what is missing."""
-    tables = comparison_tables(comparison)
-    if comparison.differences:  # they get a table of their own
-        tables = tuple(
-            replace(table, contents=tuple(filled for filled in table.contents if filled[0].kind != "difference")) for table in tables
-        )
-        tables += (_difference_table(comparison),)
-    print_tables(*tables, notes=notes(comparison), console=console)
-
-
-def _difference_table(comparison: RunComparison) -> Table:
-    """Each difference in the column of what its interval covers."""
+def difference_table(comparison: RunComparison) -> Table:
+    """The differences to the baseline, each in the column of what its interval covers."""
     every, intervals = comparison.differences, [each.interval for each in comparison.differences]
     columns: list[Filled] = [(Column("arm", kind="label"), [each.arm for each in every])]
     columns.append((Column("of", kind="label"), [each.what for each in every]))
     for over in covered(intervals) or [""]:
         column = Column(f"mean [{_with_interval('', over).removeprefix(', ')}]", kind="difference")
         columns.append((column, _of_cover(over, intervals)))
-    units = dict.fromkeys(f"{metric}{in_unit(_unit(unit))}" for metric, unit, _ in differing(comparison))
-    return Table(f"Differences to {comparison.arms[0].label}", ", ".join(units), tuple(columns))
+    units = []
+    for section, metric in dict.fromkeys((each.section, each.line.metric) for each in every):
+        series = section.example(metric)
+        unit = " as a fraction" if series.unit == "fraction" else f" in {_unit(series.unit)}" if series.unit else ""
+        units.append(f"{metric}{unit}{f' ({BETTER[series.better]})' if BETTER[series.better] else ''}")
+    return Table(f"Differences to {comparison.arms[0].label}", ", ".join(dict.fromkeys(units)), tuple(columns))
 
 
-def differing(comparison: RunComparison) -> list[tuple[str, str, str]]:
-    """Metric, unit and which way is better of what has differences."""
-    of = dict.fromkeys((each.section, each.line.metric) for each in comparison.differences)
-    return [(metric, section.example(metric).unit, section.example(metric).better) for section, metric in of]
-
-
-def in_unit(unit: str) -> str:
-    """Words after what a number is of, with a space before them; none of a number without a unit."""
-    return f" as a {unit}" if unit == "fraction" else f" in {unit}" if unit else ""
+def print_comparison(comparison: RunComparison, console: Console | None = None) -> None:
+    """Print the tables, the differences, the warning and what is missing."""
+    tables = comparison_tables(comparison)
+    if comparison.differences:  # they get a table of their own
+        kept = [tuple(filled for filled in table.contents if filled[0].kind != "difference") for table in tables]
+        tables = (*(replace(table, contents=each) for table, each in zip(tables, kept, strict=True)), difference_table(comparison))
+    print_tables(*tables, notes=notes(comparison), console=console)
 
 
 def notes(comparison: RunComparison) -> list[str]:
@@ -162,3 +164,254 @@ def notes(comparison: RunComparison) -> list[str]:
         kind = "" if same[0].interval else "no "
         lines += [f"{kind}difference of {', '.join(arms)} in {'; '.join(which)}: {note}" for arms, which in whats.items()]
     return lines + [f"missing: {lack}" for lack in comparison.missing]
+
+
+# ---------------------------------------------------------------- what a run took
+
+
+def cost_table(arms: Sequence[ArmRuns], concurrent: Sequence[RunRecord], title: str = "What a run took") -> Table:
+    """The costs of a run of each arm, mean over its runs; `concurrent`: all runs that may have been under way at the same time."""
+    spans = {run.folder: _under_way(run) for run in concurrent}
+    on_cpu = [str(run.used("device") or "cpu").startswith("cpu") for arm in arms for run in arm.runs]
+    memory = "GiB, whole process" if all(on_cpu) else "GiB, whole process on a CPU" if any(on_cpu) else "GiB, tensors on the GPU"
+    units = {
+        "parameters": "M", "in the normalizer": "parameters", "tokens": "M a run", "training": "TFLOP a run", "training time": "s a run",
+        "speed": "tokens/s", "peak memory": memory, "concurrent runs": "mean",
+    }  # fmt: skip
+    costs = [[*zip(*(_costs(run, spans) for run in arm.runs), strict=True)] for arm in arms]
+    columns: list[Filled] = [
+        (Column("arm", kind="label"), [arm.label for arm in arms]),
+        (Column("runs"), [str(len(arm.runs)) for arm in arms]),
+    ]
+    for (name, unit), by_arm in zip(units.items(), zip(*costs, strict=True), strict=True):
+        cells = [_mean_of(values) for values in by_arm]
+        columns += [(Column(name, unit), cells)] if any(cells) else []
+    devices = [", ".join(dict.fromkeys(show(run.used("device")) for run in arm.runs)) for arm in arms]
+    return Table(title, "", (*columns, (Column("device", kind="words"), devices)))
+
+
+def _costs(run: RunRecord, spans: Mapping[Path, Span | None]) -> tuple[float | None, ...]:
+    """In the order and units of the table; None where the run folder does not say."""
+    tokens, seconds, memory = run.tokens_seen, training_seconds(run.logged), peak_memory(run.logged)
+    total, normalizer, flops = (run.measured(name) for name in ("parameters.total", "parameters.normalizer", "flops_per_token"))
+    concurrent = None
+    if mine := spans[run.folder]:  # how many other runs were under way at a time, on average over this one's
+        others = [each for folder, each in spans.items() if each and folder != run.folder]
+        shared = sum(max(0.0, (min(mine[1], stop) - max(mine[0], start)).total_seconds()) for start, stop in others)
+        concurrent = shared / (mine[1] - mine[0]).total_seconds()
+    return (
+        total and total / 1e6,
+        normalizer,
+        tokens and tokens / 1e6,
+        flops and tokens and flops * tokens / 1e12,
+        seconds,
+        tokens and seconds and tokens / seconds,
+        memory and memory / 2**30,
+        concurrent,
+    )
+
+
+def _under_way(run: RunRecord) -> Span | None:
+    """From when to when the last start of a run trained at least."""
+    begun = starts(run.environment)
+    seconds = training_seconds(run.logged, begun[-1]["step"]) if begun else None
+    if not seconds or not begun[-1].get("time"):
+        return None
+    first = datetime.fromisoformat(begun[-1]["time"])
+    return first, first + timedelta(seconds=seconds)
+
+
+# ---------------------------------------------------------------- what runs share and what differs
+
+
+def facts_table(comparison: RunComparison, title: str = "") -> Table:
+    """The settings of all runs and how they were measured: what it is, whether it is the same in all runs, and its value."""
+    lines = [(check.what, SAME[check.ok], check.detail) for check in comparison.checks]
+    lines += [(what, "", value) for what, value in _how_measured(comparison)]
+    columns = Column("what", kind="label"), Column("same in all runs", kind="label"), Column("value", kind="words")
+    cells = ([line[place] for line in lines] for place in range(3))
+    return Table(title, "", tuple((column, some) for column, some in zip(columns, cells, strict=True) if any(some)))
+
+
+def configuration_table(comparison: RunComparison, without: Callable[[str], bool] = lambda key: False) -> Table:
+    """A row for each configuration key in which the arms differ, `without` some, and a column for each arm."""
+    lines = [(key, values) for key, values in comparison.config_diff if not without(key)]
+    columns = [(Column("key", kind="label"), [key for key, _ in lines])]
+    columns += [(Column(arm.label, kind="words"), [values[place] for _, values in lines]) for place, arm in enumerate(comparison.arms)]
+    return Table("Configuration keys in which the arms differ", "", tuple(columns))
+
+
+def _how_measured(comparison: RunComparison) -> list[tuple[str, str]]:
+    """(what, value) lines beside those of the checks of fairness; a value that differs is given by arm."""
+
+    def line(what: str, value: Callable[[RunRecord], object]) -> tuple[str, str]:
+        return what, across(comparison.arms, value)[1]
+
+    def steps(run: RunRecord) -> str:
+        return f"{show(run.evaluations[0].step if run.evaluations else None)} / {show(run.flat.get('trainer.max_steps'))}"
+
+    def parameters(run: RunRecord) -> str:
+        return " / ".join(show(run.measured(f"parameters.{name}")) for name in ("total", "non_embedding", "normalizer"))
+
+    def tasks(run: RunRecord) -> str | None:
+        return "; ".join(_pairs(share) for share in run.config["data"].get("tasks") or []) or None
+
+    settings = dict.fromkeys(line.setting for section in comparison.sections for line in section.lines if line.setting)
+    on = {section.first.shown.measured_on: section for section in comparison.sections}
+    lines = [
+        *((f"normalizer: {arm.label}", _normalizer(arm.runs[0])) for arm in comparison.arms),
+        line("training length (tokens)", lambda run: run.flat["data.seq_len"]),
+        *(pair for name, each in on.items() for pair in (line(name, partial(_amount, each)), line(f"{name} (sha256)", each.sha256))),
+        ("inference settings", ", ".join(settings) or "none"),
+        line("data fingerprint", lambda run: run.measured("data_fingerprint")),
+        line("data", corpus),
+        *([line("tasks", tasks)] if any(map(tasks, comparison.runs)) else []),
+        line("steps: evaluated / planned", steps),
+        line("tokens seen", lambda run: run.tokens_seen),
+        line("tokens in a step", lambda run: run.flat.get("optim.batch_tokens")),
+        line("parameters: total / non-embedding / normalizer", parameters),
+        line("seeds", lambda run: seeds_shown(run.seeds)),
+        line("precision", lambda run: run.used("precision")),
+        line("torch.compile", lambda run: run.used("compile")),
+        line("device", lambda run: run.used("device")),
+        line("code", lambda run: run.commits),
+        line("versions", lambda run: _pairs(run.environment.get("versions"))),
+    ]
+    checked = {check.what for check in comparison.checks}
+    return [each for each in lines if each[0] not in checked]
+
+
+def _amount(section: Section, run: RunRecord) -> str | None:
+    """How many and how long the sequences are that a run was measured on, task by task."""
+    of = [(line.what, each.shown.amount) for (owner, line), each in section.series.items() if owner is run and each.shown.amount]
+    return "; ".join(": ".join(filter(None, each)) for each in dict.fromkeys(of)) or None
+
+
+def corpus(run: RunRecord) -> str | None:
+    """Where the text or the tasks come from, and how much there is."""
+    counts = {name: count for name, count in (run.environment.get("data") or {}).items() if name != "store"}  # a folder of one machine
+    source = {} if run.symbolic else {"source": run.config["data"].get("source")}
+    return _pairs({**source, **counts})
+
+
+def _pairs(block: Plain) -> str | None:
+    return ", ".join(f"{key} {show(value)}" for key, value in flatten(block).items()) if block else None
+
+
+def _normalizer(run: RunRecord) -> str:
+    """Formula, source, options and what n means for a run's normalizer, phase by phase."""
+    phases = []
+    for step, options in run.phases:
+        entry, known, n = catalogue.ENTRIES.get(options["name"]), catalogue.read(options), str(options.get("n", ""))
+        formula = (known.formula() if known else str(options["name"])) + (f" ({entry.source})" if entry else "")
+        given = ", ".join(f"{key}={show(value)}" for key, value in options.items() if key not in ("name", "n"))
+        meaning = {"visible": "keys the query sees (its position + 1)", "sample": "length of the sequence or document"}
+        counted = f"n = {meaning.get(n, n.removeprefix('fixed:') + ' for every query')}" if n else ""
+        phases.append((f"from step {step}: " if step else "") + "; ".join(filter(None, (formula, given, counted))))
+    return "; then ".join(phases)
+
+
+# ---------------------------------------------------------------- the methods paragraph of a paper
+
+
+def methods(comparison: RunComparison) -> str:
+    """A paragraph for a paper: what was trained, on what, and how it was measured."""
+    named = ", ".join(arm.label for arm in comparison.arms)
+    differ = f"that differ in the attention normalizer: {named}" if len(comparison.arms) > 1 else f"with the attention normalizer {named}"
+    text = [f"We trained {models(comparison)} {differ}.", architecture(comparison), training_methods(comparison), comparison.warning]
+    return " ".join(filter(None, [*text, measuring_methods(comparison)]))
+
+
+def models(comparison: RunComparison) -> str:
+    """Layers, heads, width and parameters of what was trained, in words."""
+    total, without = (_say(comparison, lambda run, name=name: run.measured(f"parameters.{name}")) for name in ("total", "non_embedding"))
+    return (
+        f"{'decoders' if len(comparison.arms) > 1 else 'a decoder'} of {_key(comparison, 'model.n_layer')} layers, "
+        f"{_key(comparison, 'model.n_head')} heads and width {_key(comparison, 'model.n_embd')} ({total} parameters, {without} without "
+        "embeddings)"
+    )
+
+
+def architecture(comparison: RunComparison) -> str:
+    """A sentence on what the models consist of: MLP, norm, positions, and every other option that is not the default."""
+    usual = flatten({"model": to_plain(ModelConfig())})
+    always = ["model.mlp", "model.norm", "model.position.name", "model.position.theta"]
+    own = [path for run in comparison.runs for path, value in run.flat.items() if path.startswith("model.") and value != usual.get(path)]
+    paths = [path for path in dict.fromkeys(always + own) if not path.startswith(_ELSEWHERE)]
+    if all(run.flat.get("model.block.name") == "gau" for run in comparison.runs):
+        paths.remove("model.mlp")
+    return f"Architecture: {_options(comparison, paths, usual)}."
+
+
+def training_methods(comparison: RunComparison) -> str:
+    """A sentence on steps, optimizer, schedule, precision and seeds."""
+    key, say = partial(_key, comparison), partial(_say, comparison)
+    usual = {"lr_factor": 1.0, "weight_decay": None, "eps": None}  # what a group of parameters has unless it says otherwise
+    options = dict.fromkeys(
+        path
+        for run in comparison.runs
+        for path, value in run.flat.items()
+        if (path.startswith("optim.optimizer.") and not path.endswith(".name"))
+        or (path.startswith("optim.groups.") and value != usual[path.split(".")[-1]])
+        or (path.startswith("model.transfer.") and value is not None)
+        or path == "optim.z_loss"
+    )
+    paths = dict.fromkeys(path for run in comparison.runs for path in run.flat if path.startswith("optim.schedule."))
+    schedule = _options(comparison, [path for path in paths if not path.endswith(".name")], {})
+    return (
+        f"Training used {key('trainer.max_steps')} steps of {key('optim.batch_tokens')} tokens in sequences of {key('data.seq_len')}, "
+        f"{key('optim.optimizer.name')} (peak learning rate {key('optim.lr')}, {_options(comparison, options, {})}, gradients clipped at "
+        f"norm {key('optim.grad_clip')}), {key('optim.warmup_steps')} steps of warm-up, "
+        f"then the schedule {key('optim.schedule.name')}{f' ({schedule})' if schedule else ''}, dropout {key('model.dropout')}, precision "
+        f"{say(lambda run: run.used('precision'))}, seeds: {say(lambda run: seeds_shown(run.seeds))}."
+    )
+
+
+def measuring_methods(comparison: RunComparison) -> str:
+    """Sentences on what was measured, and how differences were made."""
+    text = "".join(_method(comparison, section) for section in comparison.sections)
+    if over_what := covered(difference.interval for difference in comparison.differences):
+        seeds, alone = ([over for over in over_what if ("1 seed" in over) == single] for single in (False, True))
+        paired = [f"paired by seed, with 95% Student t intervals over {' or '.join(seeds)}"] if seeds else []
+        if alone:
+            how = "95% Student t intervals over documents (CR2, Bell and McCaffrey), which say nothing about another seed"
+            paired.append(f"paired by sequence, with {how}: over {' or '.join(alone)}")
+        text += f"Differences are to {comparison.arms[0].label}, on the same tokens, {'; where seeds are too few, '.join(paired)}."
+    return text.strip()
+
+
+def _say(comparison: RunComparison, value: Callable[[RunRecord], object]) -> str:
+    """A value of all runs, by arm where arms differ."""
+    return across(comparison.arms, value)[1]
+
+
+def _key(comparison: RunComparison, path: str) -> str:
+    """The value of a configuration key, likewise."""
+    return _say(comparison, lambda run: run.flat.get(path))
+
+
+def _options(comparison: RunComparison, paths: Iterable[str], usual: Mapping[str, Plain]) -> str:
+    """Options and their values in words, by arm where they differ; `usual`: the values of those that a configuration leaves out."""
+
+    def words(path: str) -> str:
+        name = path.removesuffix(".name")
+        for block in ("model.", "transfer.", "optim.", "optimizer.", "groups.", "schedule."):
+            name = name.removeprefix(block)
+        value = _say(comparison, lambda run: "none" if (known := run.flat.get(path, usual.get(path))) is None else known)
+        return f"{name.replace('.', ' ').replace('_', ' ')} {value}"
+
+    return ", ".join(map(words, paths))
+
+
+def _method(comparison: RunComparison, section: Section) -> str:
+    """How a section was measured: its series' own sentence (by arm where they differ), where, and in which inference settings."""
+    sentences = {run: each.shown.method for (run, _), each in section.series.items() if each.shown.method}
+    if not sentences:
+        return ""
+    alike = len(set(sentences.values())) == 1
+    sentence = next(iter(sentences.values())) if alike else across(comparison.arms, sentences.get)[1]
+    axis, places = section.first.axis, list(section.places)
+    over = f" {axis.before} {' to '.join(dict.fromkeys((places[0], places[-1])))} {axis.unit}" if section.shape == "points" else ""
+    settings = f" ({'; '.join(section.of)})" if any(section.of) else ""
+    how = f", with 95% intervals: {section.how}" if section.how else ""
+    return f"{sentence}{over}{settings}{how}. "

@@ -16,7 +16,9 @@ SETTING = "inference setting"  # heading of the column that says how the model w
 TOO_FEW = f"no interval: fewer than {FEWEST} documents"
 NO_SPREAD = "no interval: all agree"
 MOST_COLUMNS = 12  # metrics in one table; of more than these each has a line
-MOST_LINES = 24  # numbers without an interval in one table; of curves with more than these the ends are printed
+MOST_NUMBERS = 24  # numbers without an interval in one table; of curves with more than these the ends are printed
+
+Cells = dict[tuple[tuple[int, str, str], Column], str]  # by row (number of the evaluation, inference setting, place) and column
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,10 +39,6 @@ class Evaluated:
         """Its numbers."""
         return rows_of(self.evaluation.series)
 
-    def curves(self, metrics: list[str]) -> list[tuple[Series, str]]:
-        """Its series of some metrics, each with what it is measured on."""
-        return list(series_names([one for one in self.evaluation.series if one.metric in metrics]).items())
-
 
 @dataclass(frozen=True)
 class Row:
@@ -57,38 +55,38 @@ class Row:
 
 def rows_of(series: Iterable[Series]) -> list[Row]:
     """All means of series, with their intervals and the levels to compare them with; of bins those of the whole axis and of octaves."""
-    return [row for one, name in series_names(series).items() for row in _rows(one, name)]
+    return [row for each, name in series_names(series).items() for row in _rows(each, name)]
 
 
-def _rows(one: Series, name: str) -> Iterator[Row]:
+def _rows(series: Series, name: str) -> Iterator[Row]:
     """The rows of a series; name: what it is measured on."""
-    for place, (start, stop) in one.places.items():
-        where = ", ".join(filter(None, (name, _place(one, start, stop))))
-        interval = interval_of(one, one.column_at(place)) if _has_intervals(one) else None
-        ends = (interval.low, interval.high, interval.over) if interval else (None, None, TOO_FEW * _has_intervals(one))
+    for place, (start, stop) in series.places.items():
+        where = ", ".join(filter(None, (name, _place(series, start, stop))))
+        interval = interval_of(series, series.column_at(place)) if _has_intervals(series) else None
+        ends = (interval.low, interval.high, interval.over) if interval else (None, None, TOO_FEW * _has_intervals(series))
         if interval and math.isfinite(interval.mean) and not interval.bounded:
             ends = None, None, NO_SPREAD
-        yield Row(one.setting, where, one.metric, one.mean_at(place), *ends)
-        yield from (Row(one.setting, where, f"{one.metric}: {level}", value) for level, value in one.references.items())
-    if one.bins:
-        yield Row(one.setting, name, one.metric, one.whole)
+        yield Row(series.setting, where, series.metric, series.mean_at(place), *ends)
+        yield from (Row(series.setting, where, f"{series.metric}: {level}", value) for level, value in series.references.items())
+    if series.bins:
+        yield Row(series.setting, name, series.metric, series.whole)
 
 
-def _has_intervals(one: Series) -> bool:
+def _has_intervals(series: Series) -> bool:
     """Whether its means are given with intervals where they have units enough."""
-    return one.interval != "none" and not one.bins
+    return series.interval != "none" and not series.bins
 
 
-def _place(one: Series, start: float, stop: float) -> str:
-    if one.axis is None:
+def _place(series: Series, start: float, stop: float) -> str:
+    if series.axis is None:
         return ""
-    value = f"{number(start)}-{number(stop)}" if one.bins else number(start)
-    return f"{value} {one.axis.unit}" if one.axis.unit else f"{one.axis.name} {value}"
+    value = f"{number(start)}-{number(stop)}" if series.bins else number(start)
+    return f"{value} {series.axis.unit}" if series.axis.unit else f"{series.axis.name} {value}"
 
 
 def logged(evaluation: Evaluation) -> dict[str, float]:
     """The numbers that belong among a run's metrics, by their names there."""
-    return {name: value for one in evaluation.series for name, value in one.scores.items()}
+    return {name: value for series in evaluation.series for name, value in series.scores.items()}
 
 
 def print_results(evaluated: list[Evaluated], out: Path | None = None) -> None:
@@ -99,52 +97,64 @@ def print_results(evaluated: list[Evaluated], out: Path | None = None) -> None:
     several = len({each.folder for each in evaluated}) > 1
     for kind in dict.fromkeys(each.evaluation.kind for each in evaluated):
         same = [each for each in evaluated if each.evaluation.kind == kind]
+        models, left_out = [each.label if several else "" for each in same], 0
         title = kind if several else f"{kind}, {same[0].folder.name}, step {same[0].evaluation.step}"
         title += " (cached)" if all(each.cached for each in same) else ""
-        left_out = 0
-        for metrics in together(row for each in same for row in each.rows):
+        for metrics in _together(row for each in same for row in each.rows):
+            rows = [[row for row in each.rows if row.metric in metrics] for each in same]
             if len(metrics) > MOST_COLUMNS:
                 print_tables(_by_metric(title, metrics, same))
-                left_out += sum(row.metric in metrics and bool(row.where) for each in same for row in each.rows)
+                left_out += sum(bool(row.where) for some in rows for row in some)
                 continue
-            rows = [[row for row in each.rows if row.metric in metrics] for each in same]
-            if long := max(sum(row.low is None for row in some) for some in rows) > MOST_LINES:
-                curves = [each.curves(metrics) for each in same]
-                rows = [[row for curve, name in some if _has_intervals(curve) for row in _rows(curve, name)] for some in curves]
+            curves, cells = [], Cells()
+            if max(sum(row.low is None for row in some) for some in rows) > MOST_NUMBERS:
+                named = [series_names(series for series in each.evaluation.series if series.metric in metrics) for each in same]
+                rows = [[row for each, name in some.items() if _has_intervals(each) for row in _rows(each, name)] for some in named]
+                curves = [(at, *curve) for at, some in enumerate(named) for curve in some.items() if not _has_intervals(curve[0])]
             if any(rows):
-                print_tables(_by_place(title, same, rows, several))
-            if long:
-                paired = zip(same, curves, strict=True)
-                without = [(each, *curve) for each, some in paired for curve in some if not _has_intervals(curve[0])]
-                if without:
-                    print_tables(_ends(title, without, several))
-                left_out += sum(len(curve.places) - min(2, len(_known(curve))) for _, curve, _ in without)
+                print_tables(_table(title, models, "measured at", _with_intervals(rows)))
+            for at, curve, name in curves:
+                known = [place for place in curve.places if math.isfinite(curve.mean_at(place))]
+                ends = [digits(curve.mean_at(place)) + f" ({_place(curve, *curve.places[place])})" * bool(place) for place in known]
+                row = at, curve.setting, ", ".join(filter(None, (curve.metric, name)))
+                cells[row, Column("first value (at)")] = ends[0] if ends else ""
+                cells[row, Column("last value (at)")] = ends[-1] if len(ends) > 1 else ""
+                left_out += len(curve.places) - min(2, len(known))
+            if cells:
+                print_tables(_table(title, models, "curve", cells))
         if left_out:
             where = out or "in a table with -o table.csv"
             print(f"{left_out:,} more numbers, by layer, position or the like, and all intervals: {where}")
 
 
-def _by_place(title: str, evaluated: list[Evaluated], rows: list[list[Row]], several: bool) -> Table:
-    """A line for each place that the rows of an evaluation are of, and a column for each metric, with its interval."""
+def _table(title: str, models: list[str], what: str, cells: Cells) -> Table:
+    """The table of cells; a column of labels is left out where it says nothing, and a model is named in its first row."""
+    rows, columns = dict.fromkeys(row for row, _ in cells), dict.fromkeys(column for _, column in cells)
+    numbers, settings, places = (list(labels) for labels in zip(*rows, strict=True))
+    names = ["" if place and at == numbers[place - 1] else models[at] for place, at in enumerate(numbers)]
+    labels = {"run, step": names if any(models) else [], SETTING: settings if any(settings) else [], what: places}
+    filled: list[Filled] = [(Column(name, kind="label"), texts) for name, texts in labels.items() if texts]
+    return Table(title, "", (*filled, *((column, [cells.get((row, column), "") for row in rows]) for column in columns)))
+
+
+def _with_intervals(rows: list[list[Row]]) -> Cells:
+    """A row for each place that the rows of an evaluation are of, and a column for each metric, with its interval."""
     over: dict[str, str] = {}
-    lines: dict[_Place, dict[str, str]] = {}
-    for each, some in zip(evaluated, rows, strict=True):
-        for row in some:
-            over[row.metric] = over.get(row.metric) or row.over * (row.low is not None)
-            interval = f" ({row.over})" * bool(row.over) if row.low is None else f" [{digits(row.low)}, {digits(row.high)}]"
-            lines.setdefault((each, row.setting, row.where), {})[row.metric] = digits(row.value) + interval
-    columns = [Column(name, what and f"95% over {what}") for name, what in over.items()]
-    metrics = [(column, [cells.get(column.name, "") for cells in lines.values()]) for column in columns]
-    return Table(title, "", (*_labels(lines, several, "measured at"), *metrics))
+    for row in (row for some in rows for row in some):
+        over[row.metric] = over.get(row.metric) or row.over * (row.low is not None)
+    cells = {}
+    for at, row in ((at, row) for at, some in enumerate(rows) for row in some):
+        interval = f" ({row.over})" * bool(row.over) if row.low is None else f" [{digits(row.low)}, {digits(row.high)}]"
+        what = over[row.metric]
+        cells[(at, row.setting, row.where), Column(row.metric, what and f"95% over {what}")] = digits(row.value) + interval
+    return cells
 
 
 def _by_metric(title: str, metrics: list[str], evaluated: list[Evaluated]) -> Table:
     """A line for each of many metrics, of what they are of all places together, and a column for each model and setting."""
     columns: dict[tuple[str, str], dict[str, Row]] = {}
-    for each in evaluated:
-        for row in each.rows:
-            if row.metric in metrics and not row.where:
-                columns.setdefault((each.label, row.setting), {})[row.metric] = row
+    for model, row in ((each, row) for each in evaluated for row in each.rows if row.metric in metrics and not row.where):
+        columns.setdefault((model.label, row.setting), {})[row.metric] = row
     several, shown = len({name for name, _ in columns}) > 1, [name for name in metrics if any(name in rows for rows in columns.values())]
     contents: list[Filled] = [(Column("metric", kind="label"), shown)]
     for (name, setting), rows in columns.items():
@@ -153,33 +163,7 @@ def _by_metric(title: str, metrics: list[str], evaluated: list[Evaluated]) -> Ta
     return Table(title, "", tuple(contents))
 
 
-def _ends(title: str, curves: list[tuple[Evaluated, Series, str]], several: bool) -> Table:
-    """A line for each curve, with its values where it begins and where it ends."""
-    lines: dict[_Place, tuple[str, str]] = {}
-    for each, curve, name in curves:
-        cells = [digits(curve.mean_at(place)) + f" ({_place(curve, *curve.places[place])})" * bool(place) for place in _known(curve)]
-        label = ", ".join(filter(None, (curve.metric, name)))
-        lines[each, curve.setting, label] = cells[0] if cells else "", cells[-1] if len(cells) > 1 else ""
-    ends = [(Column(f"{end} value (at)"), [cells[number] for cells in lines.values()]) for number, end in enumerate(("first", "last"))]
-    return Table(title, "", (*_labels(lines, several, "curve"), *ends))
-
-
-def _known(curve: Series) -> list[str]:
-    return [place for place in curve.places if math.isfinite(curve.mean_at(place))]
-
-
-_Place = tuple[Evaluated, str, str]  # a model, an inference setting, and what is measured there
-
-
-def _labels(lines: Iterable[_Place], several: bool, what: str) -> list[Filled]:
-    """The columns that say what each line is of: model, inference setting and `what`; the first two where there is something to tell."""
-    models, settings, places = (list(cells) for cells in zip(*lines, strict=True))
-    models = ["" if number and model is models[number - 1] else model.label for number, model in enumerate(models)]
-    named = {"run, step": models if several else [], SETTING: settings if any(settings) else [], what: places}
-    return [(Column(name, kind="label"), cells) for name, cells in named.items() if cells]
-
-
-def together(rows: Iterable[Row]) -> list[list[str]]:
+def _together(rows: Iterable[Row]) -> list[list[str]]:
     """The metrics that belong in one table: those that are given of the same place."""
     by_place: dict[tuple[str, str], list[str]] = {}
     for row in rows:
@@ -200,8 +184,5 @@ def write_table(evaluated: list[Evaluated], path: Path) -> None:
 
 def results_bytes(evaluated: list[Evaluated], path: Path) -> bytes:
     """All numbers as the content of a file of this name, as `write_table` writes it."""
-    lines = []
-    for each in evaluated:
-        first = {"run": str(each.folder), "step": each.evaluation.step, "kind": each.evaluation.kind}
-        lines += [first | vars(row) for row in each.rows]
-    return table_bytes(lines, path)
+    first = [({"run": str(each.folder), "step": each.evaluation.step, "kind": each.evaluation.kind}, each.rows) for each in evaluated]
+    return table_bytes([what | vars(row) for what, rows in first for row in rows], path)

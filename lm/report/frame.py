@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,17 +10,16 @@ import pandas as pd
 
 from lm.errors import RunError
 from lm.runs.evaluations import Evaluation, evaluation_files, read_evaluation
-from lm.runs.folder import CONFIG, DIVERGED, ENVIRONMENT, METRICS, SWAPPED, read_metrics
+from lm.runs.folder import CONFIG, DIVERGED, ENVIRONMENT, SWAPPED
 from lm.runs.record import RunRecord, read_run
 from lm.runs.series import Series, selects
-from lm.schema import Plain
 
-RUN = ("run", "folder", "experiment", "arm", "size", "stage", "rate", "seed", "commit", "state")
+RUN_COLUMNS = ("run", "folder", "experiment", "arm", "size", "stage", "rate", "seed", "commit", "state")
 MEASURED = ("step", "tokens", "kind", "metric", "task", "setting", "unit", "better", "x", "until", "sequences", "sample", "group")
-COLUMNS = (*RUN, *MEASURED, "part", "weight", "value")
+COLUMNS = (*RUN_COLUMNS, *MEASURED, "part", "weight", "value")
 LOG = "log"  # kind of the numbers that were logged while training
 
-Block = dict[str, object]  # columns of some lines: an array, or the value that all of them have
+Lines = dict[str, object]  # columns of some lines: an array, or the value that all of them have
 
 
 def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
@@ -47,7 +46,7 @@ def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
     return frame(block for run in dict.fromkeys(runs) for block in _blocks(read_run(run), history))
 
 
-def frame(blocks: Iterable[Block], names: Sequence[str] = COLUMNS) -> pd.DataFrame:
+def frame(blocks: Iterable[Lines], names: Sequence[str] = COLUMNS) -> pd.DataFrame:
     """The data frame of blocks of lines, without their columns that it doesn't have."""
     known = list(blocks)
     sizes = [len(_column(block["value"], 1)) for block in known]
@@ -58,14 +57,14 @@ def frame(blocks: Iterable[Block], names: Sequence[str] = COLUMNS) -> pd.DataFra
     return pd.DataFrame(columns).infer_objects()
 
 
-def evaluation_blocks(evaluation: Evaluation, run: Block) -> Iterator[Block]:
+def evaluation_blocks(evaluation: Evaluation, run: Lines) -> Iterator[Lines]:
     """The numbers of an evaluation, a block for each sample of each of its series; `run`: what all lines share."""
     shared = run | {"step": evaluation.step, "tokens": evaluation.tokens_seen, "kind": evaluation.kind}
     for series in evaluation.series:
         yield from (shared | block for block in _series_blocks(series))
 
 
-def _series_blocks(series: Series) -> Iterator[Block]:
+def _series_blocks(series: Series) -> Iterator[Lines]:
     """The blocks of a series: of each sample, the values of all of its units, column by column; without samples the means."""
     what = {name: getattr(series, name) for name in ("metric", "setting", "unit", "better")} | {"task": series.what}
     places = np.array(series.axis.values, float) if series.axis else np.array([math.nan])
@@ -105,29 +104,28 @@ def _run_folders(folder: Path) -> list[Path]:
     return below
 
 
-def run_columns(record: RunRecord, logged: Sequence[Mapping[str, Plain]]) -> Block:
-    """The columns `RUN` of a run; `logged`: the lines of its metrics.jsonl."""
+def run_columns(record: RunRecord) -> Lines:
+    """The columns `RUN` of a run."""
     place, steps_planned = record.config.get("experiment"), record.flat.get("trainer.max_steps")
     place = place if isinstance(place, dict) else {}
     steps = [evaluation.step for evaluation in record.evaluations]
     ended = max(steps, default=-1) >= (steps_planned if isinstance(steps_planned, int) else 0)
-    state = "diverged" if any(DIVERGED in line for line in logged) else "finished" if ended else "unfinished"
-    run: Block = {"run": record.name, "folder": str(record.folder), "commit": record.commits, "seed": record.config["seed"], "state": state}
+    state = "diverged" if any(DIVERGED in line for line in record.logged) else "finished" if ended else "unfinished"
+    run = {"run": record.name, "folder": str(record.folder), "commit": record.commits, "seed": record.config["seed"], "state": state}
     run |= {"experiment": place.get("name"), "arm": place.get("arm") or record.flat["model.normalizer.name"]}
     return run | {"size": place.get("size"), "stage": place.get("stage"), "rate": place.get("rate") or record.flat.get("optim.lr")}
 
 
-def _blocks(record: RunRecord, history: bool) -> Iterator[Block]:
+def _blocks(record: RunRecord, history: bool) -> Iterator[Lines]:
     """The lines of a run."""
-    logged = read_metrics(record.folder / METRICS)[0]
-    run = run_columns(record, logged)
+    run = run_columns(record)
     evaluations = list(record.evaluations)
     if history:
         contents = [read_evaluation(path) for _, path in sorted(evaluation_files(record.folder).items(), key=lambda item: item[0][1])]
         evaluations = [Evaluation.of(content) for content in contents if "series" in content]
     for evaluation in evaluations:
         yield from evaluation_blocks(evaluation, run)
-    for line in logged if history else ():
+    for line in record.logged if history else ():
         numbers = {name: value for name, value in line.items() if isinstance(value, int | float) and name not in ("step", "tokens")}
         if numbers and "tokens" in line:
             names = np.array([*numbers], dtype=object)

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -13,29 +14,29 @@ from markupsafe import Markup
 
 from lm.config.yaml_text import dump_yaml
 from lm.files import write_together
-from lm.report.comparison import RunComparison, compare, printable, show
-from lm.report.comparison_tables import comparison_tables, differing, in_unit, notes
-from lm.report.descriptions import configuration_table, facts_table, how_measured, methods
-from lm.report.layer_curves import by_layer
-from lm.report.overview import overview
+from lm.report.comparison import RunComparison
+from lm.report.comparison_pictures import along_axis, layers_of, maps, overview
+from lm.report.comparison_tables import comparison_tables, configuration_table, cost_table, difference_table, facts_table, methods, notes
 from lm.report.pictures import COLOURS, DARK, GREY, GRID, INK, PAPER, Picture, dark_style
-from lm.report.tables import Column, Table, to_csv, to_latex, to_markdown
-from lm.runs.record import read_run
+from lm.report.tables import Table, printable, show, to_csv, to_latex, to_markdown
+from lm.runs.record import RunRecord
 
-BETTER = {"lower": " (below zero: better)", "higher": " (above zero: better)", "none": ""}  # words after the unit of a difference
-SAME = {True: "yes", False: "NO", None: "unknown"}  # words for a check of fairness
-
-Kind = Literal["text", "note", "warning", "list", "table", "picture", "code", "details"]
+COST = (
+    "Means over runs. Training time is that of the steps, without evaluations. Speeds can be compared only on one device and with as many "
+    "concurrent runs: how many of the runs on this page were under way at a time is known from their starts, what else the machine did is "
+    "not. FLOPs are computed, not measured."
+)
+BlockKind = Literal["text", "note", "warning", "list", "table", "picture", "code", "details"]
 
 
 # ---------------------------------------------------------------- the page
 
 
 @dataclass(frozen=True)
-class Block:
+class PageBlock:
     """A piece of a section: words, lines, a table or a picture; `name` is that of its files, if it has any."""
 
-    kind: Kind
+    kind: BlockKind
     content: str | list[str] | Table | Picture | tuple[str, str]
     name: str = ""
 
@@ -45,16 +46,16 @@ class PageSection:
     """A heading and what stands under it."""
 
     title: str
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[PageBlock] = field(default_factory=list)
 
-    def add(self, kind: Kind, content: str | list[str] | Table | Picture | tuple[str, str] | None, name: str = "") -> None:
+    def add(self, kind: BlockKind, content: str | list[str] | Table | Picture | tuple[str, str] | None, name: str = "") -> None:
         """Append a block; nothing if there is no content."""
         if content:
-            self.blocks.append(Block(kind, content, name))
+            self.blocks.append(PageBlock(kind, content, name))
 
 
 @dataclass(frozen=True)
-class Effect:
+class ShownEffect:
     """An effect with its interval in words; `place`: mean, ends, zero and ends of the margin on a line of 200 units, None without ends."""
 
     what: str
@@ -72,11 +73,11 @@ class Answer:
     verdict: str
     because: str
     tone: Literal["good", "bad", ""] = ""
-    effect: Effect | None = None
+    effect: ShownEffect | None = None
 
 
 @dataclass(frozen=True)
-class Part:
+class PagePart:
     """A comparison or an experiment on the page: name, question, answers, what is shaded in their pictures, and sections."""
 
     name: str
@@ -86,7 +87,7 @@ class Part:
     margin: str = ""
 
 
-def page(parts: list[Part]) -> str:
+def page(parts: list[PagePart]) -> str:
     """The page as text: nothing is loaded from outside, all text is escaped, and no script runs but the one that sorts tables."""
     template, script = (files("lm.report").joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "sort.js"))
     loader = FunctionLoader(lambda _: template)
@@ -110,7 +111,54 @@ def inline(picture: Picture) -> Markup:
     return Markup(re.sub(r"^.*?(?=<svg )|<style>@media.*?</style>", "", picture.svg, flags=re.DOTALL))
 
 
-# ---------------------------------------------------------------- reports of runs
+# ---------------------------------------------------------------- runs on the page
+
+
+def run_sections(
+    comparison: RunComparison,
+    concurrent: Sequence[RunRecord],
+    words: str,
+    prefix: str | None = None,
+    of: str = "",
+    without: Callable[[str], bool] = lambda key: False,
+) -> list[PageSection]:
+    """The sections on runs that were compared: what was measured, what it cost, what differs and what does not, the methods paragraph.
+
+    Args:
+        concurrent: all runs that may have been under way at the same time.
+        words: the methods paragraph.
+        prefix: beginning of the names of their files; None: they have none, and pictures over an axis are elsewhere.
+        of: words after the titles.
+        without: configuration keys that are left out.
+    """
+
+    def named(name: str) -> str:
+        return "" if prefix is None else f"{prefix}{name}"
+
+    titles = ("Measured at the end", "Cost", "What differs, and what does not", "Methods paragraph")
+    measured, cost, shared, paragraph = (PageSection(f"{title}{of}") for title in titles)
+    for number, (section, table) in enumerate(zip(comparison.sections, comparison_tables(comparison), strict=True), 1):
+        if prefix is not None and section.shape != "number":
+            measured.add("picture", along_axis(comparison, section), named(f"measured-{number}-picture"))
+        measured.add("table", table, named(f"measured-{number}"))
+    for number, picture in enumerate(maps(comparison), 1):
+        measured.add("picture", picture, named(f"map-{number}"))
+    if prefix is None and comparison.differences:
+        differences = difference_table(comparison)
+        measured.add("table", differences)
+        measured.add("note", f"{differences.title}: {differences.unit}.")
+    measured.add("list", notes(comparison) if prefix is None else list(comparison.missing))
+    cost.add("table", cost_table(comparison.arms, concurrent, f"What a run took{of}"), named("cost"))
+    cost.add("note", COST)
+    shared.add("table", configuration_table(comparison, without) if comparison.config_diff else None, named("configuration"))
+    shared.add("table", facts_table(comparison, "Runs and environment"), named("environment"))
+    paragraph.add("text", words)
+    return [measured, cost, shared, paragraph]
+
+
+def run_details(run: RunRecord, label: str) -> tuple[str, str]:
+    """A run's name with its command, and its configuration."""
+    return f"{label}: {show(run.measured('command'))}", dump_yaml(run.config)
 
 
 @dataclass(frozen=True)
@@ -126,72 +174,28 @@ class ReportFiles:
     latex: Path
 
 
-def write_report(folders: list[Path], out: Path, baseline: str | None = None) -> ReportFiles:
-    """Compare the runs (or describe one run) and write the report into the folder `out`.
-
-    Args:
-        folders: run folders; runs that differ in their seed only are one arm.
-        baseline: an arm's label, its normalizer's name or a run's name; None: the first folder's arm.
-
-    Raises:
-        RunError: a folder that is no run, a corrupt file, no such baseline, or `out` can't be written.
-    """
-    return write_comparison(compare([read_run(folder) for folder in folders], baseline), out)
-
-
 def write_comparison(comparison: RunComparison, out: Path) -> ReportFiles:
-    """Write the report of a comparison into the folder `out`. Raises RunError if that can't be written."""
+    """Write the report of a comparison, or of a single run, into the folder `out`. Raises RunError if that can't be written."""
     picture, tables = overview(comparison), comparison_tables(comparison)
-    layers = by_layer(comparison.runs[0]) if len(comparison.runs) == 1 else None
-    out = Path(out)
+    layers = layers_of(comparison.runs[0]) if len(comparison.runs) == 1 else None
+    training, by_layer, runs = (PageSection(title) for title in ("Overview", "By layer, while training", "Runs"))
+    if comparison.warning:
+        training.add("warning", [f"{comparison.warning} A difference below can't be put down to the normalizer alone."])
+    training.add("picture", picture, "overview")
+    by_layer.add("picture", layers, "by-layer")
+    for arm in comparison.arms:
+        for run in arm.runs:
+            runs.add("details", run_details(run, f"{printable(run.name)} ({arm.label})"))
+    sections = [training, by_layer, *run_sections(comparison, comparison.runs, methods(comparison)), runs]
     names = ("report.html", "overview.png", "overview.svg", "overview.csv", "table.md", "table.csv", "table.tex")
-    paths = ReportFiles(*(out / name for name in names))
+    paths = ReportFiles(*(Path(out, name) for name in names))
     contents = {path: picture.file(path.suffix) for path in (paths.png, paths.svg, paths.numbers)} | {
         paths.markdown: to_markdown(tables, notes(comparison)).encode(),
         paths.csv: to_csv(tables).encode(),
         paths.latex: to_latex(tables).encode(),
-        paths.html: page([_part(comparison, picture, tables, layers)]).encode(),
+        paths.html: page([PagePart(comparison.title, [section for section in sections if section.blocks])]).encode(),
     }
     if layers:
-        contents |= {out / f"by-layer{suffix}": layers.file(suffix) for suffix in (".svg", ".csv")}
+        contents |= {Path(out, f"by-layer{suffix}"): layers.file(suffix) for suffix in (".svg", ".csv")}
     write_together(contents, "the report")
     return paths
-
-
-def _part(comparison: RunComparison, picture: Picture, tables: tuple[Table, ...], layers: Picture | None) -> Part:
-    first, results, fair, measured = (
-        PageSection(title) for title in ("Overview", "Results", "Is the comparison fair?", "How it was measured")
-    )
-    if comparison.warning:
-        first.add("warning", [f"{comparison.warning} A difference below can't be put down to the normalizer alone."])
-    first.add("picture", picture, "overview")
-    for table in tables:
-        results.add("table", table, "table" if table is tables[-1] else "")
-    if comparison.differences:
-        better = [f"{metric}{in_unit(unit)}{BETTER[better]}" for metric, unit, better in differing(comparison)]
-        results.add("table", _differences(comparison, "; ".join(better)))
-    if comparison.checks:
-        fair.add("table", facts_table([(check.what, SAME[check.ok], check.detail) for check in comparison.checks], "same in all runs"))
-        fair.add("table", configuration_table(comparison, comparison.config_diff))
-    measured.add("table", facts_table([(what, "", value) for what, value in how_measured(comparison)]))
-    runs = PageSection("Runs")
-    for arm in comparison.arms:
-        for run in arm.runs:
-            runs.add("details", (f"{printable(run.name)} ({arm.label}): {show(run.measured('command'))}", dump_yaml(run.config)))
-    missing, by_layers = PageSection("Missing"), PageSection("By layer, while training")
-    missing.add("list", list(comparison.missing))
-    by_layers.add("picture", layers, "by-layer")
-    words = PageSection("Methods paragraph", [Block("text", methods(comparison))])
-    return Part(comparison.title, [part for part in (first, results, missing, fair, by_layers, measured, words, runs) if part.blocks])
-
-
-def _differences(comparison: RunComparison, better: str) -> Table:
-    """The differences to the baseline and what their intervals cover; `better`: metrics and which way is better."""
-    every = comparison.differences
-    columns = {
-        Column("arm", kind="label"): [each.arm for each in every],
-        Column("of", kind="label"): [each.what for each in every],
-        Column("difference", "95% interval", "difference"): [each.interval or "no difference given" for each in every],
-        Column("what the interval covers", kind="words"): [each.note for each in every],
-    }
-    return Table(f"Differences to {comparison.arms[0].label}: {better}", "", tuple(columns.items()))

@@ -158,7 +158,6 @@ class Picture:
 
     Attributes:
         panel_size: width and height of a panel in inches; None: as its kind needs.
-        footer: small words below all panels.
         named: whether the names of the arms stand above.
         shared: axes of which labels and ticks stand once: `x` for those below each other, `y` for those side by side.
     """
@@ -168,7 +167,6 @@ class Picture:
     caption: str = ""
     columns: int = 2
     panel_size: tuple[float, float] | None = None
-    footer: str = ""
     shared: Literal["", "x", "y", "xy"] = ""
     named: bool = True
 
@@ -188,8 +186,8 @@ class Picture:
         """A picture for each panel, for a page that places them by its width; maps stay together."""
         if self.mapped:
             return [self]
-        alone = [panel and replace(self, panels=[panel], columns=1, footer="", named=False) for panel in self.panels]
-        return alone if len(alone) > 1 else [replace(self, footer="", named=False)]
+        alone = [panel and replace(self, panels=[panel], columns=1, named=False) for panel in self.panels]
+        return alone if len(alone) > 1 else [replace(self, named=False)]
 
     def sign(self, arm: int) -> str:
         """The marker of an arm as a letter."""
@@ -204,7 +202,7 @@ class Picture:
 
     @property
     def size(self) -> tuple[float, float]:
-        """Width and height in inches, without legends and footer."""
+        """Width and height in inches, without legends."""
         rows, columns = self.grid
         maps = [] if self.panel_size else [panel for panel in self.panels if isinstance(panel, Map)]
         if not maps:
@@ -281,12 +279,9 @@ def _drawn(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
             per_row = max(1, min(len(handles), int(width * 8 // (max(len(arms[arm]) for arm in shown) + 6))))
             legend_rows = -(-len(handles) // per_row)
             figure.legend(handles=handles, loc="upper center", ncols=per_row, fontsize=12)
-        footer = textwrap.wrap(picture.footer, int(13.5 * width))
-        height += 0.28 * legend_rows + 0.17 * len(footer)
-        figure.text(0.1 / width, 0.06 / height, "\n".join(footer), fontsize=9, color=GREY)
+        height += 0.28 * legend_rows
         figure.set_size_inches(width, height)
-        bottom, top = 0.17 * len(footer) / height, 0.32 * legend_rows / height
-        figure.set_layout_engine("constrained", rect=(0, bottom, 1, 1 - bottom - top), w_pad=0.12, h_pad=0.12)
+        figure.set_layout_engine("constrained", rect=(0, 0, 1, 1 - 0.32 * legend_rows / height), w_pad=0.12, h_pad=0.12)
         file = io.StringIO() if kind == "svg" else io.BytesIO()
         metadata = {"Date": None, "Creator": None, "Format": None, "Type": None} if kind == "svg" else {"Software": None}
         figure.savefig(file, format=kind, dpi=160, metadata=metadata)
@@ -311,7 +306,7 @@ def _panel(axes: Axes, panel: Panel) -> None:
     for x, y, arm in panel.rings:
         axes.plot([x], [y], "o", markersize=15, markerfacecolor="none", markeredgewidth=1.6, color=colour_and_marker(arm)["color"])
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
-    axes.set_title(panel.title, pad=20 if panel.marks else 6)  # above what is written at the top of vertical lines
+    axes.set_title(_wrapped(panel.title), pad=20 if panel.marks else 6)  # above what is written at the top of vertical lines
     if panel.x_range:
         axes.set_xlim(*panel.x_range)
     if panel.y_range:
@@ -386,7 +381,7 @@ def _map(axes: Axes, panel: Map, size: tuple[float, float]) -> QuadMesh:
     along = {"rotation": 90} if max(map(len, panel.columns), default=0) * len(ticks[0]) > 11 * size[0] else {}
     axes.set_xticks(list(ticks[0]), list(ticks[0].values()), fontsize=fonts[0], **along)
     axes.set_yticks(list(ticks[1]), list(ticks[1].values()), fontsize=fonts[1])
-    axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
+    axes.set(title=_wrapped(panel.title), xlabel=panel.x_label, ylabel=panel.y_label)
     return mesh
 
 
@@ -423,7 +418,7 @@ def fractions(series: Sequence[Series]) -> Picture | None:
         if max(map(settings.count, settings)) > MOST_LINES:
             for setting in dict.fromkeys(settings):
                 rows = {name: [each] for each, name in series_names([each for each in alike if each.setting == setting]).items()}
-                panels.append(fraction_map(_wrapped(", ".join(filter(None, (metric, setting)))), rows))
+                panels.append(fraction_map(", ".join(filter(None, (metric, setting))), rows))
         else:
             panels.append(_lines(metric, alike, names))
     return Picture(panels, list(names), columns=3) if panels else None
@@ -442,14 +437,15 @@ def _lines(metric: str, alike: list[Series], names: dict[str, int]) -> Panel:
     for name, level in dict.fromkeys(pair for each in alike for pair in each.references.items()):
         levels[level] = f"{levels[level]}; {name}" if level in levels else f"{level:.1%}: {name}"
     return Panel(
-        _wrapped(metric), first.axis.label, "fraction" + "".join(f" [95% over {what}]" for what in over), traces,
+        metric, first.axis.label, "fraction" + "".join(f" [95% over {what}]" for what in over), traces,
         plain_ticks(sorted({value for each in alike for value in each.axis.values})), 2 if first.axis.log else 0, y_range=(-0.02, 1.02),
         marks={first.seq_len: "training length"} if first.axis.unit == "tokens" else {}, levels=levels,
     )  # fmt: skip
 
 
 def _wrapped(title: str) -> str:
-    return "\n".join(textwrap.wrap(title, 56))
+    """A title in lines as long as a panel is wide."""
+    return "\n".join(textwrap.fill(line, 56) for line in title.split("\n"))
 
 
 def fraction_map(title: str, rows: Mapping[str, Sequence[Series]]) -> Map:

@@ -86,6 +86,20 @@ class Table:
 DIFFERENCE = Column("difference", kind="difference")
 
 
+def show(value: object) -> str:
+    """A value as text: thousands separated, unknown said."""
+    if value is None:
+        return "not recorded"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:,}" if isinstance(value, int) else printable(str(value))
+
+
+def printable(text: str) -> str:
+    """The text on one line, without control characters."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def digits(value: float | None) -> str | None:
     """Four decimals, or four digits where there are more before the point; None stays None."""
     if value is None:

@@ -149,8 +149,8 @@ def load_checkpoint(path: Path) -> dict[str, object]:
     _check_sizes(path, checkpoint)
     if SHA256 in checkpoint:
         expected = checkpoint.pop(SHA256)
-        for part, found in _digests(checkpoint).items():
-            if not isinstance(expected, dict) or expected.get(part) != found:
+        for part, digest in _digests(checkpoint).items():
+            if not isinstance(expected, dict) or expected.get(part) != digest:
                 raise RunError(f"{path}: its {PARTS[part]} were altered (their sha256 differs){alternative(path)}")
     return checkpoint
 
@@ -185,10 +185,10 @@ def _tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def _storages(checkpoint: dict[str, object]) -> dict[str, int]:
     """Bytes of each storage that torch saved, in its order, by the first tensor in it: tensors with the same numbers share one."""
-    found: dict[int, tuple[str, int]] = {}
+    storages: dict[int, tuple[str, int]] = {}
     for name, tensor in _tensors(checkpoint):
-        found.setdefault(tensor.untyped_storage()._cdata, (name, tensor.untyped_storage().nbytes()))
-    return dict(found.values())
+        storages.setdefault(tensor.untyped_storage()._cdata, (name, tensor.untyped_storage().nbytes()))
+    return dict(storages.values())
 
 
 def _check_sizes(path: Path, checkpoint: dict[str, object]) -> None:

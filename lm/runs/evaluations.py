@@ -1,9 +1,11 @@
 """Evaluations of a run folder: one JSON file for each kind and step, and the series in it."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 from lm.attention.plugins import sources_sha256
 from lm.config.data_config import DataConfig
@@ -46,13 +48,13 @@ class Evaluation:
 
     def plain(self) -> dict[str, Plain]:
         """The content of its file."""
-        return vars(self) | {"series": [one.plain() for one in self.series]}
+        return vars(self) | {"series": [series.plain() for series in self.series]}
 
     @classmethod
     def of(cls, content: dict[str, Plain]) -> "Evaluation":
         """The evaluation that `plain` was called on. Raises KeyError where it lacks something, ValueError where it isn't that."""
         try:
-            series = tuple(Series.of(one) for one in content["series"])
+            series = tuple(Series.of(each) for each in content["series"])
             return cls(**typed(cls, {"asked": {}, "code": {}} | content) | {"series": series})
         except (TypeError, AttributeError, IndexError, OverflowError) as error:
             raise ValueError(f"a field has another type than it should: {one_line(error, None)}") from None
@@ -65,8 +67,8 @@ def evaluation_path(run: Path, kind: str, step: int) -> Path:
 
 def evaluation_files(run: Path) -> dict[tuple[str, int], Path]:
     """The evaluation files of a run folder, by kind and step."""
-    found = {path: re.fullmatch(r"(.+)\.step-(\d+)\.json", path.name) for path in (run / EVALUATIONS).glob("*.json")}
-    return {(match[1], int(match[2])): path for path, match in found.items() if match}
+    matches = {path: re.fullmatch(r"(.+)\.step-(\d+)\.json", path.name) for path in (run / EVALUATIONS).glob("*.json")}
+    return {(match[1], int(match[2])): path for path, match in matches.items() if match}
 
 
 def read_evaluation(path: Path) -> dict[str, Plain]:
@@ -95,29 +97,35 @@ def remedy(path: Path) -> str:
     return f"bring it back, or measure it again: lm eval {run} --checkpoint {step}"
 
 
-def last_evaluations(run: Path, config: dict[str, Plain]) -> tuple[list[Evaluation], list[str]]:
-    """The last evaluation of each kind that holds series, and words for each that `config` asks for and that is missing.
+def last_evaluations(
+    run: Path, config: dict[str, Plain], known: Mapping[Path, Evaluation] = MappingProxyType({})
+) -> tuple[list[Evaluation], list[str]]:
+    """The last evaluation of each kind that holds series, and words for each that `config` asks for and that is missing; `known`: those
+    that have been read, by their files.
 
     Raises:
         RunError: a file that can't be read; one that an older version wrote counts as missing.
     """
     last, wanted = {kind: path for (kind, _), path in sorted(evaluation_files(run).items())}, _wanted(config)
-    found, missing = [], []
+    evaluations, missing = [], []
     for kind in dict.fromkeys((*EvalConfig.known(), *last)):
         name = f"{kind.replace('_', '-')} evaluation"
         if kind not in last:
             missing += [f"no {name}"] if kind in wanted else []
             continue
+        if last[kind] in known:
+            evaluations.append(known[last[kind]])
+            continue
         content = read_evaluation(last[kind])
         try:
             if "series" in content or kind in wanted:  # downstream tasks keep a record of their own
-                found.append(Evaluation.of(content))
+                evaluations.append(Evaluation.of(content))
         except KeyError as error:
             again = "if it was measured by an older version, measure it again with `lm eval`"
             missing.append(f"no {name} that can be read ({last[kind]}: no {error.args[0]}; {again})")
         except ValueError as error:
             raise RunError(f"{last[kind]}: {one_line(error, None)}") from None
-    return found, missing
+    return evaluations, missing
 
 
 def _wanted(config: dict[str, Plain]) -> set[str]:

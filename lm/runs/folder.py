@@ -63,8 +63,8 @@ def check_fields(content: dict[str, Plain], fields: Mapping[str, object], path: 
     for name, kind in fields.items():
         value = convert(kind, content.get(name, MISSING))
         if value is MISSING or (isinstance(value, int | float) and value < 0):
-            found = str(content[name])[:40] if name in content else "missing"
-            raise RunError(f"{path}: its `{within}{name}` must be {type_name(kind)}, not {shown(found)}")
+            value_read = str(content[name])[:40] if name in content else "missing"
+            raise RunError(f"{path}: its `{within}{name}` must be {type_name(kind)}, not {shown(value_read)}")
 
 
 def command_line() -> str:
@@ -170,8 +170,8 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Plain]], list[int]]:
     A last line without its end is what a kill leaves: it is left out unless it is whole.
     """
     *texts, last = path.read_bytes().split(b"\n") if path.is_file() else [b""]
-    found = [*map(_read, texts), *filter(None, [_read(last)])]
-    return [line for line in found if line], [number for number, line in enumerate(found, 1) if not line]
+    lines = [*map(_read, texts), *filter(None, [_read(last)])]
+    return [line for line in lines if line], [number for number, line in enumerate(lines, 1) if not line]
 
 
 def truncate_metrics(path: Path, step: int) -> list[str]:
@@ -201,15 +201,15 @@ def _seal(content: bytes) -> dict[str, Plain]:
 EMPTY_LOG = _seal(b"")
 
 
-def training_seconds(path: Path, after_step: int = 0) -> float | None:
+def training_seconds(lines: list[dict[str, Plain]], after_step: int = 0) -> float | None:
     """Time spent in the training steps after one, without evaluations, over all starts; None: the log does not say."""
-    logged = [(line["step"], line["elapsed_s"]) for line in read_metrics(path)[0] if line.get("elapsed_s")]
+    logged = [(line["step"], line["elapsed_s"]) for line in lines if line.get("elapsed_s")]
     return logged[-1][1] - max((seconds for step, seconds in logged if step <= after_step), default=0.0) if logged else None
 
 
-def peak_memory(path: Path) -> int | None:
+def peak_memory(lines: list[dict[str, Plain]]) -> int | None:
     """The highest PEAK_MEMORY in bytes, evaluations while training included; None of a run that did not log it."""
-    return max((line[PEAK_MEMORY] for line in read_metrics(path)[0] if line.get(PEAK_MEMORY)), default=None)
+    return max((line[PEAK_MEMORY] for line in lines if line.get(PEAK_MEMORY)), default=None)
 
 
 class MetricTail:
@@ -228,10 +228,10 @@ class MetricTail:
         """Read on; a log that can't be read stays as it was."""
         try:
             with self.path.open("rb") as file:
-                found = os.fstat(file.fileno())
-                if found.st_ino != self._file or found.st_size < self._read_to:
-                    self._file, self._read_to, self.step, self.latest = found.st_ino, 0, 0, {}
-                file.seek(max(self._read_to, found.st_size - _TAIL_BYTES))
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._file or status.st_size < self._read_to:
+                    self._file, self._read_to, self.step, self.latest = status.st_ino, 0, 0, {}
+                file.seek(max(self._read_to, status.st_size - _TAIL_BYTES))
                 text = file.read()
                 whole, end, rest = text.rpartition(b"\n")
                 self._read_to = file.tell() - len(rest)

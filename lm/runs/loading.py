@@ -103,10 +103,10 @@ def with_shape_of(init_from: str, given: dict[str, Plain], own: dict[str, Plain]
         RunError: the folder's description is damaged.
     """
     folder = Path(init_from)
-    found = _untrained(folder)
-    if found is None:
+    keys = _untrained(folder)
+    if keys is None:
         return merge(given, own)
-    normalizer, over = found
+    normalizer, over = keys
     under = {} if given.get("phases") or own.get("phases") else normalizer
     return merge(merge(merge(under, given), over), own)
 
@@ -135,7 +135,7 @@ def _taken(folder: Path, model: Keys, seq_len: int, end_of_text: str) -> tuple[K
     positions."""
     normalizer = model["normalizer"]
     # A configuration may import the normalizers that it names; a model folder may not, so that none from outside is taken from it.
-    ours = all(one["name"] in ENTRIES for one in (normalizer["of"] if normalizer["name"] == Layers.name else [normalizer]))
+    ours = all(entry["name"] in ENTRIES for entry in (normalizer["of"] if normalizer["name"] == Layers.name else [normalizer]))
     shape: Keys = {"model": {name: value for name, value in model.items() if name not in TRAINED_OTHERWISE}, "data": {}}
     if (folder / TOKENIZER).is_file():
         shape["data"]["tokenizer"] = {"name": "file", "path": str(folder / TOKENIZER), "end_of_text": end_of_text}
@@ -221,8 +221,8 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> Loaded:
 def _load_model(path: Path) -> Loaded:
     description = read_sealed(path / DESCRIPTION)
     if description.get("format") != MODEL_FORMAT:
-        found = description.get("format")
-        raise RunError(f"{path / DESCRIPTION}: format {found}, this version of lm reads {MODEL_FORMAT}: export the model again")
+        version = description.get("format")
+        raise RunError(f"{path / DESCRIPTION}: format {version}, this version of lm reads {MODEL_FORMAT}: export the model again")
     check_fields({"origin": {}, **description}, {**FIELDS, "origin": dict}, path / DESCRIPTION)
     origin = description.get("origin", {})
     expected, training = description[TENSOR_SHA256], description["training"]
@@ -325,8 +325,8 @@ def check_finite(weights: Mapping[str, Tensor], path: Path) -> None:
             raise RunError(f"{path}: {name} holds numbers that are not finite; use weights from before the model diverged")
 
 
-def _other_shape(name: str, found: Tensor, implied: tuple[int, ...]) -> str:
-    return f"{name} has shape {tuple(found.shape)}, the configuration implies {tuple(implied)}"
+def _other_shape(name: str, tensor: Tensor, implied: tuple[int, ...]) -> str:
+    return f"{name} has shape {tuple(tensor.shape)}, the configuration implies {tuple(implied)}"
 
 
 def _folder(path: Path) -> Path:
@@ -344,7 +344,7 @@ def find_checkpoint(folder: Path, which: str) -> Path:
     else:
         path = Path(which)
     if not path.is_file():
-        have = ", ".join(str(step_of(found)) for found in steps_saved(checkpoints)) or "none"
+        have = ", ".join(str(step_of(path)) for path in steps_saved(checkpoints)) or "none"
         raise RunError(f"{path}: no such checkpoint; steps saved in {folder}: {have}")
     return path
 
@@ -377,8 +377,8 @@ def save_model(
     out, tokenizer = Path(out), Path(tokenizer) if tokenizer else None
     if decoder.rope_scaling != AS_TRAINED:
         raise RunError(f"{out}: a model folder holds no inference setting: save the decoder that the copy with its own RoPE was made of")
-    if tokenizer and (found := load_tokenizer(tokenizer, end_of_text).get_vocab_size()) > decoder.vocab_size:
-        raise RunError(f"{tokenizer}: has {found} tokens, the model {decoder.vocab_size}: give the one that it was trained with")
+    if tokenizer and (tokens := load_tokenizer(tokenizer, end_of_text).get_vocab_size()) > decoder.vocab_size:
+        raise RunError(f"{tokenizer}: has {tokens} tokens, the model {decoder.vocab_size}: give the one that it was trained with")
     check_finite(decoder.state_dict(), out)
     return _write(decoder, ModelSpec.of(decoder, end_of_text), out, tokenizer, None, {})
 

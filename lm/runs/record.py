@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 from lm.config.effects import canonical, is_learned, recorded_per_start
 from lm.config.eval_config import EvalConfig
@@ -108,8 +110,7 @@ class RunRecord:
     name: str
     config: dict[str, Plain]
     environment: dict[str, Plain]
-    training: Curve
-    validations: Curve
+    logged: list[dict[str, Plain]]  # lines of its metrics.jsonl
     evaluations: tuple[Evaluation, ...]  # the last of each kind
     missing: tuple[str, ...]
 
@@ -152,7 +153,12 @@ class RunRecord:
         """Tokens trained on at the reported evaluation, else at the last logged step."""
         if self.evaluations:
             return self.evaluations[0].tokens_seen
-        return int(self.training.tokens[-1]) if len(self.training.tokens) else None
+        tokens = self.curve("train/loss").tokens
+        return int(tokens[-1]) if len(tokens) else None
+
+    def curve(self, name: str) -> Curve:
+        """The curve of a metric that was logged while training."""
+        return curve(self.logged, name)
 
     @property
     def tokens_before(self) -> int:
@@ -175,8 +181,14 @@ class RunRecord:
         return flatten(self.environment).get(path)
 
 
-def read_run(folder: Path) -> RunRecord:
+def read_run(
+    folder: Path, log: tuple[list[dict[str, Plain]], list[int]] | None = None, known: Mapping[Path, Evaluation] = MappingProxyType({})
+) -> RunRecord:
     """The record of a run folder; evaluations and metrics may be absent (`missing` says so).
+
+    Args:
+        log: its metrics, if they have been read (`read_metrics`).
+        known: evaluations that have been read, by their files.
 
     Raises:
         RunError: not a run folder, or a file in it that can't be read.
@@ -186,15 +198,15 @@ def read_run(folder: Path) -> RunRecord:
     config = _read_config(folder / CONFIG)
     environment = read_json(folder / ENVIRONMENT)
     missing = _missing_environment(config, environment, folder / ENVIRONMENT)
-    lines, unreadable = read_metrics(folder / METRICS)
+    lines, unreadable = log or read_metrics(folder / METRICS)
     if unreadable and not lines:
         raise RunError(f"{folder / METRICS}: no line is a JSON object with a step")
     if unreadable:
-        said = f"{', '.join(map(str, unreadable[:5]))}{', ...' if len(unreadable) > 5 else ''}"
-        missing.append(f"{METRICS}: unreadable lines were skipped ({said})")
+        numbers_of_lines = f"{', '.join(map(str, unreadable[:5]))}{', ...' if len(unreadable) > 5 else ''}"
+        missing.append(f"{METRICS}: unreadable lines were skipped ({numbers_of_lines})")
     if not lines:
         missing.append(f"{METRICS} is empty: no training curve" if (folder / METRICS).is_file() else f"no {METRICS}: no training curve")
-    evaluations, not_measured = last_evaluations(folder, config)
+    evaluations, not_measured = last_evaluations(folder, config, known)
     missing += not_measured
     checkpoint = folder / CHECKPOINTS / LAST
     if evaluations and not checkpoint.is_file():
@@ -212,9 +224,7 @@ def read_run(folder: Path) -> RunRecord:
         first = evaluations[0]
         if each.step != first.step and each.kind in EvalConfig.known():  # others, such as a swap, have a step of their own
             missing.append(f"the {first.name} is of step {first.step:,}, the {each.name} of step {each.step:,}")
-    training, validations = curve(lines, "train/loss"), curve(lines, "val/loss")
-    name = folder.resolve().name
-    return RunRecord(folder, name, config, environment, training, validations, tuple(evaluations), tuple(missing))
+    return RunRecord(folder, folder.resolve().name, config, environment, lines, tuple(evaluations), tuple(missing))
 
 
 def _read_config(path: Path) -> dict[str, Plain]:

@@ -92,22 +92,24 @@ def check_measured(run: Path, evaluations: Sequence[Evaluation], checkpoint: Pat
     """
     try:
         content = without_tensors(checkpoint)
-        found = {**NO_SEALS, **content["lm"], SHA256: content.get(SHA256, {})}
-        check_fields(found, SEALS, checkpoint)
-        check_fields(found["log"], {"bytes": int, "sha256": str}, checkpoint, "log.")
+        seals = {**NO_SEALS, **content["lm"], SHA256: content.get(SHA256, {})}
+        check_fields(seals, SEALS, checkpoint)
+        check_fields(seals["log"], {"bytes": int, "sha256": str}, checkpoint, "log.")
     except RunError as error:
         raise RunError(f"{error}; bring the checkpoint back, or delete the run folder and train it again") from None
-    weights = {int(step): set(known) for step, known in found["weights_sha256"].items() if step.isdigit()}
-    if own := found[SHA256].get("state_dict"):
-        weights.setdefault(found["step"], set()).add(own)
+    weights = {int(step): set(known) for step, known in seals["weights_sha256"].items() if step.isdigit()}
+    if own := seals[SHA256].get("state_dict"):
+        weights.setdefault(seals["step"], set()).add(own)
     checked = True
-    for one in (one for one in evaluations if one.kind in EvalConfig.known()):  # others, such as a swap, may be of other weights
-        known = weights.get(one.step, set())
-        if known and one.weights_sha256 not in known:
-            path = evaluation_path(run, one.kind, one.step)
-            raise RunError(f"{path}: is not of the weights that checkpoints/{checkpoint.name} records for step {one.step}; {remedy(path)}")
-        checked &= one.step > found["step"] or bool(known and one.code)
-    if is_altered(run / METRICS, found["log"]):
+    for evaluation in evaluations:
+        if evaluation.kind not in EvalConfig.known():  # others, such as a swap, may be of other weights
+            continue
+        step, known = evaluation.step, weights.get(evaluation.step, set())
+        if known and evaluation.weights_sha256 not in known:
+            path = evaluation_path(run, evaluation.kind, step)
+            raise RunError(f"{path}: is not of the weights that checkpoints/{checkpoint.name} records for step {step}; {remedy(path)}")
+        checked &= step > seals["step"] or bool(known and evaluation.code)
+    if is_altered(run / METRICS, seals["log"]):
         again = "bring it back, or delete the run folder and train it again"
         raise RunError(f"{run / METRICS}: was altered since checkpoints/{checkpoint.name} was saved; {again}")
     return checked
@@ -116,8 +118,8 @@ def check_measured(run: Path, evaluations: Sequence[Evaluation], checkpoint: Pat
 def _length_problems(config: Config, trained: Config, step: int, path: Path) -> list[Problem]:
     """A curriculum of lengths follows trainer.max_steps: another may not change the steps that are done."""
     lengths = config.data.lengths
-    begins = (lengths.begins(config.data.seq_len, one.trainer.max_steps) for one in (trained, config))
-    before, now = ({first: length for first, length in one.items() if first < step} for one in begins)
+    begins = (lengths.begins(config.data.seq_len, each.trainer.max_steps) for each in (trained, config))
+    before, now = ({first: length for first, length in each.items() if first < step} for each in begins)
     if lengths != trained.data.lengths or before == now:
         return []
     reason = f"begins the lengths of data.lengths at other steps than {path} was trained with"

@@ -6,13 +6,14 @@ The series of the validation loss, which selects rates and checkpoints, is built
 import hashlib
 import typing
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Literal, get_args
 
 import numpy as np
 
 from lm.config.task_config import task_names
+from lm.errors import RunError
 from lm.schema import Plain
 
 IntervalKind = Literal[
@@ -81,6 +82,54 @@ def selects(data: str, documents: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
+class Units:
+    """Values of a series by unit, such as a held-out sequence, at one place of its axis. Of equal `identity` they can be paired.
+
+    Attributes:
+        values, weights, groups: (units,); groups are documents.
+        fingerprint: of the held-out text, a part of which selects; empty: of others, such as questions, all of which report.
+        sha256: of the sequences.
+        place: start and end on the axis.
+    """
+
+    values: np.ndarray
+    weights: np.ndarray
+    groups: np.ndarray
+    fingerprint: str
+    sha256: str
+    place: tuple[float, float]
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """The data and the sequences that were measured."""
+        return self.fingerprint, self.sha256
+
+    @property
+    def mean(self) -> float:
+        """The weighted mean."""
+        return float(np.average(self.values, weights=self.weights))
+
+    def minus(self, other: "Units") -> "Units":
+        """The differences to the same units of another run."""
+        return replace(self, values=self.values - other.values)
+
+    def part(self, selection: bool) -> "Units":
+        """The values of the documents that select, about a third, or of those that report: by a hash of the document, which is for a
+        sequence the one that it begins in. All, where they are not of held-out text.
+
+        Raises:
+            RunError: there are none.
+        """
+        if not self.fingerprint:
+            return self
+        chosen = selects(self.fingerprint, self.groups) == selection
+        if not chosen.any():
+            use = "choose learning rates" if selection else "report"
+            raise RunError(f"none of {len(set(self.groups.tolist()))} held-out documents is left to {use} on: hold out more text")
+        return replace(self, values=self.values[chosen], weights=self.weights[chosen], groups=self.groups[chosen])
+
+
+@dataclass(frozen=True, eq=False)
 class Series:
     """One metric of one evaluation under one inference setting, over the columns of an axis.
 
@@ -116,8 +165,8 @@ class Series:
         _shaped("means", self.means, (columns,))
         for name, choices in (("interval", IntervalKind), ("better", Better)):
             _require(getattr(self, name) in get_args(choices), f"{name} must be {' or '.join(get_args(choices))}")
-        found = sum(sample.values.shape[1] if sample.values.ndim == 2 else 0 for sample in self.samples)
-        _require(not self.samples or found == columns, f"its samples have {found} columns, not {columns}")
+        sampled = sum(sample.values.shape[1] if sample.values.ndim == 2 else 0 for sample in self.samples)
+        _require(not self.samples or sampled == columns, f"its samples have {sampled} columns, not {columns}")
         _require(bool(self.samples) or self.interval == "none", "an interval needs samples")
         for sample in self.samples:
             for name in ("weights", "groups"):
@@ -145,6 +194,25 @@ class Series:
                 return sample, sample.values[:, number]
             number -= sample.values.shape[1]
         raise IndexError(f"{self.metric} has no such column")
+
+    def units(self, start: float, stop: float) -> Units | None:
+        """Values by unit at a point `start`; of bins the means over those within a range, as `place` then says. None if it has none."""
+        places = np.array(self.axis.values if self.axis else [0.0], dtype=float)
+        columns = np.flatnonzero((places[:-1] >= start) & (places[1:] <= stop) if self.bins else places == start)
+        if not self.samples or not len(columns):
+            return None
+        sample, values = self.column(int(columns[0]))
+        if self.bins:
+            widths = np.diff(places)[columns]
+            start, values = places[columns[0]], sample.values[:, columns] @ widths / widths.sum()
+        return Units(values.astype(float), sample.weights, sample.groups, self.data_fingerprint, sample.sha256, (start, stop))
+
+    def logged_units(self, metric: str) -> Units | None:
+        """Values by unit of what is logged as `metric`: of bins the mean over all of them."""
+        if self.bins or self.axis is None:
+            return self.units(0, self.axis.values[-1] if self.axis else 0)
+        x = self.axis.values[self.logged.index(metric)]
+        return self.units(x, x)
 
     @property
     def whole(self) -> float | None:
@@ -189,34 +257,34 @@ class Series:
 
     def plain(self) -> dict[str, Plain]:
         """The series as JSON holds it, with null for what is not finite; values by unit and the curve to 1e-6."""
-        found = {spec.name: getattr(self, spec.name) for spec in fields(self)}
-        found["axis"], found["shown"] = self.axis and asdict(self.axis), self.shown and asdict(self.shown)
-        found["samples"] = [vars(sample) | {"values": sample.values.astype(float).round(6)} for sample in self.samples]
-        found["curve"] = None if self.curve is None else self.curve.round(6)
-        return listed(found)
+        content = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        content["axis"], content["shown"] = self.axis and asdict(self.axis), self.shown and asdict(self.shown)
+        content["samples"] = [vars(sample) | {"values": sample.values.astype(float).round(6)} for sample in self.samples]
+        content["curve"] = None if self.curve is None else self.curve.round(6)
+        return listed(content)
 
     @classmethod
     def of(cls, content: dict[str, Plain]) -> "Series":
         """The series that `plain` was called on. Raises ValueError, TypeError or KeyError where it isn't that."""
         known = {spec.name for spec in fields(cls)}
         _require(not set(content) - known, f"a series has no {', '.join(sorted(set(content) - known))}")
-        made = typed(cls, content)
-        if made["axis"]:
-            made["axis"] = Axis(**typed(Axis, made["axis"]) | {"values": tuple(made["axis"]["values"])})
-            numbers(made["axis"].values)
+        parts = typed(cls, content)
+        if parts["axis"]:
+            parts["axis"] = Axis(**typed(Axis, parts["axis"]) | {"values": tuple(parts["axis"]["values"])})
+            numbers(parts["axis"].values)
         samples = (
-            Sample(one["sha256"], *(numbers(one[name]) for name in ("values", "weights")), np.array(one["groups"]))
-            for one in made["samples"]
+            Sample(sample["sha256"], *(numbers(sample[name]) for name in ("values", "weights")), np.array(sample["groups"]))
+            for sample in parts["samples"]
         )
-        made |= {
-            "shown": made["shown"] and Shown(**typed(Shown, made["shown"])),
+        parts |= {
+            "shown": parts["shown"] and Shown(**typed(Shown, parts["shown"])),
             "samples": tuple(samples),
-            "means": numbers(made["means"]),
-            "curve": None if made["curve"] is None else numbers(made["curve"]),
-            "references": {name: float("nan") if level is None else float(level) for name, level in made["references"].items()},
-            "logged": tuple(made["logged"]),
+            "means": numbers(parts["means"]),
+            "curve": None if parts["curve"] is None else numbers(parts["curve"]),
+            "references": {name: float("nan") if level is None else float(level) for name, level in parts["references"].items()},
+            "logged": tuple(parts["logged"]),
         }
-        return cls(**made)
+        return cls(**parts)
 
 
 def number(value: float) -> str:
@@ -226,10 +294,10 @@ def number(value: float) -> str:
 
 def series_names(series: Iterable[Series]) -> dict[Series, str]:
     """The name of what each is measured on, with those options that tell it apart from others of its name."""
-    every = {one: {"name": one.what} | one.options for one in series}
+    every = {each: {"name": each.what} | each.options for each in series}
     different = {str(what): what for what in every.values()}
     names = dict(zip(different, task_names(list(different.values())), strict=True))
-    return {one: names[str(what)] for one, what in every.items()}
+    return {each: names[str(what)] for each, what in every.items()}
 
 
 _PLAIN = {str: "a text", int: "an integer", bool: "true or false", dict: "a map"}
@@ -237,12 +305,12 @@ _PLAIN = {str: "a text", int: "an integer", bool: "true or false", dict: "a map"
 
 def typed(schema: type, content: dict[str, Plain]) -> dict[str, Plain]:
     """The fields of a dataclass in `content`. Raises KeyError where one is missing, ValueError where a text or an integer is none."""
-    found = {spec.name: content[spec.name] for spec in fields(schema)}
+    values = {spec.name: content[spec.name] for spec in fields(schema)}
     for spec in fields(schema):
         plain = typing.get_origin(spec.type) or spec.type
         if plain in _PLAIN:
-            _require(isinstance(found[spec.name], plain), f"{spec.name} must be {_PLAIN[plain]}")
-    return found
+            _require(isinstance(values[spec.name], plain), f"{spec.name} must be {_PLAIN[plain]}")
+    return values
 
 
 def numbers(values: Plain) -> np.ndarray:
@@ -296,7 +364,7 @@ def validation_series(
     method += f" over {units:,} held-out sequences of the training length"
     shown = Shown("Validation at the training length", "validation sequences", amount if units else "", method=method if units else "")
     common = {"kind": KIND, "better": "lower", "seq_len": seq_len, "shown": shown}
-    found = [
+    series = [
         Series(
             metric=LOSS, unit="nats per token", means=np.array([loss], float), logged=("val/loss",),
             references={} if unigram_cross_entropy is None else {UNIGRAM: unigram_cross_entropy},
@@ -305,10 +373,10 @@ def validation_series(
         )
     ]  # fmt: skip
     if bits_per_byte is not None:
-        found.append(
+        series.append(
             Series(metric="bits per byte", unit="", means=np.array([bits_per_byte], float), logged=("val/bits_per_byte",), **common)
         )
-    return found
+    return series
 
 
 def selecting(data: str, documents: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ Counts = tuple[int, int, int, int]  # runs of the arm that have learned, all of 
 
 
 @dataclass(frozen=True)
-class Learned:
+class LearnedCounts:
     """How many runs of an arm and of the baseline have learned, of those that have ended.
 
     Attributes:
@@ -47,7 +47,7 @@ class Learned:
         return self.ours / self.of_ours - self.theirs / self.of_theirs if self.of_ours and self.of_theirs else math.nan
 
 
-def learned_verdicts(counts: Mapping[Name, Learned], looks: int = 1) -> dict[Name, Verdict]:
+def learned_verdicts(counts: Mapping[Name, LearnedCounts], looks: int = 1) -> dict[Name, Verdict]:
     """The verdict on each arm (or arm and size), all taken as one family: Fisher's exact test of equal chances to learn, p times the number
     of comparisons and of `looks` (as of `verdicts`). There is no verdict of equivalence: a handful of runs can't show two chances alike.
 
@@ -61,7 +61,7 @@ def learned_verdicts(counts: Mapping[Name, Learned], looks: int = 1) -> dict[Nam
     return {name: _verdict(learned, min(1.0, family * tested[name]), needed) for name, learned in counts.items()}
 
 
-def _p(learned: Learned) -> float:
+def _p(learned: LearnedCounts) -> float:
     """The p of Fisher's test, the greatest of all pairs of rates; 1 where one has a difference of another direction."""
     sign = np.sign(learned.difference)
     tests = [fisher_exact(learned.ours, learned.of_ours, learned.theirs, learned.of_theirs)]
@@ -71,7 +71,7 @@ def _p(learned: Learned) -> float:
     return max(tests)
 
 
-def _verdict(learned: Learned, p: float, needed: int) -> Verdict:
+def _verdict(learned: LearnedCounts, p: float, needed: int) -> Verdict:
     counts = f"{learned.ours} of {learned.of_ours} have learned, {learned.theirs} of {learned.of_theirs} of the baseline"
     counts += f"; {learned.diverged} diverged, and count as not learned" if learned.diverged else ""
     kind, reason = "undecided", f"{counts}; Fisher's exact test: p = {p:.2g}"

@@ -101,7 +101,7 @@ def mean_loss(losses: Sequence[float]) -> float:
     return fmean(losses) if all(map(math.isfinite, losses)) else math.inf
 
 
-def differences(arm: str, base: str, losses: Mapping[str, Losses]) -> dict[float, list[float]]:
+def rate_differences(arm: str, base: str, losses: Mapping[str, Losses]) -> dict[float, list[float]]:
     """Arm minus baseline at every learning rate that both were measured at: by rate, one value a tuning seed. Infinite where only
     one of them diverged; seeds of which both did are left out."""
     pairs = {rate: zip(losses[arm][rate], losses[base][rate], strict=True) for rate in sorted(losses[arm].keys() & losses[base].keys())}

@@ -1,0 +1,305 @@
+"""Pictures of runs: curves while training, each section along its axis, maps of fractions, and what is logged by layer and head."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from lm.report.comparison import AlongAxis, RunComparison, Section, differences_along
+from lm.report.pictures import (
+    FIRST_POSITION,
+    MOST_LINES,
+    Panel,
+    Picture,
+    Trace,
+    doublings,
+    fraction_map,
+    plain_ticks,
+    smooth,
+    token_unit,
+)  # fmt: skip
+from lm.report.tables import with_unit
+from lm.runs.folder import DIVERGED
+from lm.runs.record import RunRecord
+from lm.runs.series import Series
+from lm.schema import Plain
+
+PARAMETERS = "normalizer/"  # beginning of the names of normalizers' parameters
+GRADIENTS = "train/grad_norm"
+LOSSES = {"train/loss": "Training loss", "val/loss": "Validation loss"}
+MOST_POINTS = 250  # most points of a curve in a picture
+SETTLED = 0.1  # part of training after which losses lie within the picture
+_NAME = re.compile(r"(.+)/layer(\d+)(?:/(head\d+|rms))?")
+_LENGTH = re.compile(r"logit_scale/n(\d+)")
+_TITLES = {
+    GRADIENTS: "Gradient norm before clipping",
+    "largest_score": "Largest score",
+    "logit_scale/slope": "Logit scale: a of a ln n + b",
+    "logit_scale/intercept": "Logit scale: b of a ln n + b",
+}
+
+
+class DrawnRun(NamedTuple):
+    """A run in a picture of training; `state`: finished, unfinished or diverged."""
+
+    arm: str
+    seed: int
+    state: str
+    record: RunRecord
+
+
+def overview(comparison: RunComparison) -> Picture:
+    """One picture of all that is over an axis: losses while training, then each section."""
+    drawn = [DrawnRun(arm.label, run.seeds[-1], "finished", run) for arm in comparison.arms for run in arm.runs]
+    pictures = [curves(comparison.names, drawn, LOSSES, comparison)]
+    pictures += [along_axis(comparison, section) for section in comparison.sections if section.shape != "number"]
+    known = [picture for picture in pictures if picture]
+    arms = [f"{arm.label} ({_seeds(len(arm.runs))})" for arm in comparison.arms]
+    panels = [panel for picture in known for panel in picture.panels if panel or len(comparison.arms) > 1]
+    return Picture(panels or [Panel("While training", "tokens seen", "loss", [])], arms, " ".join(picture.caption for picture in known))
+
+
+def _seeds(count: int) -> str:
+    return f"{count} seed{'s' if count > 1 else ''}"
+
+
+# ---------------------------------------------------------------- while training
+
+
+def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, str], comparison: RunComparison | None) -> Picture | None:
+    """Logged metrics by tokens seen, `titles` by name in the log; None: nothing is logged. `comparison`: of the runs that have finished."""
+    logged = {name: [(run, run.record.curve(name)) for run in runs] for name in titles}
+    last = max((each.tokens[-1] for by_run in logged.values() for _, each in by_run if len(each.tokens)), default=1)
+    unit, x_label = token_unit(last)
+    swapped = {step * (run.record.flat.get("optim.batch_tokens") or 0) for run in runs for step, _ in run.record.phases[1:]}
+    level = comparison and comparison.level("nats per token")
+    panels, once, outside = [], [], []
+    for name, by_run in logged.items():
+        longest = max((len(each.tokens) for _, each in by_run), default=0)
+        if longest < 2 and name != "train/loss":
+            once += [titles[name]] if longest else []
+            continue
+        traces, settled, in_nats = [], [], name in LOSSES
+        for run, each in ((run, each) for run, each in by_run if len(each.tokens)):
+            window = max(1, len(each.tokens) // 50) // 2 * 2 + 1 if name == "train/loss" else 1
+            every, y = max(1, len(each.tokens) // MOST_POINTS), smooth(each.loss, window)
+            number, label = names.index(run.arm), f"{run.arm}, seed {run.seed}"
+            traces.append(Trace(number, label, each.tokens[::every] / unit, y[::every], "seed"))
+            settled += y[(each.tokens > SETTLED * last) & np.isfinite(y)].tolist()
+            if run.state == DIVERGED:
+                traces.append(Trace(number, label, each.tokens[-1:] / unit, each.loss[-1:], "diverged"))
+        for number, arm in enumerate(names) if name != "train/loss" else ():
+            same = [each for run, each in by_run if run.arm == arm and run.state == "finished" and len(each.tokens)]
+            if len({each.tokens.tobytes() for each in same}) == 1:
+                mean = np.mean([each.loss for each in same], axis=0)
+                traces.append(Trace(number, f"{arm}, mean of {_seeds(len(same))}", same[0].tokens / unit, mean, "mean"))
+        low, high = (min(settled), max(settled)) if settled else (0.0, 1.0)
+        top = min(high, max(1.08 * level[1], 1.3 * low)) if level and in_nats else high
+        outside += [f"{titles[name]} above {top:.2f} (highest: {high:.4g}) is not shown."] if top < high else []
+        pad = 0.06 * (top - low) or 0.1
+        levels = {level[1]: f"{level[0]} {level[1]:.2f}"} if level and in_nats and low < level[1] < top else {}
+        marks = {tokens / unit: "normalizer swapped" for tokens in swapped}
+        label = "nats per token" if in_nats else name
+        panels.append(Panel(titles[name], x_label, label, traces, y_range=(low - pad, top + pad), marks=marks, levels=levels))
+    if not any(panel.traces for panel in panels):
+        return None
+    caption = "Thin: single seeds" + ("; training loss as a centred moving mean. " if panels[0].traces else ". ")
+    caption += "Thick: mean over the seeds of an arm that have finished. All of the held-out text, the part that selects included."
+    if any(trace.kind == "diverged" for panel in panels for trace in panel.traces):
+        caption += " Crosses at the top: where a run diverged."
+    caption += f" Without a curve, because it was measured once: {', '.join(once)}." if once else ""
+    return Picture(panels, names, " ".join([caption, *outside]))
+
+
+# ---------------------------------------------------------------- sections
+
+
+def along_axis(comparison: RunComparison, section: Section) -> Picture:
+    """A section over an axis: values, and paired differences to the baseline, a row for each thing that was measured in a setting."""
+    first, panels, sentences = section.first, [], dict[str, None]()
+    base, *others = comparison.arms
+    caption = f"{first.shown.caption[:1].upper()}{first.shown.caption[1:]}. Thin: single seeds; thick: their mean."
+    for line in section.lines:
+        series = {arm.label: section.by_seed(arm, line) for arm in comparison.arms}
+        every = [each for by_seed in series.values() for each in by_seed.values()]
+        values = {arm.label: each for arm in comparison.arms if (each := section.along(arm, line))}
+        apart = {}
+        if base.label == comparison.names[0] and not every[0].control:
+            apart = {arm.label: each for arm in others if (each := differences_along(series[arm.label], series[base.label]))}
+        title, y_range = f"{section.title}: {', '.join((line.metric, *line.of))}", (-0.03, 1.03)
+        if first.unit != "fraction":
+            y_range, cut = _y_range(comparison, section, values)
+            sentences |= {cut: None} if cut else {}
+        lost = [arm for arm, each in values.items() if not np.isfinite(each.seeds).all()]
+        sentences |= {f"Not finite at some places: {', '.join((*line.of, *lost))}.": None} if lost else {}
+        sentences |= {f"Bands: 95% intervals over {each.over}.": None for each in values.values() if each.over}
+        over = dict.fromkeys(each.over for each in apart.values() if each.over)
+        sentences |= {f"Bands of differences: 95% intervals over {what}, point by point, not adjusted.": None for what in over}
+        levels = {level: f"{name} {level:.3g}" for each in every for name, level in each.references.items()}
+        panels.append(_axis_panel(comparison, section, title, with_unit(line.metric, first.unit), values, y_range, levels))
+        about = f"{title}: paired difference to {base.label}"
+        panels.append(_axis_panel(comparison, section, about, with_unit("difference", first.unit), apart) if apart else None)
+    sentences |= {f"Intervals are {section.how}.": None} if section.how else {}
+    sentences |= {f"Dotted, if any: {first.shown.levels}.": None} if first.shown.levels else {}
+    sentences |= {f"From position {FIRST_POSITION}.": None} if first.bins else {}
+    return Picture(panels, comparison.names, " ".join([caption, *sentences]))
+
+
+def _axis_panel(
+    comparison: RunComparison,
+    section: Section,
+    title: str,
+    label: str,
+    along: Mapping[str, AlongAxis],
+    y_range: tuple[float, float] | None = None,
+    levels: Mapping[float, str] | None = None,
+) -> Panel:
+    """`along`: by arm; `levels`: reference levels of values, None: they are differences."""
+    traces = []
+    for arm, each in along.items():
+        number = comparison.names.index(arm)
+        traces += [Trace(number, f"{arm}, seed {seed}", each.x, row, "seed") for seed, row in zip(each.names, each.seeds, strict=True)]
+        traces.append(Trace(number, f"{arm}, mean of {_seeds(len(each.names))}", each.x, each.seeds.mean(0), "mean", *each.ends))
+    axis, x = section.first.axis, np.concatenate([each.x for each in traces] or [np.ones(1)])
+    ticks = doublings(x.min(), x.max()) if section.shape == "bins" else plain_ticks(sorted(set(x.tolist())))
+    marks = {float(length): f"training length {length:,}" for length in section.seq_lens}
+    log, reference = 2 if axis.log else 0, levels or {}
+    return Panel(title, axis.label, label, traces, ticks, log, y_range=y_range, zero=levels is None, marks=marks, levels=reference)
+
+
+def _y_range(comparison: RunComparison, section: Section, along: Mapping[str, AlongAxis]) -> tuple[tuple[float, float] | None, str]:
+    """The range up to somewhat above a level that the metric can be compared with, if there is one, and what leaves the picture."""
+    level, trained = comparison.level(section.first.unit), max(section.seq_lens, default=0)
+    drawn = {arm: np.concatenate([each.seeds.ravel(), *(end for end in each.ends if end is not None)]) for arm, each in along.items()}
+    known = {arm: some[np.isfinite(some)] for arm, some in drawn.items()}
+    values = np.concatenate([*known.values()]) if known else np.empty(0)
+    if not len(values) or level is None or section.first.better == "higher":
+        return None, ""
+    within = [value for each in along.values() for value in each.seeds[:, each.x <= trained].flat if np.isfinite(value)]
+    low = values.min()
+    top = max(min(values.max(), max(1.08 * level[1], 1.6 * min(within, default=low))), low + 1e-3)
+    pad = 0.06 * (top - low)
+    above = [f"{arm} (highest: {some.max():.4g})" for arm, some in known.items() if len(some) and some.max() > top + pad]
+    return (low - pad, top + pad), f"Leaving the picture: {'; '.join(above)}." if above else ""
+
+
+def maps(comparison: RunComparison) -> list[Picture]:
+    """Fractions that are measured in many places at once, such as needles by depth and length: a map an arm, of the mean over seeds."""
+    groups: dict[tuple[str, str, str], dict[str, dict[str, list[Series]]]] = {}
+    every = ((arm, each) for arm in comparison.arms for run in arm.runs for evaluation in run.evaluations for each in evaluation.series)
+    for arm, each in every:
+        if each.shape == "points" and each.unit == "fraction" and not each.shown and not each.control:
+            by_arm = groups.setdefault((each.kind, each.metric, each.setting), {})
+            by_arm.setdefault(arm.label, {}).setdefault(each.what, []).append(each)
+    pictures = []
+    for (kind, metric, setting), by_arm in groups.items():
+        alike = {arm: rows for arm, rows in by_arm.items() if len({each.axis.values for some in rows.values() for each in some}) == 1}
+        if alike and max(map(len, by_arm.values())) > MOST_LINES:
+            caption = f"{kind}: {', '.join(filter(None, (metric, setting)))}. Mean over the seeds of an arm."
+            panels = [fraction_map(arm, rows) for arm, rows in alike.items()]
+            pictures.append(Picture(panels, comparison.names, caption, columns=3))
+    return pictures
+
+
+# ---------------------------------------------------------------- what is logged by layer and head
+
+
+class LayerCurve(NamedTuple):
+    """A quantity of a layer: by tokens seen, (points,), and by head, (points, heads); NaN where it was not finite.
+
+    `columns` names the heads; what has none has one column without a name.
+    """
+
+    tokens: np.ndarray
+    values: np.ndarray
+    columns: tuple[str, ...]
+
+
+def layer_curves(lines: Iterable[dict[str, Plain]]) -> dict[str, dict[int, LayerCurve]]:
+    """Curves by quantity, such as `largest_score`, and layer; of a step that a resumed run logged twice the last line counts."""
+    logged: dict[str, dict[int, dict[str, dict[int, tuple[float, float]]]]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if match := _NAME.fullmatch(name):
+                columns = logged.setdefault(match[1], {}).setdefault(int(match[2]), {})
+                columns.setdefault(match[3] or "", {})[line["step"]] = line["tokens"], np.nan if value is None else value
+    curves: dict[str, dict[int, LayerCurve]] = {}
+    for quantity in sorted(logged, key=_order):
+        for layer, columns in sorted(logged[quantity].items()):
+            steps = sorted(set.intersection(*(set(points) for points in columns.values())))
+            tokens, values = np.array([[points[step] for step in steps] for points in columns.values()], dtype=float).transpose(2, 1, 0)
+            curves.setdefault(quantity, {})[layer] = LayerCurve(tokens[:, 0], values, tuple(columns))
+    return curves
+
+
+def _order(quantity: str) -> list[tuple[bool, int, str]]:
+    """Sort key of quantities: their names, in which numbers count as numbers."""
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", quantity)]
+
+
+def title(quantity: str) -> str:
+    """A quantity in words, as at the head of its panel."""
+    if match := _LENGTH.fullmatch(quantity):
+        return f"Logit scale of a query that sees {int(match[1]):,} keys"
+    return _TITLES.get(quantity, f"Parameter {quantity.removeprefix(PARAMETERS)} of the normalizer")
+
+
+def by_layer(names: Sequence[str], runs: Sequence[DrawnRun]) -> dict[str, Picture]:
+    """Pictures, by name, of what runs have logged by layer and head: the normalizers' parameters, and the quantities of `log.dynamics`.
+    Gradient norms, of which steps may be many times larger than others, are on a logarithmic axis."""
+    captions = {
+        "normalizer-parameters": "Parameters of the normalizers. A line for each seed, layer and head.",
+        "dynamics": "A line for each seed and layer; of what is logged by head the median over heads, of the largest score the largest.",
+    }
+    logged = [(run, layer_curves(run.record.logged)) for run in runs]
+    ends = [curve.tokens[-1] for _, quantities in logged for layers in quantities.values() for curve in layers.values()]
+    unit, label = token_unit(max(ends, default=1))
+    pictures = {}
+    for picture, caption in captions.items():
+        traces: dict[str, list[Trace]] = {}
+        for run, quantities in logged:
+            for quantity, layers in quantities.items():
+                if quantity.startswith(PARAMETERS) == (picture == "normalizer-parameters"):
+                    for layer, curve in layers.items():
+                        lines = dict(zip(curve.columns, curve.values.T, strict=True))
+                        if not quantity.startswith(PARAMETERS):
+                            lines = {"": (np.max if quantity == "largest_score" else np.median)(curve.values, axis=1)}
+                        every = max(1, len(curve.tokens) // MOST_POINTS)
+                        for head, y in lines.items():
+                            words = f"{run.arm}, seed {run.seed}, layer{layer}{head and '/'}{head}"
+                            trace = Trace(names.index(run.arm), words, curve.tokens[::every] / unit, y[::every], "seed")
+                            traces.setdefault(quantity, []).append(trace)
+        panels = [_layer_panel(quantity, label, traces[quantity]) for quantity in sorted(traces, key=_order)]
+        pictures |= {picture: Picture(panels, names, caption)} if panels else {}
+    return pictures
+
+
+def _layer_panel(quantity: str, x_label: str, traces: list[Trace]) -> Panel:
+    return Panel(title(quantity), x_label, quantity, traces, log_y=quantity == GRADIENTS)
+
+
+def layers_of(run: RunRecord) -> Picture | None:
+    """A panel a quantity, a line a layer: the median over heads, and a band from the least to the largest; None: nothing is logged.
+
+    Of more than `POINTS` points the line is the median over some in a row, and the band covers them all, so that no spike is lost.
+    """
+    logged = layer_curves(run.logged)
+    curves = [curve for layers in logged.values() for curve in layers.values()]
+    if not curves:
+        return None
+    unit, label = token_unit(max(curve.tokens[-1] for curve in curves))
+    bands = {quantity: [_band(layer, curve, unit) for layer, curve in layers.items()] for quantity, layers in logged.items()}
+    panels = [_layer_panel(quantity, label, traces) for quantity, traces in bands.items()]
+    names = [f"layer {layer}" for layer in range(1 + max(layer for layers in logged.values() for layer in layers))]
+    caption = "Lines: the median over the heads of a layer. Bands: from the least to the largest of them"
+    return Picture(panels, names, f"{caption}; where steps are drawn together, the median and the range of all.")
+
+
+def _band(layer: int, curve: LayerCurve, unit: float) -> Trace:
+    together = -(-len(curve.tokens) // MOST_POINTS)
+    groups = np.split(np.arange(len(curve.tokens)), range(together, len(curve.tokens), together))
+    with np.errstate(invalid="ignore"):
+        low, middle, high = (np.array([of(curve.values[group]) for group in groups]) for of in (np.min, np.median, np.max))
+    x = np.array([curve.tokens[group].mean() for group in groups]) / unit
+    return Trace(layer, f"layer {layer}, median of {len(curve.columns)}", x, middle, "mean", low, high)
