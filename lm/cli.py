@@ -38,6 +38,7 @@ COMMANDS: dict[str, Callable[..., None]] = {  # in the order of `lm --help`
     "info": train_commands.info,
     "normalizers": train_commands.normalizers,
     "check-normalizer": train_commands.check_normalizer,
+    "check-extension": train_commands.check_extension,
     "prepare": train_commands.prepare,
     "train": train_commands.train,
     "eval": model_commands.evaluate,
@@ -142,9 +143,8 @@ def _of_others(error: BaseException) -> str:
         return f"a library that lm uses failed: {one_line(error)}"
     from lm.attention.plugins import PLUGINS
 
-    if failure := PLUGINS.failure(error):
-        return f"normalizer {failure}: {type(error).__name__}: {one_line(error)}; check it with lm check-normalizer"
-    return ""
+    failure, check = PLUGINS.failure(error)
+    return f"{failure}: {type(error).__name__}: {one_line(error)}; check it with {check}" if failure else ""
 
 
 def _discard_output() -> None:

@@ -115,9 +115,9 @@ def variant(table: Mapping[str, type], default: str, help: str, effect: Declared
     return field(default_factory=lambda: table[default](), metadata=metadata)
 
 
-def variants(table: Mapping[str, type], help: str):
-    """A list of blocks, each as in `variant`; empty by default."""
-    return field(default_factory=list, metadata={"help": help, "effect": None, "list_table": table})
+def variants(table: Mapping[str, type], help: str, *, omit_default: bool = False):
+    """A list of blocks, each as in `variant`; empty by default. `omit_default` as of `key`."""
+    return field(default_factory=list, metadata={"help": help, "effect": None, "list_table": table, "omit_default": omit_default})
 
 
 def named(table: Mapping[str, type], help: str, effect: DeclaredEffect | None = None):

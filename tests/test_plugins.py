@@ -12,7 +12,7 @@ from conftest import ROOT, lm
 
 from lm.attention.catalogue import ENTRIES, OPTIONS, implementation
 from lm.attention.contract import CHECKS
-from lm.attention.plugins import PLUGINS, misplaced
+from lm.attention.plugins import NORMALIZERS, PLUGINS, misplaced
 from lm.config.load import load, parse
 from lm.errors import ConfigError, RunError
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
@@ -96,7 +96,7 @@ def test_another_file_of_its_package_is_other_code(powers: Path):
     def code() -> dict[str, str]:
         forget()
         with PLUGINS.trusted():
-            PLUGINS.options(NAME)
+            PLUGINS.options(NAME, NORMALIZERS)
         return PLUGINS.code(["softmax", NAME])
 
     before = code()
@@ -302,6 +302,6 @@ def test_an_allowed_package_that_nothing_needs_is_mentioned(powers: Path, argume
     folder = trained(arguments, NAMED)
     used = lm("eval", str(folder), "--allow-plugin", "powers", "--allow-plugin", "powders")
     assert used.returncode == 0
-    assert used.stderr == "note: --allow-plugin powders: no normalizer of this package is named here; nothing was imported\n"
+    assert used.stderr == "note: --allow-plugin powders: nothing of this package is named here; nothing was imported\n"
     refused = lm("eval", str(folder.parent / "nowhere"), "--allow-plugin", "powers")
     assert [line for line in refused.stderr.splitlines() if "note" in line] == []

@@ -13,7 +13,7 @@ from lm.attention.elementwise import Relu, Relu2, Sigmoid
 from lm.attention.linear import Linear
 from lm.attention.normalizer import LayerSpec, Normalizer
 from lm.attention.options import Options, labelled
-from lm.attention.plugins import PLUGINS
+from lm.attention.plugins import NORMALIZERS, PLUGINS, Table
 from lm.attention.query_scale import PN, Cosine, InfoScale, Llama4, LogN, QASSMax, Softmax, SqrtLogN, SSMax, YaRN
 from lm.attention.sinks import Sink, Softmax1
 from lm.attention.sparse import ASEntmax, Entmax15, Softpick, Sparsemax
@@ -29,14 +29,7 @@ ENTRIES: dict[str, type[Options]] = {
 }  # fmt: skip
 
 
-class OptionsByName(dict[str, type[Options]]):
-    """Options by the name of their normalizer. Also finds those from outside, which it does not list (`lm.attention.plugins`)."""
-
-    def __missing__(self, name: str) -> type[Options]:
-        return PLUGINS.options(str(name))
-
-
-SINGLE = OptionsByName(ENTRIES)  # options of one layer's normalizer
+SINGLE = Table(NORMALIZERS, ENTRIES)  # options of one layer's normalizer
 
 
 @dataclass
@@ -73,7 +66,7 @@ def _listed(labels: Iterable[str]) -> str:
     return f"layers ({', '.join(labels)})"
 
 
-OPTIONS = OptionsByName({**SINGLE, Layers.name: Layers})
+OPTIONS = Table(NORMALIZERS, {**SINGLE, Layers.name: Layers})
 
 
 def implementation(name: str) -> type[Normalizer]:

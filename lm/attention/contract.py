@@ -6,7 +6,7 @@ Shapes: B = 2 sequences, H = `HEADS`, T tokens, D head size, C = `WIDTH`. Unless
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -398,9 +398,9 @@ CHECKS: tuple[Callable[[Options], None], ...] = (
 )  # fmt: skip
 
 
-def results(options: Options) -> Iterator[tuple[str, str]]:
-    """Each promise in words, and how a normalizer with these options breaks it, with a hint, on one line; empty if it is kept."""
-    for check in CHECKS:
+def results(options: object, checks: Iterable[Callable[..., None]] = CHECKS) -> Iterator[tuple[str, str]]:
+    """Each promise in words, and how code with these options (a normalizer's) breaks it, with a hint, on one line; empty if it is kept."""
+    for check in checks:
         promise, _, hint = check.__doc__.partition("\n\n")
         try:
             check(options)

@@ -1,8 +1,10 @@
-"""Normalizers from outside: `package.module:Class`, or a bare name that an installed package gives to one (entry points).
+"""Code from outside: `package.module:Class`, or a bare name that an installed package gives to it (entry points).
+
+Normalizers, and what later rooms name as a `Kind`: optimizers, sources of text, synthetic tasks, evaluations.
 
 Code is imported only because the user named it: in a configuration or on the command line of this process (`trusted`), or
 through its package (`allow`). A checkpoint, run folder or export that names code gets it only if it is allowed so.
-docs/normalizers-own.md says what such a class has to be.
+docs/normalizers-own.md and docs/extending.md say what such a class has to be.
 """
 
 import hashlib
@@ -10,9 +12,9 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -20,15 +22,62 @@ from typing import NamedTuple
 from lm.attention.options import Options
 from lm.schema import Unavailable
 
-GROUP = "lm.normalizers"  # entry points of this group name normalizers
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of code from outside, which is a dataclass of options.
+
+    Attributes:
+        group: of entry points that name such code.
+        noun: in errors.
+        base: the class that it is a subclass of.
+        methods: of `base`, which it must have for itself.
+        page: says what it has to be.
+        check: the command that tests it.
+    """
+
+    group: str
+    noun: str
+    base: type
+    methods: tuple[str, ...] = ()
+    page: str = "docs/extending.md"
+    check: str = "check-extension"
+
+    def options(self, code: type) -> type:
+        """The dataclass of options of what was imported. Raises Unavailable: it is not of this kind."""
+        if not (isinstance(code, type) and issubclass(code, self.base) and is_dataclass(code)):
+            where = f"{self.base.__module__}.{self.base.__name__}"
+            raise Unavailable(f"is no {self.noun}: no dataclass that is a subclass of {where}", f"see {self.page}")
+        if missing := [name for name in self.methods if getattr(code, name) is getattr(self.base, name)]:
+            raise Unavailable(f"is not whole: it has no {', '.join(missing)}", f"see {self.page}")
+        return code
+
+
+class _NormalizerKind(Kind):
+    """A normalizer: its options are its `schema`."""
+
+    def options(self, code: type) -> type:
+        schema = getattr(code, "schema", None)
+        if not (isinstance(schema, type) and issubclass(schema, self.base) and is_dataclass(schema) and hasattr(schema, "full_formula")):
+            raise Unavailable("is no normalizer: its `schema` is no dataclass of options with a full_formula", f"see {self.page}")
+        if inspect.isabstract(code):
+            raise Unavailable(f"is not whole: it has no {', '.join(sorted(code.__abstractmethods__))}", f"see {self.page}")
+        if elsewhere := misplaced(code, schema):
+            name, owner = elsewhere
+            raise Unavailable(f"sets {name} where it has no effect", f"set it on the class {owner.__name__}")
+        return schema
+
+
+NORMALIZERS = _NormalizerKind("lm.normalizers", "normalizer", Options, page="docs/normalizers-own.md", check="check-normalizer")
 
 
 class Plugin(NamedTuple):
-    """A normalizer from outside, as it was imported."""
+    """Code from outside, as it was imported."""
 
-    options: type[Options]
+    options: type
     implementation: type
     version: str  # its distribution's, or the sha256 of its source
+    kind: Kind
 
 
 class Plugins:
@@ -36,16 +85,16 @@ class Plugins:
 
     def __init__(self) -> None:
         self._allowed: set[str] = set()
-        self._needed: set[str] = set()  # those of the allowed that some normalizer was of
+        self._needed: set[str] = set()  # those of the allowed that something was named of
         self._trusting = False
         self._loaded: dict[str, Plugin] = {}
 
     def allow(self, packages: Iterable[str]) -> None:
-        """Let files that name normalizers of these packages (or modules) have them imported."""
+        """Let files that name code of these packages (or modules) have it imported."""
         self._allowed.update(packages)
 
     def unneeded(self) -> set[str]:
-        """Allowed packages of which no normalizer has been named."""
+        """Allowed packages of which nothing has been named."""
         return self._allowed - self._needed
 
     @contextmanager
@@ -57,49 +106,64 @@ class Plugins:
         finally:
             self._trusting = before
 
-    def options(self, name: str) -> type[Options]:
-        """The options of the normalizer that is meant by `name`; their own `name` is its `module:Class`.
+    def options(self, name: str, kind: Kind) -> type:
+        """The options of the code that is meant by `name`; their own `name` is its `module:Class`.
 
         Raises:
             KeyError: it means none from outside.
-            Unavailable: it may not be imported, can't be, or is no normalizer.
+            Unavailable: it may not be imported, can't be, or is not of this kind.
         """
-        reference = name if ":" in name else metadata.entry_points(group=GROUP)[name].value  # nothing is imported
+        reference = name if ":" in name else metadata.entry_points(group=kind.group)[name].value  # nothing is imported
         module = reference.partition(":")[0]
         allowing = {package for package in self._allowed if f"{module}.".startswith(f"{package}.")}
         self._needed |= allowing
-        if reference not in self._loaded:
+        if reference not in self._loaded or self._loaded[reference].kind is not kind:
             if not self._trusting and not allowing:
                 package, allowed = _package(module), ", ".join(sorted(self._allowed))
                 remedy = f"if you trust it: --allow-plugin {package}, in Python PLUGINS.allow(['{package}']) of lm.attention.plugins"
                 remedy += f"; allowed is {allowed}" if allowed else ""
                 raise Unavailable("is code from outside, which a file names", remedy)
-            self._loaded[reference] = _imported(reference)
+            self._loaded[reference] = _imported(reference, kind)
         return self._loaded[reference].options
 
     def implementation(self, name: str) -> type:
         """The class of options that `options` has given, by their `name`."""
         return self._loaded[name].implementation
 
-    def versions(self, names: Iterable[str]) -> dict[str, str]:
-        """Versions of the normalizers from outside among `names`, which have been imported."""
-        return {name: self._loaded[name].version for name in names if name in self._loaded}
+    def versions(self, names: Iterable[str] | None = None) -> dict[str, str]:
+        """Versions of the code from outside among `names`, which has been imported; None: of all that has been."""
+        return {name: self._loaded[name].version for name in (self._loaded if names is None else names) if name in self._loaded}
 
     def code(self, names: Iterable[str]) -> dict[str, str]:
-        """A digest of the Python files of the whole package, of each of the normalizers from outside among `names`."""
+        """A digest of the Python files of the whole package, of what is from outside among `names`."""
         modules = {name: sys.modules[_package(name)] for name in names if name in self._loaded}
         return {name: sources_sha256(getattr(module, "__path__", None) or [module.__file__]) for name, module in modules.items()}
 
-    def failure(self, error: BaseException) -> str:
-        """The normalizer from outside, its function, file and line that raised `error`, in words; empty if none did."""
-        packages = {_package(name): name for name in self._loaded}
+    def failure(self, error: BaseException) -> tuple[str, str]:
+        """The code from outside, its function, file and line that raised `error`, and the command that
+        checks it, in words; both empty if none did."""
+        modules = {place: name for name in self._loaded for place in (_package(name), name.partition(":")[0])}
         for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-            if name := packages.get(_package(frame.f_globals.get("__name__", ""))):
-                return f"{name} failed in {frame.f_code.co_qualname} ({frame.f_code.co_filename}:{line})"
-        return ""
+            module = frame.f_globals.get("__name__", "")
+            if name := modules.get(module) or modules.get(_package(module)):
+                kind = self._loaded[name].kind
+                where = f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{line})"
+                return f"{kind.noun} {name} failed in {where}", f"lm {kind.check}"
+        return "", ""
 
 
 PLUGINS = Plugins()  # imports are the whole process's, and so is what is known of them
+
+
+class Table(dict[str, type]):
+    """Options by name. Also finds those from outside, which it does not list."""
+
+    def __init__(self, kind: Kind, listed: Mapping[str, type]):
+        super().__init__(listed)
+        self.kind = kind
+
+    def __missing__(self, name: str) -> type:
+        return PLUGINS.options(str(name), self.kind)
 
 
 def sources_sha256(places: Iterable[str | Path]) -> str:
@@ -135,31 +199,24 @@ def misplaced(normalizer: type, schema: type[Options]) -> tuple[str, type] | Non
     return elsewhere[0] if elsewhere else None
 
 
-def _imported(reference: str) -> Plugin:
+def _imported(reference: str, kind: Kind) -> Plugin:
     module, _, name = reference.partition(":")
     try:
-        normalizer = getattr(importlib.import_module(module), name)
+        code = getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever the module raises
         problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         remedy = "install its package, or mend the name or its code; of a file in the current folder: PYTHONPATH=. lm ..."
         raise Unavailable(f"can't be imported: {problem}", remedy) from None
-    schema = getattr(normalizer, "schema", None)
-    if not (isinstance(schema, type) and issubclass(schema, Options) and is_dataclass(schema) and hasattr(schema, "full_formula")):
-        raise Unavailable("is no normalizer: its `schema` is no dataclass of options with a full_formula", "see docs/normalizers-own.md")
-    if inspect.isabstract(normalizer):
-        raise Unavailable(f"is not whole: it has no {', '.join(sorted(normalizer.__abstractmethods__))}", "see docs/normalizers-own.md")
-    if elsewhere := misplaced(normalizer, schema):
-        name, owner = elsewhere
-        raise Unavailable(f"sets {name} where it has no effect", f"set it on the class {owner.__name__}")
+    schema = kind.options(code)
     if unkeyed := [spec.name for spec in fields(schema) if "help" not in spec.metadata]:
-        raise Unavailable(f"has an option that is not made by lm.schema.key: {unkeyed[0]}", "see docs/normalizers-own.md")
+        raise Unavailable(f"has an option that is not made by lm.schema.key: {unkeyed[0]}", f"see {kind.page}")
     named = type(schema.__name__, (schema,), {"name": reference, "__doc__": schema.__doc__, "__module__": schema.__module__})
-    return Plugin(named, normalizer, _version(reference, normalizer))
+    return Plugin(named, code, _version(reference, code), kind)
 
 
-def _version(reference: str, normalizer: type) -> str:
+def _version(reference: str, code: type) -> str:
     distributions = metadata.packages_distributions().get(_package(reference))
     if distributions:
         return f"{distributions[0]} {metadata.version(distributions[0])}"
-    source = inspect.getsourcefile(normalizer)
+    source = inspect.getsourcefile(code)
     return f"source sha256 {hashlib.sha256(Path(source).read_bytes()).hexdigest()[:12]}" if source else "unknown"

@@ -21,7 +21,7 @@ def _allow(context: typer.Context, packages: list[str] | None) -> None:
     def report_unneeded() -> None:
         for name in sorted(PLUGINS.unneeded().intersection(packages or ())):
             if not isinstance(sys.exc_info()[1], LMError):
-                print(f"note: --allow-plugin {name}: no normalizer of this package is named here; nothing was imported", file=sys.stderr)
+                print(f"note: --allow-plugin {name}: nothing of this package is named here; nothing was imported", file=sys.stderr)
 
     PLUGINS.allow(packages or ())
     context.call_on_close(report_unneeded)
@@ -30,7 +30,7 @@ def _allow(context: typer.Context, packages: list[str] | None) -> None:
 AllowPlugin = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="PACKAGE", callback=_allow, help="allow the model to import its normalizers from this package", show_default=False
+        metavar="PACKAGE", callback=_allow, help="allow what the model names to be imported from this package", show_default=False
     ),
 ]
 

@@ -1,10 +1,11 @@
 """Commands before and during training: configurations, normalizers, token stores, runs."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import shorten
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -94,11 +95,31 @@ def check_normalizer(
     normalizer = load_normalizer(name, options or [])
     from lm.attention.contract import results
 
+    _print_promises((part.label(), *result) for part in normalizer.layer_options() for result in results(part))
+
+
+def check_extension(
+    kind: Annotated[Literal["optimizer", "source", "task", "evaluation"], typer.Argument(metavar="KIND", help="what it is")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="package.module:Class, or an entry point's name")],
+    options: Annotated[
+        list[str] | None, typer.Argument(metavar="OPTION=VALUE", help="its options, e.g. beta1=0.95", show_default=False)
+    ] = None,
+) -> None:
+    """Test an optimizer, a source of text, a synthetic task or an evaluation of yours.
+
+    Prints one line for each promise; exit status 1 if one is broken (docs/extending.md).
+    """
+    from lm.commands.extension_checks import check_extension
+
+    _print_promises((name, *result) for result in check_extension(kind, name, options or []))
+
+
+def _print_promises(results: Iterable[tuple[str, str, str]]) -> None:
+    """A line for each (label, promise, how it is broken). Raises typer.Exit: one is broken."""
     broken = 0
-    for part in normalizer.layer_options():
-        for promise, how in results(part):
-            broken += bool(how)
-            print(f"{part.label()}: {'BROKEN' if how else 'kept'}: {promise}" + (f": {how}" if how else ""))
+    for label, promise, how in results:
+        broken += bool(how)
+        print(f"{label}: {'BROKEN' if how else 'kept'}: {promise}" + (f": {how}" if how else ""))
     if broken:
         raise typer.Exit(1)
 

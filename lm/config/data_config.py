@@ -1,13 +1,16 @@
 """The keys of `data`: sources, tokenizers, tasks, lengths, and how they become sequences."""
 
 import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
+from lm.attention.plugins import Kind, Table
 from lm.config.task_config import TASKS, Task
 from lm.errors import Problem
-from lm.schema import key, sections, variant
+from lm.schema import Plain, key, sections, variant
 
 SHORTEST_PIECE = 16  # tokens
 
@@ -255,8 +258,32 @@ class Tokens:
         return [Problem("validation_paths", min(twice), "is among the training files", "name others, or []")] if twice else []
 
 
-Source = Package | Files | Hub | Tokens
-SOURCES: dict[str, type] = {v.name: v for v in (Package, Files, Hub, Tokens)}
+class OutsideSource(ABC):
+    """A source of text from outside: a dataclass of options that gives its documents itself."""
+
+    name: ClassVar[str]
+
+    @property
+    def label(self) -> str:
+        """A short name, for folders and tables."""
+        return self.name.partition(":")[2]
+
+    @abstractmethod
+    def documents(self) -> Iterator[str]:
+        """The documents in a fixed order, again at every call."""
+
+    @abstractmethod
+    def identity(self) -> dict[str, Plain]:
+        """Plain data that changes when the documents may: versions, hashes of files. The options and the code are added."""
+
+    def licence(self) -> str:
+        """The licence of the text."""
+        return "not stated"
+
+
+Source = Package | Files | Hub | Tokens | OutsideSource
+SOURCE = Kind("lm.sources", "source", OutsideSource, ("documents", "identity"))
+SOURCES = Table(SOURCE, {v.name: v for v in (Package, Files, Hub, Tokens)})
 
 
 @dataclass
@@ -400,7 +427,7 @@ class WeightedTask:
 
 @dataclass
 class DataConfig:
-    source: Source | Mixture = variant(SOURCES | {Mixture.name: Mixture}, "package", "where the text comes from")
+    source: Source | Mixture = variant(Table(SOURCE, {**SOURCES, Mixture.name: Mixture}), "package", "where the text comes from")
     tokenizer: AnyTokenizer = variant(TOKENIZERS, "train", "text to tokens")
     tasks: list[WeightedTask] = sections(WeightedTask, "synthetic tasks that make some or all of the training sequences (lm/data/tasks.py)")
     seq_len: int = key(256, "tokens in a training sequence", ge=2, le=LONGEST)

@@ -6,6 +6,7 @@ from functools import cache
 from typing import ClassVar, Literal, get_args
 
 from lm.attention.options import Options
+from lm.attention.plugins import Kind, Table
 from lm.config.data_config import SOURCES, DataConfig, Source
 from lm.config.inference_config import InferenceSetting, ThetaFactor, check_inference
 from lm.config.model_config import ModelConfig
@@ -44,6 +45,7 @@ class EvaluationConfig(Timing, ABC):
     """The options of a kind of evaluation: what it is asked for, what contradicts that, and who measures it."""
 
     measurement: ClassVar[str]  # "module:Class", an `lm.evaluation.evaluation_kind.Measurement`
+    kind: ClassVar[str]  # names the results, of an evaluation from outside
 
     @abstractmethod
     def wanted(self, data: DataConfig) -> bool:
@@ -392,6 +394,10 @@ class DiagnosticsConfig(EvaluationConfig):
         return {"sequences": min(4, self.sequences)} if name == "quick" else {}
 
 
+EVALUATION = Kind("lm.evaluations", "evaluation", EvaluationConfig, ("wanted",))
+EVALUATIONS = Table(EVALUATION, {})  # those of lm have blocks of their own
+
+
 @dataclass
 class EvalConfig:
     """Evaluations that are made: the validation by keys of its own, and each further kind of evaluation by a block of its name."""
@@ -414,6 +420,8 @@ class EvalConfig:
         DiagnosticsConfig, "statistics of attention weights, also of the untrained model and of shuffled scores", {"acts_in": DIAGNOSE}
     )
 
+    others: list[EvaluationConfig] = variants(EVALUATIONS, "evaluations from outside, by package.module:Class", omit_default=True)
+
     @classmethod
     @cache
     def known(cls) -> list[str]:
@@ -421,10 +429,21 @@ class EvalConfig:
         return ["validation", *(spec.name for spec in fields(cls) if (block := block_of(spec)) and issubclass(block, EvaluationConfig))]
 
     @property
+    def _outside(self) -> list[EvaluationConfig]:
+        """The evaluations of `others` that could be read: the rest are problems already."""
+        return [each for each in self.others if isinstance(each, EvaluationConfig)]
+
+    @property
     def kinds(self) -> dict[str, EvaluationConfig]:
         """The options of each kind of evaluation beside the validation, of those that are not null."""
         blocks = {name: getattr(self, name) for name in self.known()[1:]}
-        return {kind: options for kind, options in blocks.items() if options is not None}
+        return {kind: options for kind, options in blocks.items() if options is not None} | {each.kind: each for each in self._outside}
+
+    def problems(self) -> list[Problem]:
+        """Evaluations from outside of one kind, or of a kind that lm has."""
+        kinds = [*self.known(), *(each.kind for each in self._outside)]
+        twice = [kind for kind in dict.fromkeys(kinds) if kinds.count(kind) > 1]
+        return [Problem("others", kind, "is the kind of two evaluations", "give one of them another `kind`") for kind in twice]
 
     def wanted(self, data: DataConfig) -> dict[str, str]:
         """Who measures each kind that is asked for of a model trained on `data`, the validation first."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import exp, lgamma, log
 from typing import ClassVar, Literal
 
+from lm.attention.plugins import Kind, Table
 from lm.errors import Problem
 from lm.schema import Plain, key
 
@@ -38,6 +39,18 @@ class Task:
     """Options of a synthetic task. Training sequences and test sequences have contents of their own; each task says which."""
 
     name: ClassVar[str]
+
+    def make(self, draw: object, length: int, text: object) -> object:
+        """A sequence of `length` + 1 tokens of a task from outside, an `Example`; lm's own are made in lm.data.tasks.
+
+        Args:
+            draw: the random numbers, a `Draw`.
+            text: tokenizer and filler, a `Text`, of a task without `vocab_size`.
+
+        Raises:
+            NoRoom: the task doesn't fit.
+        """
+        raise NotImplementedError
 
     @property
     def vocab_size(self) -> int | None:
@@ -273,7 +286,8 @@ class Passkey(Task):
         return log(9 * 10**4)
 
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (MQAR, Copy, Induction, Maximum, FlipFlop, Needle, Passkey)}
+TASK = Kind("lm.tasks", "task", Task, ("make",))
+TASKS = Table(TASK, {task.name: task for task in (MQAR, Copy, Induction, Maximum, FlipFlop, Needle, Passkey)})
 
 
 def task_names(tasks: list[dict[str, Plain]]) -> list[str]:

@@ -3,12 +3,17 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from lm.attention.catalogue import OPTIONS
 from lm.attention.options import Options
+from lm.attention.plugins import Kind, Table
 from lm.errors import Problem
 from lm.schema import key, optional, section, variant
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 @dataclass
@@ -58,6 +63,14 @@ class Optimizer:
     name: ClassVar[str]
     needs: ClassVar[str] = ""
     weight_decay: ClassVar[float] = 0.0
+
+    def make(self, groups: list[dict[str, object]], decoder: "nn.Module") -> "torch.optim.Optimizer":
+        """The optimizer, of one from outside; lm's own are made in lm.training.optimizers.
+
+        Args:
+            groups: torch's groups of named parameters, each with its `name`, `weight_decay` and, where `has_eps`, perhaps `eps`.
+        """
+        raise NotImplementedError
 
     def has_eps(self, group: str) -> bool:
         """Whether the update of this group has an epsilon, of the option `eps` or of `optim.groups`."""
@@ -141,7 +154,8 @@ class Muon(AdamW):
         return MUON_RATES[self.adjust_lr].width_exponent
 
 
-OPTIMIZERS = {v.name: v for v in (AdamW, Muon)}  # each has a builder in lm.training.optimizers
+OPTIMIZER = Kind("lm.optimizers", "optimizer", Optimizer, ("make",))
+OPTIMIZERS = Table(OPTIMIZER, {v.name: v for v in (AdamW, Muon)})  # each of these has a builder in lm.training.optimizers
 DECAYED = ("matrices", "embedding", "head")  # where `groups.*.weight_decay` is null
 
 

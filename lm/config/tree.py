@@ -9,7 +9,7 @@ from lm.config.data_config import DataConfig
 from lm.config.eval_config import EvalConfig
 from lm.config.model_config import ModelConfig
 from lm.config.training_config import LogConfig, OptimConfig, Phase, TrainerConfig
-from lm.schema import key, section, sections
+from lm.schema import flatten, key, section, sections, to_plain
 
 
 @dataclass
@@ -97,6 +97,12 @@ class Config:
     def normalizer_names(self) -> set[str]:
         """Names of the normalizers of all phases and layers."""
         return {options.name for phase in self.plan for options in phase.normalizer.layer_options()}
+
+    @property
+    def plugin_names(self) -> set[str]:
+        """`package.module:Class` of all code from outside that is named anywhere."""
+        named = (value for path, value in flatten(to_plain(self)).items() if path.endswith(".name") and path != "experiment.name")
+        return {name for name in named if isinstance(name, str) and ":" in name}
 
     @property
     def phase_ends(self) -> list[int]:

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import numpy as np
 
-from lm.config.data_config import DataConfig, Files, Hub, Package, Source, Tokens
+from lm.attention.plugins import PLUGINS
+from lm.config.data_config import DataConfig, Files, Hub, OutsideSource, Package, Source, Tokens
 from lm.data import text_files, token_files
 from lm.data.store import manifests
 from lm.data.text_files import ROWS, OnError, Unreadable, check_column, column_texts, files_in
@@ -34,7 +35,7 @@ from lm.data.token_files import Vocabulary
 from lm.errors import DataError, one_line
 from lm.files import FileHashes, plain_sha256, unfinished
 from lm.progress import Progress
-from lm.schema import Plain
+from lm.schema import Plain, to_plain
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder, IterableDataset
@@ -64,7 +65,7 @@ class SourceReader:
 
 def reader(source: Source) -> SourceReader:
     """How a source is read."""
-    return SOURCE_READERS[type(source)]
+    return SOURCE_READERS.get(type(source), OUTSIDE)
 
 
 def documents(source: Source, root: Path = ROOT, on_error: OnError = fail, vocabulary: Vocabulary | None = None) -> Documents:
@@ -418,6 +419,11 @@ def _call(source: Hub, call: Callable[[], T]) -> T:
         raise DataError(text) from None
 
 
+def _outside_identity(source: OutsideSource, root: Path, hashes: FileHashes) -> dict[str, Plain]:
+    return {"options": to_plain(source), "identity": source.identity(), "code": PLUGINS.code([source.name])}
+
+
+OUTSIDE = SourceReader(lambda source, root, on_error, vocabulary: source.documents(), _outside_identity, lambda source: source.licence())
 SOURCE_READERS: dict[type, SourceReader] = {
     Package: SourceReader(_package_documents, _package_identity, lambda source: PACKAGES[source.package].licence),
     Files: SourceReader(text_files.documents, text_files.identity, description=text_files.description),

@@ -384,7 +384,8 @@ def example(task: Task, seed: int, index: int, length: int, subset: Subset = "tr
     draw = Draw(seed, subset, index)
     for last in reversed(range(MOST_CONTENTS)):
         try:
-            sequence = GENERATORS[type(task)](task, draw, length, text)
+            generator = GENERATORS.get(type(task))
+            sequence = generator(task, draw, length, text) if generator else task.make(draw, length, text)
             break
         except NoRoom:  # names and numbers differ in tokens: others may fit
             if not last:

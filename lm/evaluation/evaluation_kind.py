@@ -98,8 +98,8 @@ class Measurement(ABC):
 
     @property
     def code(self) -> dict[str, str]:
-        """Digests of the code that its numbers come from: of lm, and of the packages of normalizers from outside."""
-        return {"lm": measuring_code(), **PLUGINS.code(self.config.normalizer_names)}
+        """Digests of the code that its numbers come from: of lm, and of the packages of normalizers and of an evaluation from outside."""
+        return {"lm": measuring_code(), **PLUGINS.code([*self.config.normalizer_names, getattr(self.asked, "name", "")])}
 
     def evaluate(self, decoder: Decoder, where: Device, step: int, tokens_seen: int, progress: Advance = ignore) -> Evaluation:
         """Measure a decoder that was trained for so many steps and tokens. Collective."""

@@ -119,7 +119,7 @@ def commands(run: Run, experiment: Path) -> list[list[str]]:
     if run.outcome.ended:
         return []
     config, folder = run.config, run.config.run_folder
-    steps, plugins = [], [f"--allow-plugin={name.partition('.')[0]}" for name in sorted(config.normalizer_names) if ":" in name]
+    steps, plugins = [], [f"--allow-plugin={name.partition('.')[0]}" for name in sorted(config.plugin_names)]
     swapped = Path(config.init_from) if run.trained else folder
     if run.swap and not (swapped / CONFIG).exists():
         initial = [] if run.swap.init is None else [f"--init={run.swap.init}"]  # in place of the options' own

@@ -203,7 +203,7 @@ def environment(config: Config, store: Store, start: PhaseStart, machine: Machin
         "git_dirty": dirty,
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in packages}
-        | PLUGINS.versions(config.normalizer_names),
+        | PLUGINS.versions(config.plugin_names),
         "device": machine.device,
         "precision": machine.precision.value,
         "compile": machine.compiles,

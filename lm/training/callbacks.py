@@ -375,7 +375,7 @@ class Checkpoints(StepCallback):
             "step": step,
             "tokens": step * self.config.optim.batch_tokens,
             "phase": start.phase,
-            "plugins": PLUGINS.versions(self.config.normalizer_names),
+            "plugins": PLUGINS.versions(self.config.plugin_names),
             "wandb_id": self.wandb_id,
             "log": log_seal(self.config.run_folder / METRICS),
             **start.state.plain(),

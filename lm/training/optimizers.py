@@ -169,7 +169,12 @@ BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "mu
 
 def make_optimizer(decoder: Decoder, optim: OptimConfig) -> torch.optim.Optimizer:
     """The optimizer of the trained parameters; `set_rates` gives it learning rates."""
-    return BUILDERS[optim.optimizer.name](optim.optimizer, parameter_groups(decoder, optim), decoder)
+    options, groups = optim.optimizer, parameter_groups(decoder, optim)
+    builder = BUILDERS.get(options.name)
+    optimizer = builder(options, groups, decoder) if builder else options.make(groups, decoder)
+    for group in optimizer.param_groups:
+        group.setdefault("lr", 0.0)
+    return optimizer
 
 
 def freeze(decoder: Decoder, train_only: str | None) -> None:
@@ -220,7 +225,7 @@ def implied_state(decoder: Decoder, config: Config) -> State:
     optimizer = make_optimizer(decoder, config.optim)
     for parameter in decoder.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    optimizer.step()
+    optimizer.step(lambda: None)
     decoder.zero_grad()
     return named_state(optimizer)
 

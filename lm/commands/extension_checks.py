@@ -1,0 +1,254 @@
+"""`lm check-extension`: the promises of optimizers, sources of text, synthetic tasks and evaluations from outside, each as a check.
+
+The first line of a check's docstring is the promise, the rest a hint for the author, as in `lm.attention.contract`.
+"""
+
+import contextlib
+import io
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import make_dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from lm.attention.contract import require, results
+from lm.attention.plugins import PLUGINS, Table
+from lm.config.data_config import SOURCES, OutsideSource
+from lm.config.eval_config import EVALUATIONS, EvaluationConfig
+from lm.config.load import parse, read_overrides
+from lm.config.model_config import ModelConfig
+from lm.config.task_config import TASKS, Task
+from lm.config.training_config import OPTIMIZERS, OptimConfig, Optimizer
+from lm.config.tree import Config
+from lm.data.batches import Batch
+from lm.data.prepare import prepare
+from lm.data.tasks import example
+from lm.errors import ConfigError
+from lm.evaluation.evaluation_kind import measurements
+from lm.model.decoder import Decoder
+from lm.model.device import Device
+from lm.schema import Plain, build, own_problems, to_plain, variants
+from lm.training.optimizers import load_named_state, make_optimizer, named_state, optimizer_mismatch
+
+VOCABULARY, LENGTH = 60, 32
+MOST_DOCUMENTS = 1000  # that are read of a source
+
+
+def _decoder(device: str = "cpu", vocabulary: int = VOCABULARY) -> Decoder:
+    with torch.random.fork_rng(), torch.device(device):
+        return Decoder(ModelConfig(2, n_head=2, n_embd=16), vocabulary, LENGTH, seed=0 if device == "cpu" else None)
+
+
+def _optimizer(options: Optimizer, decoder: Decoder, rate: float) -> torch.optim.Optimizer:
+    optimizer = make_optimizer(decoder, OptimConfig(optimizer=options))
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    return optimizer
+
+
+def _step(optimizer: torch.optim.Optimizer, decoder: Decoder) -> float:
+    """Make a step on a fixed batch; returns the loss before it, in nats per token."""
+    tokens = torch.randint(VOCABULARY, (4, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    losses = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = decoder.loss(Batch.of(tokens)) / (4 * LENGTH)
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    optimizer.step(closure)
+    require(len(losses) == 1, f"`step` calls its closure, which computes the gradients, {len(losses)} times")
+    return losses[0]
+
+
+def lower_loss(options: Optimizer) -> None:
+    """twenty steps at a rate of 0.001 lower the loss of the batch that they are made on
+
+    `make` gives a torch optimizer of `groups`; the rate of a group is its `lr`, which lm sets before each step
+    """
+    decoder = _decoder()
+    optimizer = _optimizer(options, decoder, 1e-3)
+    losses = [_step(optimizer, decoder) for _ in range(21)]
+    require(losses[-1] < losses[0], f"the loss goes from {losses[0]:.4f} to {losses[-1]:.4f}")
+
+
+def rate_of_zero(options: Optimizer) -> None:
+    """at a rate of 0 no parameter changes
+
+    read `group["lr"]` at each step, and multiply weight decay by it, too
+    """
+    decoder, before = _decoder(), dict(_decoder().named_parameters())
+    _step(_optimizer(options, decoder, 0.0), decoder)
+    changed = [name for name, parameter in decoder.named_parameters() if not torch.equal(parameter, before[name])]
+    require(not changed, f"{len(changed)} parameters change, {', '.join(changed[:2])} among them")
+
+
+def resumed_state(options: Optimizer) -> None:
+    """what is saved of its state by parameter name goes on to the bit
+
+    keep what a step needs of earlier ones in `self.state[parameter]`, as tensors or numbers
+    """
+    decoders = _decoder(), _decoder()
+    optimizers = [_optimizer(options, decoder, 1e-2) for decoder in decoders]
+    for _ in range(3):
+        _step(optimizers[0], decoders[0])
+    decoders[1].load_state_dict(decoders[0].state_dict())
+    load_named_state(optimizers[1], named_state(optimizers[0]))
+    for optimizer, decoder in zip(optimizers, decoders, strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2
+        _step(optimizer, decoder)
+    for (name, a), b in zip(decoders[0].named_parameters(), decoders[1].parameters(), strict=True):
+        require(torch.equal(a, b), f"{name} differs after a step from the saved state")
+
+
+def implied_state(options: Optimizer) -> None:
+    """a step on torch's meta device has a state of the same names and shapes, by which checkpoints are checked
+
+    create state by `torch.zeros_like(parameter)`, and read no number of a tensor on the host
+    """
+    decoder = _decoder()
+    optimizer = _optimizer(options, decoder, 1e-2)
+    _step(optimizer, decoder)
+    mismatch = optimizer_mismatch(_decoder("meta"), Config(optim=OptimConfig(optimizer=options)), named_state(optimizer))
+    require(not mismatch, mismatch)
+
+
+def same_documents(source: OutsideSource) -> None:
+    """`documents` gives texts, at least one that is not blank, and the same at every call
+
+    read from files or a fixed seed, in a fixed order
+    """
+    first, again = (list(islice(source.documents(), MOST_DOCUMENTS)) for _ in range(2))
+    require(all(isinstance(text, str) for text in first), "a document is no text")
+    require(any(text.strip() for text in first), "all documents are blank")
+    require(first == again, "the second call gives other documents")
+
+
+def plain_identity(source: OutsideSource) -> None:
+    """`identity` is plain data, the same each time, and label and licence are texts
+
+    numbers, texts, lists and maps, e.g. the sha256 of the files that are read
+    """
+    require(json.loads(json.dumps(source.identity())) == source.identity(), "`identity` differs, or is not what JSON holds")
+    require(isinstance(source.label, str) and isinstance(source.licence(), str), "label or licence is no text")
+
+
+def pure_sequences(task: Task) -> None:
+    """a sequence is a function of seed, subset and index alone, and has length + 1 tokens of the vocabulary
+
+    take all random numbers from `draw`
+    """
+    for subset in ("train", "test"):
+        for index in range(20):
+            first, again = (example(task, 1, index, 256, subset) for _ in range(2))
+            require(bool((first.tokens == again.tokens).all()), f"{subset} sequence {index} differs the second time")
+            inside = (first.tokens >= 0) & (first.tokens < task.vocab_size)
+            require(bool(inside.all()), f"{subset} sequence {index} has tokens outside 0 to {task.vocab_size - 1}")
+
+
+def answers_in_place(task: Task) -> None:
+    """questions lie in the sequence, and evidence, where there is any, shows the answer
+
+    spans are [start, stop) in `tokens`; evidence of (0, 0) says that the sequence does not show it
+    """
+    for index in range(20):
+        made = example(task, 1, index, 256)
+        require(len(made.questions) == len(made.evidence) == len(made.needles) > 0, "questions, evidence and needles are not as many")
+        for (start, stop), (first, last) in zip(made.questions, made.evidence, strict=True):
+            require(0 < start < stop <= len(made.tokens), f"the question [{start}, {stop}) is not in the sequence")
+            shown = last - first != stop - start or bool((made.tokens[first:last] == made.tokens[start:stop]).all())
+            require(shown, f"the evidence [{first}, {last}) is not the answer [{start}, {stop})")
+
+
+def different_sequences(task: Task) -> None:
+    """sequences differ, and test sequences from training sequences
+
+    `entropy` is that of a sequence, in nats, or less
+    """
+    made = [example(task, 1, index, 256, subset).tokens.tobytes() for subset in ("train", "test") for index in range(20)]
+    require(len(set(made)) == len(made) or task.distinct(256, "test") < len(made), "two of 40 sequences are the same")
+
+
+def _measured(options: EvaluationConfig) -> Iterator[tuple[Decoder, list[Plain]]]:
+    """The decoder and what the evaluation gives on made-up text, twice."""
+    words = ["a short text", "of words that are made up", "for an evaluation", "to be measured on"]
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(12):
+            Path(folder, f"{number}.txt").write_text(" ".join(words[(number + place) % 4] + f" {place % 7}." for place in range(120)))
+        config = parse(
+            {
+                "name": "check", "eval": {"others": [to_plain(options)]},
+                "data": {
+                    "source": {"name": "files", "paths": [folder]}, "root": str(Path(folder, "stores")), "seq_len": LENGTH,
+                    "tokenizer": {"name": "train", "vocab_size": 280}, "val_fraction": 0.3,
+                },
+            }
+        )  # fmt: skip
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            store = prepare(config.data)
+        decoder = _decoder(vocabulary=store.vocab_size).eval()
+        (measurement,) = measurements(config, store, [options.kind])
+        for seed in range(2):
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                evaluation = measurement.evaluate(decoder, Device(torch.device("cpu"), bf16=False), 0, 0)
+            yield decoder, json.loads(json.dumps([series.plain() for series in evaluation.series]))
+
+
+def same_numbers(options: EvaluationConfig) -> None:
+    """it gives series, the same each time, that files hold, and is wanted with these options
+
+    give the options that switch it on; draw from a generator of a fixed seed
+    """
+    require(options.wanted(Config().data), "with these options it is not wanted")
+    (_, first), (_, again) = _measured(options)
+    require(len(first) > 0, "it gives no series")
+    require(first == again, "the second time it gives other numbers")
+
+
+def leaves_model(options: EvaluationConfig) -> None:
+    """weights and the decoder's mode stay as they are
+
+    train a copy, if you train; lm restores the state of random numbers
+    """
+    for decoder, _ in _measured(options):
+        before = _decoder(vocabulary=decoder.vocab_size)
+        require(all(torch.equal(a, b) for a, b in zip(decoder.parameters(), before.parameters(), strict=True)), "weights have changed")
+        require(not decoder.training, "the decoder is left in training mode")
+
+
+Check = Callable[..., None]
+KINDS: dict[str, tuple[Table, tuple[Check, ...]]] = {
+    "optimizer": (OPTIMIZERS, (lower_loss, rate_of_zero, resumed_state, implied_state)),
+    "source": (SOURCES, (same_documents, plain_identity)),
+    "task": (TASKS, (pure_sequences, answers_in_place, different_sequences)),
+    "evaluation": (EVALUATIONS, (same_numbers, leaves_model)),
+}
+
+
+def check_extension(noun: str, name: str, overrides: list[str]) -> Iterator[tuple[str, str]]:
+    """Each promise of code from outside in words, and how it is broken; empty if it is kept.
+
+    Args:
+        noun: one of `KINDS`.
+        name: `package.module:Class`, or an entry point's name.
+        overrides: `option=value`.
+
+    Raises:
+        ConfigError: it can't be imported, is of another kind, or has no such options.
+    """
+    table, checks = KINDS[noun]
+    problems = []
+    with PLUGINS.trusted():
+        one_key = make_dataclass("Named", [(noun, list, variants(table, ""))])
+        named = build(one_key, {noun: {"name": name, **read_overrides(overrides)}}, "", problems)
+    if problems := problems or own_problems(named):
+        raise ConfigError(problems)
+    (options,) = getattr(named, noun)
+    return results(options, checks)

@@ -1,0 +1,170 @@
+"""Optimizers, sources, tasks and evaluations from outside: the examples in docs/examples from their check to their report."""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, lm
+
+from lm.attention.plugins import PLUGINS
+from lm.commands.extension_checks import KINDS
+from lm.config.load import load
+from lm.errors import ConfigError
+from lm.runs.folder import ENVIRONMENT
+
+NAMES = {
+    "optimizer": "mine.optimizer:SignMomentum",
+    "source": "mine.source:Sums",
+    "task": "mine.task:First",
+    "evaluation": "mine.evaluation:Spread",
+}
+LONGEST = 34  # lines of an example, blank ones aside
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of the documentation's package `mine`, which can be imported and has not been; its modules note that they were."""
+    package = tmp_path / "site" / "mine"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    for example in (ROOT / "docs" / "examples" / "mine").glob("*.py"):
+        code = example.read_text()
+        assert len([line for line in code.splitlines() if line]) <= LONGEST
+        (package / example.name).write_text(f"{code}\nopen({str(tmp_path / 'imported')!r}, 'a').close()\n")
+    assert {path.stem for path in package.glob("[a-z]*.py")} == set(NAMES)
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.setenv("PYTHONPATH", f"{package.parent}:{ROOT}")
+    forget()
+    yield package
+    forget()
+
+
+def forget() -> None:
+    """As in a process that has imported nothing from outside."""
+    vars(PLUGINS).update(vars(type(PLUGINS)()))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mine"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_the_examples_keep_all_promises(mine: Path, kind: str):
+    checked = lm("check-extension", kind, NAMES[kind])
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert [line.startswith(f"{NAMES[kind]}: kept: ") for line in checked.stdout.splitlines()] == [True] * len(KINDS[kind][1])
+
+
+# A change of the example, of its kind, that breaks one promise, and what is said.
+BROKEN = {
+    "rate": ("optimizer", '1 - group["lr"] * group["weight_decay"]', "1 - 0.01", "at a rate of 0 no parameter changes"),
+    "state": (
+        "optimizer",
+        "self.state[parameter].setdefault",
+        "self.__dict__.setdefault(id(parameter), {}).setdefault",
+        "goes on to the bit",
+    ),
+    "ascent": ("optimizer", ".sub_(", ".add_(", "lower the loss"),
+    "documents": ("source", "range(60))", "range(60)) + str(__import__('time').perf_counter())", "the second call gives other documents"),
+    "identity": ("source", "return {}", "return {1: set()}", "stopped by TypeError"),
+    "draw": ("task", "draw.below(self.symbols, length + 1)", "np.random.randint(self.symbols, size=length + 1)", "differs the second time"),
+    "evidence": ("task", "first, last = np.array([[0, 1]])", "first, last = np.array([[1, 2]])", "is not the answer"),
+    "noise": ("evaluation", ".std(-1)", ".std(-1) + __import__('torch').rand(1)", "the second time it gives other numbers"),
+    "weights": (
+        "evaluation",
+        "return decoder.head(",
+        "decoder.head.weight.data.mul_(2)\n            return decoder.head(",
+        "weights have changed",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_promise_is_named(mine: Path, case: str):
+    kind, before, after, said = BROKEN[case]
+    code = mine / f"{kind}.py"
+    text = code.read_text()
+    assert before in text
+    code.write_text(text.replace(before, after))
+    checked = lm("check-extension", kind, NAMES[kind])
+    assert checked.returncode == 1
+    assert any("BROKEN" in line and said in line for line in checked.stdout.splitlines()), checked.stdout
+
+
+def test_a_run_of_all_but_the_task_is_trained_resumed_evaluated_and_reported(mine: Path, arguments: list[str], tmp_path: Path):
+    asked = [
+        "data.source={name: 'mine.source:Sums', count: 80}", "optim.optimizer={name: 'mine.optimizer:SignMomentum', beta: 0.8}",
+        "data.tokenizer.vocab_size=300", "optim.lr=1e-3", "eval.others=[{name: 'mine.evaluation:Spread', position: 4}]",
+        "eval.long_context.length_factor=0",
+    ]  # fmt: skip
+    run = [*(argument for argument in arguments if not argument.startswith("data.source")), *asked, "name=run"]
+    trained = lm("train", *run)
+    assert trained.returncode == 0, trained.stderr
+    folder = load(run).run_folder
+    environment = json.loads((folder / ENVIRONMENT).read_text())
+    for kind in ("optimizer", "source", "evaluation"):
+        assert re.fullmatch("source sha256 [0-9a-f]{12}", environment["versions"][NAMES[kind]])
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    assert any("spread/logits" in line for line in lines)
+    assert (folder / "evaluations" / "spread.step-000008.json").is_file()
+    more = lm("train", *run, "trainer.max_steps=10", "resume=auto")
+    assert more.returncode == 0, more.stderr
+    forget()
+    (tmp_path / "imported").unlink()
+    for command in (["eval", folder], ["generate", folder], ["export", folder, "-o", tmp_path / "out"]):
+        refused = lm(*map(str, command))
+        assert (refused.returncode, len(refused.stderr.strip().splitlines())) == (1, 1), refused.stderr
+        assert "--allow-plugin mine" in refused.stderr
+    assert lm("report", str(folder)).returncode == 0
+    assert not (tmp_path / "imported").exists()
+    allowed = lm("eval", str(folder), "--allow-plugin", "mine")
+    assert allowed.returncode == 0, allowed.stderr
+    assert "spread" in allowed.stdout
+
+
+def test_a_task_from_outside_makes_training_sequences_and_is_asked_for(mine: Path, arguments: list[str]):
+    run = [*arguments, "name=first", "data.tasks=[{weight: 1, task: {name: 'mine.task:First', symbols: 8}}]", "eval.recall.sequences=8"]
+    run.append("eval.long_context.length_factor=0")
+    trained = lm("train", *run)
+    assert trained.returncode == 0, trained.stderr
+    metrics = (load(run).run_folder / "metrics.jsonl").read_text()
+    assert "recall/" in metrics
+
+
+def test_an_entry_point_gives_a_bare_name(mine: Path, arguments: list[str]):
+    info = mine.parent / "mine-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text("".join(f"[lm.{kind}s]\nshort = {name}\n" for kind, name in NAMES.items()))
+    (info / "top_level.txt").write_text("mine\n")
+    others = [argument for argument in arguments if not argument.endswith(".yaml") and not argument.startswith("data.source")]
+    tasks = ["data.tasks=[{weight: 1, task: short}]", "eval.long_context.length_factor=0"]
+    config = load([*others, "optim.optimizer=short", "data.source=short", "eval.others=[short]", *tasks, "name=short"])
+    assert config.plugin_names == set(NAMES.values())
+    assert lm("check-extension", "source", "short").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("mine.source:Sums", "is no optimizer: no dataclass that is a subclass of lm.config.training_config.Optimizer"),
+        ("mine.optimizer:Signs", "is no optimizer"),
+        ("mine.optimizer:Missing", "can't be imported: AttributeError"),
+        ("lm.config.training_config:AdamW", "is not whole: it has no make"),
+        ("adam", "did you mean 'adamw'"),
+    ],
+)
+def test_a_name_of_another_kind_is_refused_in_one_line(mine: Path, arguments: list[str], name: str, said: str):
+    with pytest.raises(ConfigError, match=said) as error:
+        load([*arguments, f"optim.optimizer={{name: '{name}'}}"])
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_failure_inside_names_function_and_check(mine: Path, arguments: list[str]):
+    code = mine / "optimizer.py"
+    code.write_text(code.read_text().replace("        for group in", "        raise ValueError('no')\n        for group in"))
+    ended = lm("train", *arguments, "name=fails", "optim.optimizer={name: 'mine.optimizer:SignMomentum'}")
+    assert ended.returncode == 1
+    said = r"error: optimizer mine.optimizer:SignMomentum failed in Signs.step \(.*\): ValueError: no; check it with lm check-extension\n"
+    assert re.search(said, ended.stderr), ended.stderr
