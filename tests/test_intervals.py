@@ -1,5 +1,7 @@
 """Intervals: coverage, textbook values, and units that depend on each other."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -19,6 +21,7 @@ from lm.statistics.intervals import (
     sampled,
     wilson,
 )
+from lm.statistics.learned import clopper_pearson
 
 
 def test_the_mean_of_alike_units_has_students_interval():
@@ -139,6 +142,14 @@ def test_wilson_is_the_score_interval():
         assert found.mean == right / trials
         assert (found.low, found.high) == pytest.approx((low, high), abs=1e-5)
     assert np.isnan(wilson(0, 0).mean)
+
+
+@pytest.mark.parametrize(("ours", "method"), [(wilson, "wilson"), (clopper_pearson, "beta")])
+def test_intervals_of_fractions_are_those_of_statsmodels(ours: Callable[[int, int], Interval], method: str):
+    proportion = pytest.importorskip("statsmodels.stats.proportion")
+    for right, trials in ((k, n) for n in (1, 7, 40) for k in range(n + 1)):
+        interval = ours(right, trials)
+        assert (interval.low, interval.high) == pytest.approx(proportion.proportion_confint(right, trials, method=method), abs=1e-9)
 
 
 @given(trials=st.integers(1, 10_000), share=st.floats(0, 1))
