@@ -9,21 +9,69 @@ from collections.abc import Callable
 from typing import Annotated, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from lm import __version__
 from lm.commands import compare_commands, model_commands, train_commands
 from lm.errors import LMError, one_line, out_of_memory, panicked
 from lm.machine import stop_with_parent
 
-UsageError = typer.BadParameter.__bases__[0]  # of typer's parser, which newer versions bring with them and older ones take from click
+# Of typer's parser, which newer versions bring with them and older ones take from click.
+UsageError = typer.BadParameter.__bases__[0]
+HelpFormatter = typer.Context.formatter_class
+
+COMMANDS: dict[str, dict[str, Callable[..., None]]] = {  # by heading of `lm --help`, in its order
+    "Compare": {
+        "compare": compare_commands.compare,
+        "judge": compare_commands.judge,
+        "report": compare_commands.report,
+    },
+    "Train": {
+        "train": train_commands.train,
+        "prepare": train_commands.prepare,
+        "config": train_commands.config,
+        "configs": train_commands.configs,
+    },
+    "Measure and look": {
+        "eval": model_commands.evaluate,
+        "diagnose": model_commands.diagnose,
+        "harness": model_commands.harness,
+        "generate": model_commands.generate,
+    },
+    "Change models, bring them in and out": {
+        "swap": model_commands.swap,
+        "import": model_commands.import_,
+        "export": model_commands.export,
+    },
+    "Normalizers, extensions, this installation": {
+        "normalizers": train_commands.normalizers,
+        "check-normalizer": train_commands.check_normalizer,
+        "check-extension": train_commands.check_extension,
+        "info": train_commands.info,
+    },
+}
+
+
+class GroupedCommands(TyperGroup):
+    """The commands of `lm`, listed in its help by what they are for."""
+
+    def format_commands(self, ctx: typer.Context, formatter: HelpFormatter) -> None:
+        """Write a section for each heading of `COMMANDS`."""
+        limit = formatter.width - 6 - max(map(len, self.commands))
+        for heading, commands in COMMANDS.items():
+            names = [*commands, *(["data"] if heading == "Train" else [])]
+            with formatter.section(heading):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(limit)) for name in names])
+
 
 app = typer.Typer(
+    cls=GroupedCommands,
     help=(
         "Train small language models with different attention normalizers, and compare them.\n\n\b\n"
-        "Compare two normalizers on the default corpus:\n"
-        "  lm train configs/softmax.yaml\n"
-        "  lm train configs/ssmax.yaml\n"
-        "  lm report runs/softmax runs/ssmax\n\n"
+        "  lm compare quickstart-recall --jobs 2       # a first experiment, with verdicts and a report\n"
+        "  lm train softmax name=mine optim.lr=1e-3    # a run; any key as key=value\n"
+        "  lm eval runs/mine --needle                  # measured further\n"
+        "  lm report runs/mine                         # its page\n\n"
         "All configuration keys: lm config --reference"
     ),
     context_settings={"max_content_width": 120},
@@ -32,27 +80,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-COMMANDS: dict[str, Callable[..., None]] = {  # in the order of `lm --help`
-    "config": train_commands.config,
-    "configs": train_commands.configs,
-    "info": train_commands.info,
-    "normalizers": train_commands.normalizers,
-    "check-normalizer": train_commands.check_normalizer,
-    "check-extension": train_commands.check_extension,
-    "prepare": train_commands.prepare,
-    "train": train_commands.train,
-    "eval": model_commands.evaluate,
-    "diagnose": model_commands.diagnose,
-    "swap": model_commands.swap,
-    "import": model_commands.import_,
-    "export": model_commands.export,
-    "generate": model_commands.generate,
-    "harness": model_commands.harness,
-    "compare": compare_commands.compare,
-    "judge": compare_commands.judge,
-    "report": compare_commands.report,
-}
-for _name, _command in COMMANDS.items():
+for _name, _command in {name: command for commands in COMMANDS.values() for name, command in commands.items()}.items():
     app.command(_name)(_command)
 
 
@@ -112,12 +140,14 @@ def _usage(error: UsageError) -> str:
     command, name = (error.ctx.command_path, getattr(error, "option_name", "").lstrip("-")) if error.ctx else ("lm", "")
     if name and any("=VALUE" in (parameter.metavar or "") for parameter in error.ctx.command.params):
         from lm.config.tree import Config
-        from lm.schema import effect
+        from lm.schema import effect, reference
 
         if effect(Config, name):
             match = re.search(rf"(?<=\0--){re.escape(name)}[=\0]([^-\0][^\0]*)", "\0".join(sys.argv))  # --name=q or --name q
             value = match[1] if match else "VALUE"
             return f"no such option: --{name}; it is a key, written without dashes: {name}={value}"
+        if keys := [path for path, *_ in reference(Config) if path.endswith(f".{name}") and "[" not in path][:3]:
+            return f"no such option: --{name}; keys are written as key=value: {' or '.join(f'{path}=VALUE' for path in keys)}"
     text = " ".join(error.format_message().split()).rstrip(".")
     return f"{text[:1].lower()}{text[1:]}; see {command} --help"
 

@@ -163,7 +163,7 @@ def test_a_loop_of_links_is_an_error_of_one_line(command: str, tmp_path: Path):
     refused(tmp_path, lm(*command.split(), str(loop), *options), "loop", status=2 if command in ("data inspect", "config") else 1)
 
 
-@pytest.mark.parametrize("command", [*([name] for name in COMMANDS), ["data", "inspect"], []], ids=" ".join)
+@pytest.mark.parametrize("command", [*([name] for names in COMMANDS.values() for name in names), ["data", "inspect"], []], ids=" ".join)
 def test_a_wrong_command_line_is_one_line(command: list[str]):
     for wrong in (["--nothing-like-this"], ["--name", "q"]):
         result = lm(*command, *wrong)
@@ -186,3 +186,8 @@ def test_missing_and_wrong_values_are_one_line(arguments: list[str]):
 def test_a_key_written_as_an_option_is_hinted_at(written: list[str]):
     key = written[0].removeprefix("--").partition("=")[0]
     assert lm("eval", "runs/x", *written).stderr == f"error: no such option: --{key}; it is a key, written without dashes: {key}=q\n"
+
+
+def test_the_last_name_of_a_key_written_as_an_option_is_hinted_at():
+    written = lm("train", "softmax", "--warmup_steps", "3").stderr
+    assert written == "error: no such option: --warmup_steps; keys are written as key=value: optim.warmup_steps=VALUE\n"

@@ -2,11 +2,9 @@
 
 import re
 import subprocess
-from dataclasses import fields
 
 import pytest
 
-from lm.config.model_config import ModelConfig
 from lm.data.prepare import prepare
 from lm.model.device import Machine, Resolved
 from lm.training.banner import banner, git_state
@@ -27,16 +25,17 @@ def printed(tiny):
     return banner_of
 
 
-SHAPE = ("n_layer", "block", "n_head", "n_kv_head", "head_size", "n_embd", "n_mlp", "mlp", "position", "normalizer", "transfer")
+def test_options_of_the_model_that_are_not_at_their_defaults_are_named(printed):
+    assert "options" not in printed()
+    shown = printed("model.qkv_bias=true", "model.norm_eps=1e-6", "model.tied=true", "model.n_layer=3")["options"]
+    assert shown == "norm_eps = 1e-06, qkv_bias = true, tied = true"
+    assert printed("optim.optimizer={name: adamw, beta2: 0.99}")["optimizer"].startswith("adamw, beta2 = 0.99, lr ")
 
 
-def test_options_of_the_model_beside_its_shape_are_all_named(printed):
-    shown = printed("model.qkv_bias=true", "model.norm_eps=1e-6", "model.tied=true")["options"]
-    for field in fields(ModelConfig):
-        assert (f"{field.name} = " in shown) == (field.name not in SHAPE)
-    assert "norm_eps = 1e-06" in shown
-    assert "qkv_bias = true" in shown
-    assert "tied = true" in shown
+def test_what_a_run_is_comes_first_and_all_of_it_is_one_screen(printed):
+    names = [*printed()]
+    assert names[:4] == ["run", "model", "", "normalizer"]
+    assert len(names) <= 20
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,15 @@ def test_a_file_that_is_there_comes_first_and_what_is_nowhere_is_said_as_before(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "softmax").write_text("name: mine\ndata: {source: {name: files, paths: [.]}}\n")
     assert load(["softmax"]).name == "mine"
-    with pytest.raises(ConfigError, match=r"^softmaxx: no such configuration file \(overrides are key=value\)"):
+    without_spaces = r"\(overrides are key=value, without spaces\)"
+    with pytest.raises(ConfigError, match=rf"^softmaxx: no such configuration file {without_spaces}; did you mean 'softmax'\?"):
         load(["softmaxx"])
+    with pytest.raises(ConfigError, match=r"^config/softmax\.yaml: no such configuration file; did you mean 'softmax'\?"):
+        load(["config/softmax.yaml"])
+    with pytest.raises(ConfigError, match=r"^quickstart-recall: an experiment, .* lm compare quickstart-recall"):
+        load(["quickstart-recall"])
+    with pytest.raises(ConfigError, match=r"^quickstart-recal: no such experiment file; did you mean 'quickstart-recall'\?"):
+        read_experiment(presets.find("quickstart-recal", "experiments"), [])
     with pytest.raises(ConfigError, match="nowhere/softmax"):
         load(["nowhere/softmax"])
 

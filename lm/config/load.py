@@ -211,7 +211,8 @@ def load(arguments: list[str], with_weights: WithWeights | None = None) -> Confi
         if "=" in argument:
             overrides.append(argument)
         else:
-            plain = read_yaml(presets.find(argument))
+            path = presets.find(argument)
+            plain = read_yaml(path if path.exists() else presets.find(argument, "experiments"))
             if "arms" in plain:
                 raise ConfigError(f"{argument}: an experiment, not the configuration of one run; it is for lm compare {argument} [--plan]")
             merged = merge(merged, plain)
@@ -284,8 +285,10 @@ def _read(path: Path, heirs: tuple[Path, ...], known: dict[Path, dict[str, Plain
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         near = suggest(path.name, (p.name for p in path.parent.glob("*.yaml"))) if path.parent.is_dir() else ""
-        heir = f" (a base of {heirs[-1].name})" if heirs else " (overrides are key=value)" if not path.suffix else ""
-        raise ConfigError(f"{path}: no such configuration file{heir}" + (f"; {near}" if "did" in near else "")) from None
+        remedy = f"; {near}" if "did" in near else "" if heirs else presets.suggestion(path)
+        written = "" if path.suffix in (".yaml", ".yml") else " (overrides are key=value, without spaces)"
+        heir = f" (a base of {heirs[-1].name})" if heirs else written
+        raise ConfigError(f"{path}: no such configuration file{heir}{remedy}") from None
     except IsADirectoryError:
         remedy = f"to go on with this run, name {path / 'config.yaml'}" if (path / "config.yaml").is_file() else "name a YAML file"
         raise ConfigError(f"{path}: a folder, not a configuration file; {remedy}") from None

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import lm
 from lm.errors import ConfigError
+from lm.schema import suggest
 
 _FIRST = {"experiments": ("experiments", ""), "": ("", "recipes", "models", "data")}  # where a name is looked up, by what it is to be
 
@@ -39,6 +40,13 @@ def names() -> Iterator[tuple[str, str]]:
         first = path.read_text(encoding="utf-8").partition("\n")[0]
         sentence = first.removeprefix("#").strip().partition(". ")[0].rstrip(".:") if first.startswith("#") else ""
         yield path.relative_to(root).with_suffix("").as_posix(), sentence
+
+
+def suggestion(path: Path) -> str:
+    """The preset whose name is nearest to that of a file which is not there, as a remedy; empty if none is near."""
+    known = [name for name, _ in names()]
+    text = suggest(path.with_suffix("").as_posix(), [*known, *(name.rpartition("/")[2] for name in known)])
+    return f"; {text}" if text.startswith("did you mean") else ""
 
 
 def copy(to: Path) -> Path:

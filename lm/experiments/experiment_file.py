@@ -273,6 +273,8 @@ def _read(path: Path) -> dict[str, Plain]:
     except IsADirectoryError:
         what = "a run folder, whose report lm report writes" if (path / CONFIG).is_file() else "a folder"
         raise ConfigError(f"{path}: {what}; name an experiment's YAML file") from None
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such experiment file{presets.suggestion(path)}") from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     if not isinstance(plain, dict):

@@ -54,7 +54,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     kernels = dict.fromkeys(normalizer.kernel_description(device) for normalizer in decoder.normalizers())
     accumulation = config.rank_sequences // config.micro_batch
     heads = f"{model.n_head} heads" + (f" ({model.kv_heads} of keys and values)" if model.kv_heads != model.n_head else "")
-    options = {name: value for name, value in vars(model).items() if name not in _IN_OTHER_LINES}
+    options = {name: value for name, value in _changed(model).items() if name not in _IN_OTHER_LINES}
     base = "lr is that of a base model of 1/{:.4g} of the width and 1/{:.4g} of the depth".format(*model.size_multipliers)
     source = "its maker" if device == "cuda" else "of a matrix product"
     peak = f"peak {machine.peak_flops:.2e} FLOP/s ({source})" if machine.peak_flops else "the device's peak is not known"
@@ -71,27 +71,27 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         f"{parameters['normalizer']:,} in normalizers",
         "": f"{model.n_layer} layers x {heads} x {model.key_dims}, width {model.n_embd}, "
         f"{model.block.label(model)}, {model.position.label}, vocabulary {store.vocab_size:,}",
-        "options": ", ".join(f"{name} = {json.dumps(value)}" for name, value in options.items()),
         "normalizer": _normalizer(decoder),
         "kernel": "; ".join(kernels),
         **({"phases": _phases(config, start.phase)} if config.phases else {}),
         "data": f"{store.path}: {store.train.n_tokens:,} training tokens, {store.val.n_tokens:,} held out, "
         f"fingerprint {store.fingerprint[:16]}",
+        **({"tasks": _tasks(store, config)} if data.tasks else {}),
+        **({"lengths": _lengths(store, config)} if data.lengths.shorter else {}),
+        **({"documents": "isolated: attention and n restart at each"} if data.documents == "isolate" else {}),
         "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,}, {_ratio(config, parameters):.3g} a parameter"
         + (f" ({', '.join(f'{label} {number:.2f}'.strip() for label, number in epochs)} epochs)" if epochs else ""),
         **({"note": "; ".join(notes)} if notes else {}),
-        **({"tasks": _tasks(store, config)} if data.tasks else {}),
+        "device": f"{machine.device}, precision {machine.precision}, compile {machine.compiled}",
+        "memory": _memory(config, start.phase, store.vocab_size, machine),
+        "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all; {peak}",
         "step": f"{config.micro_batch} sequences x {data.seq_len} tokens x {accumulation} micro-batches x {config.world_size} processes",
-        "optimizer": f"{_options(optim.optimizer)}; lr = {optim.lr:g}, {_options(optim.schedule)}, warm-up of {warmup} steps; "
+        "optimizer": f"{_options(optim.optimizer)}, lr {optim.lr:g}, {_options(optim.schedule)}, warm-up of {warmup} steps; "
         f"gradients' norm {f'at most {optim.grad_clip:g}' if optim.grad_clip else 'not bounded'}"
         + (f"; z-loss x {optim.z_loss:g}" if optim.z_loss else ""),
         **({"transfer": base} if model.transfer else {}),
         **({"groups": _groups(config, decoder)} if optim.groups != Groups() or model.transfer else {}),
-        **({"lengths": _lengths(store, config)} if data.lengths.shorter else {}),
-        **({"documents": "isolated: attention and n restart at each"} if data.documents == "isolate" else {}),
-        "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all; {peak}",
-        "memory": _memory(config, start.phase, store.vocab_size, machine),
-        "device": f"{machine.device}, precision {machine.precision}, compile {machine.compiled}",
+        **({"options": ", ".join(f"{name} = {json.dumps(value)}" for name, value in options.items())} if options else {}),
         "seed": f"{config.seed} (initial weights, {'order of the batches, ' if data.seed is None else ''}dropout)"
         + ("" if data.seed is None else f", {data.seed} (order of the batches)"),
     }
@@ -127,9 +127,15 @@ def _normalizer(decoder: Decoder) -> str:
 
 
 def _options(options: object) -> str:
-    """A variant's name and options."""
-    named = {name: f"{value:g}" if isinstance(value, float) else str(value).lower() for name, value in vars(options).items()}
+    """A variant's name, and its options that are not at their defaults."""
+    named = {name: f"{value:g}" if isinstance(value, float) else str(value).lower() for name, value in _changed(options).items()}
     return ", ".join([options.name, *(f"{name} = {value}" for name, value in named.items())])
+
+
+def _changed(options: object) -> dict[str, object]:
+    """The options that are not at their defaults."""
+    defaults = vars(type(options)())
+    return {name: value for name, value in vars(options).items() if value != defaults[name]}
 
 
 def _groups(config: Config, decoder: Decoder) -> str:
