@@ -15,7 +15,7 @@ from lm.config.load import merge, overrides_in, parse
 from lm.config.model_config import NoPosition
 from lm.config.task_config import MQAR
 from lm.config.tree import Config
-from lm.data.batches import long_starts, validation_starts
+from lm.data.batches import long_starts
 from lm.data.prepare import check_sequences
 from lm.data.store import Store
 from lm.data.tasks import example
@@ -44,7 +44,7 @@ from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.answers import QUESTION_SEED
 from lm.evaluation.evaluate import evaluate, evaluate_model, open_device, open_store, split_configurations, text_config
 from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
-from lm.evaluation.held_out import HeldOut, by_sequence, lengths_axis, task_sequences
+from lm.evaluation.held_out import HeldOut, by_sequence, lengths_axis, spread, task_sequences
 from lm.model.decoder import Decoder
 from lm.model.device import Device, eval_mode
 from lm.model.swapped import for_inference
@@ -93,13 +93,13 @@ def diagnostic_sequences(store: Store, config: Config, asked: DiagnosticsConfig)
         chosen = np.arange(min(asked.sequences, len(held_out.sequences))) * len(held_out.sequences) // asked.sequences
         return HeldOut(held_out.sequences[chosen], held_out.token_bytes)
     if asked.length_factor == 1:
-        starts, isolate = validation_starts(store.val, length, asked.sequences), config.data.documents == "isolate"
+        held_out = spread(store, config, length, asked.sequences)
     else:
-        starts, isolate = long_starts(store.val, length, asked.sequences), False
-    if not len(starts):
+        held_out = HeldOut.take(store, long_starts(store.val, length, asked.sequences), length)
+    if not len(held_out.sequences):
         reason = f"needs held-out documents of {length + 1:,} tokens, the longest has {store.val.longest:,}"
         raise ConfigError([Problem(_LENGTH, asked.length_factor, reason, "set it lower")])
-    return HeldOut.take(store, starts, length, isolate)
+    return held_out
 
 
 def sequence_length(asked: DiagnosticsConfig, seq_len: int) -> int:

@@ -86,8 +86,12 @@ def validation_sequences(store: Store, config: Config) -> HeldOut:
     """Up to `eval.sequences` of the training length, spread evenly over the held-out text; without text, test sequences of each task."""
     if config.data.symbolic:
         return task_sequences(store, config)
-    starts = validation_starts(store.val, config.data.seq_len, config.eval.sequences)
-    return HeldOut.take(store, starts, config.data.seq_len, config.data.documents == "isolate")
+    return spread(store, config, config.data.seq_len, config.eval.sequences)
+
+
+def spread(store: Store, config: Config, length: int, most: int) -> HeldOut:
+    """At most `most` sequences of `length`, spread evenly over the held-out text; documents see each other as in training."""
+    return HeldOut.take(store, validation_starts(store.val, length, most), length, config.data.documents == "isolate")
 
 
 def task_sequences(store: Store, config: Config) -> HeldOut:
@@ -289,11 +293,10 @@ class Texts(Measurement):
         self.stores = {name: self._prepared(name, source) for name, source in self.asked.of.items()}
         self.held_out: dict[str, HeldOut] = {}
         for name, text in self.stores.items():
-            starts = validation_starts(text.val, config.data.seq_len, self.asked.sequences)
-            if not len(starts):
+            self.held_out[name] = spread(text, config, config.data.seq_len, self.asked.sequences)
+            if not len(self.held_out[name].sequences):
                 reason = f"has {text.val.n_tokens:,} tokens, and a sequence needs {config.data.seq_len + 1:,}"
                 raise ConfigError([Problem(f"eval.texts.of.{name}", text.path.name, reason, "name a longer text, or leave it out")])
-            self.held_out[name] = HeldOut.take(text, starts, config.data.seq_len, config.data.documents == "isolate")
 
     def _prepared(self, name: str, source: Source) -> Store:
         """The store of a text: all of its documents, with the tokenizer of the run's store."""
