@@ -6,21 +6,14 @@ from pathlib import Path
 
 import pyarrow
 import pytest
-from texts import TEXTS, one_line_error, start, stored_texts, write_parquet
+from texts import TEXTS, one_line_error, skipping, start, stored_texts, write_parquet
 
 from lm.config.data_config import DataConfig, Hub, Mixture, TrainedTokenizer, WeightedSource
 from lm.data import sources as module
 from lm.data.prepare import prepare, summary
 from lm.data.sources import documents, identity
 from lm.data.store import Store
-from lm.data.text_files import Unreadable
 from lm.errors import DataError
-
-
-def skipping(source: Hub) -> tuple[list[str], list[Unreadable]]:
-    """The documents that can be read, and the errors of the others."""
-    errors: list[Unreadable] = []
-    return list(documents(source, on_error=errors.append)), errors
 
 
 @pytest.fixture

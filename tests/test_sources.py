@@ -12,11 +12,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from conftest import lm
-from texts import TEXTS, one_line_error, start, write_parquet, write_texts
+from texts import TEXTS, one_line_error, skipping, start, write_parquet, write_texts
 
-from lm.config.data_config import Files, Hub, Package
+from lm.config.data_config import Files, Package
 from lm.data.sources import PACKAGES, documents, identity
-from lm.data.text_files import Unreadable, description, expand
+from lm.data.text_files import description, expand
 from lm.errors import DataError
 
 # ---------------------------------------------------------------- sources
@@ -182,12 +182,6 @@ def test_a_truncated_zst_file_is_noticed(tmp_path: Path):
 
 
 # ---------------------------------------------------------------- what is left out, and what is kept
-
-
-def skipping(source: Files | Hub) -> tuple[list[str], list[Unreadable]]:
-    """The documents that can be read, and what is told of the others."""
-    errors: list[Unreadable] = []
-    return list(documents(source, on_error=errors.append)), errors
 
 
 def write_compressed(path: Path, content: bytes) -> bytes:

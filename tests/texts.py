@@ -14,6 +14,7 @@ import pytest
 from lm.config.data_config import DataConfig, Files, Hub, Package, TrainedTokenizer
 from lm.data.sources import documents
 from lm.data.store import Store
+from lm.data.text_files import Unreadable
 from lm.data.tokenizer import END_OF_TEXT
 from lm.errors import DataError
 
@@ -61,6 +62,12 @@ def occurrences(tokens: np.ndarray, piece: np.ndarray) -> int:
 
 def state(folder: Path) -> list[tuple[str, int, int]]:
     return sorted((str(path), path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.rglob("*"))
+
+
+def skipping(source: Files | Hub) -> tuple[list[str], list[Unreadable]]:
+    """The documents that can be read, and the errors of the others."""
+    errors: list[Unreadable] = []
+    return list(documents(source, on_error=errors.append)), errors
 
 
 def one_line_error(source: Files | Hub | Package) -> str:
