@@ -294,7 +294,7 @@ def test_a_report_of_runs_with_diagnostics_shows_them(tmp_path: Path):
     page, table = report.html.read_text(), report.markdown.read_text()
     for text in (page, table):
         assert "Attention: score standard deviation" in text
-    assert "; score standard deviation</caption>" in page, "it has no unit, and neither direction is better"
+    assert "<caption>Attention: score standard deviation</caption>" in page, "it has no unit, and neither direction is better"
     assert "score standard deviation -->" in page, "the label of an axis is the name alone"
     assert " () -->" not in page
 
