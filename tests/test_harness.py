@@ -1,5 +1,6 @@
 """Downstream tasks: the lm-evaluation-harness on our models, and `lm harness`."""
 
+import importlib
 import json
 import math
 import sys
@@ -332,6 +333,23 @@ def test_broken_tasks_and_settings_are_told_in_one_line(tiny, include):
         run_tasks(folder, ["our_choice"], include_path=include)
     assert "\n" not in str(found.value)
     assert not (folder / "evaluations" / "harness.step-000004.json").exists()
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "ssmax"])
+def test_an_export_for_transformers_has_our_scores_by_the_name_hf(tiny, include, tmp_path: Path, normalizer: str):
+    config = tiny("name=exported", f"model.normalizer={normalizer}", "trainer.max_steps=4")
+    train(config)
+    out = tmp_path / "hf"
+    assert command("export", str(config.run_folder), "--format", "hf", "-o", str(out)).returncode == 0
+    tasks = ["our_choice", "our_rolling"]
+    ours, _ = run_tasks(config.run_folder, tasks, include_path=include, out=tmp_path / "scores.json")
+    manager = TaskManager(include_path=str(include), include_defaults=False)
+    importlib.import_module("lm_eval.models")  # registers them
+    arguments = f"pretrained={out},trust_remote_code=True,device=cpu,dtype=float32"
+    # The harness puts the token that starts a document before a text by itself where it scores all of it.
+    for task, metric, more in (("our_choice", "acc", ""), ("our_rolling", "byte_perplexity", ",add_bos_token=False")):
+        theirs = lm_eval.simple_evaluate(model="hf", model_args=arguments + more, tasks=[task], task_manager=manager, log_samples=False)
+        assert theirs["results"][task][f"{metric},none"] == pytest.approx(ours["tasks"][task]["metrics"][metric], rel=1e-4)
 
 
 def test_lm_harness_from_the_command_line(tiny, include):
