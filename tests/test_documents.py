@@ -266,6 +266,6 @@ def test_the_readme_s_example_runs(tmp_path: Path):
     environment = {**os.environ, "PATH": commands_path, "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled"}
     assert shutil.which("lm", path=commands_path)
     subprocess.run(["bash", "-ec", example], check=True, cwd=tmp_path, env=environment, timeout=1800)
-    softmax, cooler = json.loads((tmp_path / "runs" / "mine" / "verdicts.json").read_text())["arms"]
+    softmax, cooler = json.loads((tmp_path / "runs" / "cooler" / "verdicts.json").read_text())["arms"]
     assert (softmax["runs"], cooler["runs"]) == (5, 5)
     assert cooler["verdict"] == "better"
