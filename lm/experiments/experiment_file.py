@@ -310,11 +310,8 @@ def _files(path: Path, where: str, given: Plain, forms: str) -> dict[str, Plain]
     return merged
 
 
-_OF_TRAINING_LENGTH = (
-    "validation",
-    "long_context",
-    "texts",
-)  # are measured in training lengths: arms of different ones read different text
+# Kinds that are measured in training lengths: arms of different ones read different text.
+_OF_TRAINING_LENGTH = ("validation", "long_context", "texts")
 _KINDS = {"val": "validation", "long": "long_context", "text": "texts"}  # of a metric by what its name begins with; else the kind itself
 
 

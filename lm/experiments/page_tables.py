@@ -16,7 +16,6 @@ from lm.report.comparison import ArmRuns, RunComparison, comparison_of
 from lm.report.comparison_pictures import DrawnRun
 from lm.report.pictures import Panel, Picture, Trace
 from lm.report.tables import Cell, Column, Filled, Table, digits, print_tables, signed
-from lm.runs.evaluations import Evaluation
 from lm.runs.folder import CONFIG, ENVIRONMENT
 from lm.runs.record import RunRecord
 from lm.runs.series import Series, selects
@@ -66,15 +65,14 @@ class SizeResults:
 
 def _reported(record: RunRecord) -> RunRecord:
     """A run with its evaluations on the documents that are reported on."""
-    return replace(record, evaluations=tuple(replace(each, series=_report_parts(each)) for each in record.evaluations))
-
-
-def _report_parts(evaluation: Evaluation) -> tuple[Series, ...]:
-    of_text = any(each.data_fingerprint for each in evaluation.series)
-    parts = [report_part(each) for each in evaluation.series if each.samples]
-    alone = [each for each in evaluation.series if not each.samples]
-    alone = [replace(each, metric=f"{each.metric}, all held-out text") if of_text else each for each in alone]
-    return tuple(each for each in (*parts, *alone) if each)
+    evaluations = []
+    for each in record.evaluations:
+        of_text = any(series.data_fingerprint for series in each.series)
+        parts = [report_part(series) for series in each.series if series.samples]
+        means = [series for series in each.series if not series.samples]
+        means = [replace(series, metric=f"{series.metric}, all held-out text") if of_text else series for series in means]
+        evaluations.append(replace(each, series=tuple(filter(None, (*parts, *means)))))
+    return replace(record, evaluations=tuple(evaluations))
 
 
 def report_part(series: Series) -> Series | None:

@@ -186,7 +186,9 @@ class Children:
         Returns:
             The exit status of the last of its commands, negative if a signal killed it, and the seconds that it took.
         """
-        status, begin = self._wait_for_earlier(run.config.run_folder), time.monotonic()
+        while under_way(run.config.run_folder) and not self._stopping.is_set():  # by what an earlier start of the experiment left
+            self._stopping.wait(1)
+        status, begin = 128 + signal.SIGTERM if self._stopping.is_set() else 0, time.monotonic()
         for command in [] if status else commands(replace(run, outcome=replace(run.outcome)), self.experiment):
             status = self._execute(run, command, devices)
             if status:
@@ -225,13 +227,6 @@ class Children:
         status = process.wait()
         del self._running[folder]
         return status
-
-    def _wait_for_earlier(self, folder: Path) -> int:
-        """Wait until no process trains in a run folder, as one that an earlier start of the experiment left may for a while; returns the
-        status of a run that is stopped first."""
-        while under_way(folder) and not self._stopping.is_set():
-            self._stopping.wait(1)
-        return 128 + signal.SIGTERM if self._stopping.is_set() else 0
 
 
 def under_way(folder: Path) -> bool:

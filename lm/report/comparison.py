@@ -18,7 +18,6 @@ from lm.report.pictures import FIRST_POSITION
 from lm.report.tables import printable, show
 from lm.runs.record import RunRecord, differing
 from lm.runs.series import Series, Shape, Units, number, series_names
-from lm.schema import Plain
 from lm.statistics.intervals import FEWEST, Interval, interval_of, over_seeds, paired_difference, sampled
 
 WILSON = (
@@ -157,10 +156,6 @@ class Section:
         seen = {evaluation.tokens_seen for evaluation in run.evaluations if any(each in evaluation.series for each in own)}
         return ", ".join(f"{tokens:,}" for tokens in sorted(seen)) or None
 
-    def is_apart(self, arm: ArmRuns) -> bool:
-        """Whether runs of the arm were measured on different sequences in some line, so that they have no mean there."""
-        return any(len(identities(self.of_arm(arm, line), place)) > 1 for line in self.lines for place in self.places)
-
     def alike(self, arm: ArmRuns, line: Line, place: str) -> list[Series]:
         """The series of a line of an arm that have a place; none if they were measured on different sequences there."""
         series = [each for each in self.of_arm(arm, line) if place in each.places]
@@ -284,7 +279,12 @@ def comparison_of(arms: tuple[ArmRuns, ...], names: tuple[str, ...]) -> RunCompa
     """The comparison of arms with the first of `names`, if that has runs."""
     shown = _sections_of(arms)
     missing = [f"{printable(run.name)}: {lack}" for arm in arms for run in arm.runs for lack in run.missing]
-    apart = dict.fromkeys((arm, section.first.shown.measured_on) for arm in arms for section in shown if section.is_apart(arm))
+    apart = dict.fromkeys(
+        (arm, section.first.shown.measured_on)
+        for arm in arms
+        for section in shown
+        if any(len(identities(section.of_arm(arm, line), place)) > 1 for line in section.lines for place in section.places)
+    )
     missing += [f"{arm.label}: the {measured_on} of its runs differ: no mean over them" for arm, measured_on in apart]
     if len(arms) == 1:
         return RunComparison(names, arms, shown, tuple(missing))
@@ -331,8 +331,14 @@ def _arms(records: list[RunRecord]) -> list[ArmRuns]:
         differ = _config_diff([ArmRuns("", group) for group in runs])
         keys = [key for key, _ in differ if is_learned(key) and not key.startswith(_NORMALIZER)]
         keys = keys if len(keys) <= 3 else []  # else the runs' names tell them apart
+
+        def values(run: RunRecord) -> list[str]:
+            known = {key: run.config[key] if key in ("init_from", "branch_from") else run.flat.get(key) for key in keys}
+            short = {key: value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else value for key, value in known.items()}
+            return [f"{key.split('.')[-1]}={value}" for key, value in short.items()]  # of a path the last part
+
         ways = (
-            lambda run: [f"{key.split('.')[-1]}={_short(run, key)}" for key in keys],
+            values,
             lambda run: [run.name],
             lambda run: [str(run.folder)],
         )
@@ -341,12 +347,6 @@ def _arms(records: list[RunRecord]) -> list[ArmRuns]:
             both = zip(labels, runs, strict=True)
             labels = [", ".join([label, *more(group[0])]) if label in repeated else label for label, group in both]
     return [ArmRuns(printable(label), group) for label, group in zip(labels, runs, strict=True)]
-
-
-def _short(run: RunRecord, key: str) -> Plain:
-    """A path's last part, also of the starting weights; other values as they are."""
-    value = run.config[key] if key in ("init_from", "branch_from") else run.flat.get(key)
-    return value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else value
 
 
 def arm_label(run: RunRecord) -> str:
