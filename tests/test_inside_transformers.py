@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_import import LLAMA_SIZES, V, imported, save
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
@@ -126,6 +127,12 @@ def test_what_is_learned_is_saved_and_read_again_by_the_same_lines(tmp_path: Pat
     lm.huggingface.add_parameters(again)
     assert torch.equal(dict(again.named_parameters())[f"model.layers.1.self_attn.{HOLDER}.s"], first)
     assert torch.equal(again.eval()(tokens()).logits, model.eval()(tokens()).logits)
+    weights = load_file(tmp_path / "learned" / "model.safetensors")
+    kept = {name: value for name, value in weights.items() if "layers.1.self_attn.lm_normalizer" not in name}
+    save_file(kept, tmp_path / "learned" / "model.safetensors", {"format": "pt"})
+    cut = LlamaForCausalLM.from_pretrained(tmp_path / "learned", attn_implementation="lm_ssmax")
+    with pytest.raises(ValueError, match=r"and it has no tensor model\.layers\.1\.self_attn\.lm_normalizer\.s of shape"):
+        lm.huggingface.add_parameters(cut)
     other = LlamaForCausalLM.from_pretrained(tmp_path / "learned", attn_implementation="lm_log_n")
     with pytest.raises(ValueError, match=r"was saved with \{'name': 'ssmax'\}, attn_implementation lm_log_n is \{'name': 'log_n'\}"):
         lm.huggingface.add_parameters(other)

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
@@ -27,6 +26,7 @@ import lm.functional as functional
 from lm.attention.catalogue import ENTRIES
 from lm.attention.layout import AttentionLayout
 from lm.functional import Named
+from lm.huggingface.importing import Shards
 
 LENGTH = "lm_train_length"  # field of the configuration
 HOLDER = "lm_normalizer"  # of a layer's parameters, within its attention; and the field of the configuration that names the normalizer
@@ -99,16 +99,14 @@ class _Parameters(nn.Module):
 
 
 def _read_saved(model: PreTrainedModel) -> None:
-    """Read the parameters that lie beside the weights that the model was read from. Raises ValueError: one is missing."""
-    folder, saved = Path(model.config._name_or_path), {}
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            saved |= {name: opened.get_tensor(name) for name in opened.keys() if f".{HOLDER}." in name}  # noqa: SIM118
-    wanted = {name: parameter for name, parameter in model.named_parameters() if f".{HOLDER}." in name}
-    if missing := wanted.keys() - saved.keys():
-        raise ValueError(f"{folder}: its configuration names {HOLDER}, and it has no tensor {min(missing)}")
-    for name, parameter in wanted.items():
-        parameter.data.copy_(saved[name])
+    """Read the parameters beside the weights that the model was read from. Raises ValueError: one is missing, or of another shape."""
+    tensors = Shards(Path(model.config._name_or_path))
+    for name, parameter in model.named_parameters():
+        if f".{HOLDER}." in name:
+            if tensors.shapes.get(name) != tuple(parameter.shape):
+                where = f"{tensors.path}: its configuration names {HOLDER}, and it"
+                raise ValueError(f"{where} has no tensor {name} of shape {tuple(parameter.shape)}")
+            parameter.data.copy_(tensors.read(name))
 
 
 def _attend(
