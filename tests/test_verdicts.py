@@ -127,8 +127,17 @@ def test_a_difference_that_hangs_on_one_rate_says_so():
     by_rates = at_rates(0.03, 0.03, -0.03, 0.005)
     found = verdicts({"a": Comparison(by_rates[1, 0], by_rates=by_rates, place=(1, 0))}, MATTERS, "lower")["a"]
     assert found.reason.startswith(
-        "the interval, over all rates that the arms were trained at, holds 0, and differences of more than 0.02;"
+        "too wide to tell: the interval, over all rates that the arms were trained at, holds 0, and differences of more than 0.02;"
     )
+
+
+def test_a_reason_says_in_plain_words_what_was_found_with_its_margin():
+    reasons = {
+        "equivalent": verdicts({"a": Comparison(spread(0.0, 0.001, 5))}, MATTERS, "lower")["a"].reason,
+        "undecided": verdicts({"a": Comparison(spread(0.0, 0.1, 5))}, MATTERS, "lower")["a"].reason,
+    }
+    assert reasons["equivalent"] == f"no difference above {MATTERS:g}: the interval lies within {MATTERS:g} (over 5 seeds)"
+    assert reasons["undecided"].startswith(f"too wide to tell: the interval holds 0, and differences of more than {MATTERS:g}; ")
 
 
 def test_a_metric_of_which_more_is_better_turns_the_words():

@@ -200,20 +200,22 @@ def _verdict(comparison: Comparison, margin: float, amount: str, better: str, co
     within = -margin < interval.low and interval.high < margin
     tied = comparison.estimates.error[comparison.place] == 0
     over = f"by the sign-flip test, as all {seeds} seeds differ by the same" if tied else f"over {seeds} seeds"
+    nothing = f"no difference above {amount}"
     if interval.low > 0 or interval.high < 0:
         if within:
-            return verdict("different but below what matters", f"the interval leaves out 0 and lies within {amount} (p = {p:.2g} {over})")
+            words = f"{nothing}, but some: the interval leaves out 0 and lies within {amount} (p = {p:.2g} {over})"
+            return verdict("different but below what matters", words)
         more = f" and every difference below {amount}" if min(abs(interval.low), abs(interval.high)) >= margin else ""
         return verdict(
             "better" if (interval.mean < 0) == (better == "lower") else "worse", f"the interval leaves out 0{more} (p = {p:.2g} {over})"
         )
     if within:
-        return verdict("equivalent", f"the interval lies within {amount} ({over})")
+        return verdict("equivalent", f"{nothing}: the interval lies within {amount} ({over})")
     if tied:
         few = "" if interval.mean == 0 else f", which so few can't bring to {ALPHA:g}"
         return verdict("undecided", f"all {seeds} seeds differ by the same: p = {p:.2g} by the sign-flip test{few}")
     rates = ", over all rates that the arms were trained at," if comparison.at_rates[..., 0].size > 1 else ""
-    beyond = f"the interval{rates} holds 0, and differences of more than {amount}"
+    beyond = f"too wide to tell: the interval{rates} holds 0, and differences of more than {amount}"
     return verdict("undecided", f"{beyond}; to find one of {amount} 4 times in 5 takes {needed.words}")
 
 
