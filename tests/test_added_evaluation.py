@@ -137,7 +137,7 @@ def test_an_evaluation_in_two_files_is_scheduled_kept_listed_drawn_and_reported(
 
     page = (tmp_path / "report" / "report.html").read_text()
     assert "Spread of logits" in page
-    assert "spread of logits by position" in page
+    assert "Spread of logits by position" in page
     found = list(csv.DictReader((tmp_path / "report" / "table.csv").open()))
     assert any(row["table"] == "Spread of logits" and row["quantity"] == "difference to softmax, 16" for row in found)
     assert "ssmax: no spread evaluation" in lacking[1]
