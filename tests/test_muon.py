@@ -204,7 +204,7 @@ def test_a_run_says_its_options_and_keeps_its_state_in_fp32(tiny, capsys: pytest
     config = tiny("name=a", "optim.optimizer={name: muon, momentum: 0.9}", "optim.groups.head.eps=1e-6", "trainer.precision=bf16-mixed")
     assert train(config) == 0
     out = capsys.readouterr().out
-    assert "muon, beta1 = 0.9, beta2 = 0.95, eps = 1e-08, weight_decay = 0.1, momentum = 0.9, nesterov = true, ns_steps = 5" in out
+    assert "optimizer   muon, momentum = 0.9, lr 0.01, " in out, "options at their defaults are left out"
     assert "weight decay 0.1, eps 1e-06" in out
     states = load_checkpoint(config.run_folder / "checkpoints" / "last.ckpt")["optimizer"]
     assert states["blocks.0.attention.qkv.weight"].keys() == {"momentum_buffer"}

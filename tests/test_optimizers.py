@@ -74,7 +74,7 @@ def test_a_group_without_a_learning_rate_stays_as_it_was(tiny, capsys: pytest.Ca
     assert not torch.equal(weights["embedding.weight"], start.embedding.weight)
     out = capsys.readouterr().out
     assert f"head {start.head.weight.numel():,} parameters, lr x 0, weight decay 0.1" in out
-    assert "adamw, beta1 = 0.9, beta2 = 0.95" in out
+    assert "optimizer   adamw, lr 0.01, " in out
 
 
 @dataclass
