@@ -1,5 +1,6 @@
 """Configurations: every problem is reported at once, and nothing is silently ignored."""
 
+import json
 import re
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import lm
 
 from lm.attention import catalogue
 from lm.config.data_config import Files
@@ -14,7 +16,7 @@ from lm.config.load import load, merge, parse, reference_markdown, to_yaml
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem
 from lm.experiments.experiment_file import read_experiment
-from lm.schema import reference, to_plain
+from lm.schema import fields, reference, to_plain
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -436,3 +438,8 @@ def test_a_normalizer_alone_is_not_trained_where_it_has_no_gradient():
     with pytest.raises(ConfigError, match=r"^train_only = 'normalizer': with model\.out_init = zero blocks of new weights add nothing"):
         load(options)
     load([*options, "init_from=runs/other"])
+
+
+def test_the_json_schema_has_every_key_of_the_top_level():
+    schema = json.loads(lm("config", "--schema").stdout)  # tests/test_json_schema.py validates by it
+    assert schema["properties"].keys() == {"base", *(spec.name for spec in fields(Config))}

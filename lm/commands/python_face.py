@@ -166,20 +166,20 @@ def judge(
 
 
 def judged_table(
-    table: str | os.PathLike | pd.DataFrame, question: dict[str, object], baseline: str | None, where: str, by: Sequence[str]
+    table: str | os.PathLike | pd.DataFrame, question: dict[str, Plain], baseline: str | None, where: str, by: Sequence[str]
 ) -> Judged:
     """The verdicts on a table: arguments and errors of `judge`; `question`: keys of `primary`."""
     problems: list[Problem] = []
     primary = build(Primary, question, "", problems)
     if problems:
         raise ConfigError(problems)
-    source, lines = "the table", table
-    if not isinstance(table, pd.DataFrame):
-        try:
-            source, lines = os.fspath(table), pd.read_csv(table)
-        except (OSError, ValueError) as error:
-            raise RunError(f"{os.fspath(table)}: no CSV table: {one_line(error)}") from None
-    return judge_table(lines, source, primary, baseline, where, by)
+    if isinstance(table, pd.DataFrame):
+        return judge_table(table, "the table", primary, baseline, where, by)
+    try:
+        lines = pd.read_csv(table)
+    except (OSError, ValueError) as error:
+        raise RunError(f"{os.fspath(table)}: no CSV table: {one_line(error)}") from None
+    return judge_table(lines, os.fspath(table), primary, baseline, where, by)
 
 
 def _run(folder: Path) -> dict[str, object]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field
 
 from lm.attention.catalogue import Layers
+from lm.attention.plugins import Table
 from lm.config.tree import Config
 from lm.schema import Limits, Plain, block_of, fields
 
@@ -14,7 +15,7 @@ Schema = dict[str, Plain]
 BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
 TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", dict: "object", types.NoneType: "null"}
 INTERPOLATED: Schema = {"type": "string", "pattern": r"\$\{"}  # `${...}` may stand for any value
-OUTSIDE: Schema = {"type": "string", "pattern": ":"}  # a normalizer of a package: `package.module:Class`
+OUTSIDE: Schema = {"type": "string", "pattern": ":"}  # an option of a package: `package.module:Class`
 
 
 def configuration_schema() -> Schema:
@@ -56,10 +57,10 @@ def _default(spec: Field) -> Schema:
 
 
 def _value(spec: Field, definitions: dict[str, Schema]) -> Schema:
-    if table := spec.metadata.get("table"):
-        return _variant(table, spec.default_factory().name, definitions)
-    if table := spec.metadata.get("list_table"):
-        of_one = _variant(table, None, definitions)
+    if "table" in spec.metadata:
+        return _variant(spec.metadata["table"], spec.default_factory().name, definitions)
+    if "list_table" in spec.metadata:  # which may be empty: all its entries are from outside
+        of_one = _variant(spec.metadata["list_table"], None, definitions)
         return {"anyOf": [{"type": "array", "items": of_one}, of_one]}
     if table := spec.metadata.get("named_table"):
         return {"type": "object", "additionalProperties": _variant(table, None, definitions)}
@@ -74,14 +75,14 @@ def _value(spec: Field, definitions: dict[str, Schema]) -> Schema:
 
 def _variant(table: Mapping[str, type], default: str | None, definitions: dict[str, Schema]) -> Schema:
     """One block of a table, or its bare name; the block of the default needs no `name`."""
-    options: list[Plain] = [{"enum": list(table)}, INTERPOLATED]
+    options: list[Plain] = [{"enum": list(table)}, INTERPOLATED] if table else [INTERPOLATED]
     for name, schema in table.items():
         reference = _reference(schema, definitions, name)
         options.append(reference if name == default else {**reference, "required": ["name"]})
     if Layers.name in table:
         single = {name: schema for name, schema in table.items() if name != Layers.name}
         options.append({"type": "array", "items": _variant(single, None, definitions)})
-    if hasattr(next(iter(table.values())), "full_formula"):  # normalizers, of which there may be others
+    if isinstance(table, Table) or Layers.name in table:  # there may be others, from outside
         options += [OUTSIDE, {"type": "object", "properties": {"name": OUTSIDE}, "required": ["name"]}]
     return {"anyOf": options}
 

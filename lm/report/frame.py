@@ -111,7 +111,13 @@ def run_columns(record: RunRecord) -> Lines:
     steps = [evaluation.step for evaluation in record.evaluations]
     ended = max(steps, default=-1) >= (steps_planned if isinstance(steps_planned, int) else 0)
     state = "diverged" if any(DIVERGED in line for line in record.logged) else "finished" if ended else "unfinished"
-    run = {"run": record.name, "folder": str(record.folder), "commit": record.commits, "seed": record.config["seed"], "state": state}
+    run: dict[str, object] = {
+        "run": record.name,
+        "folder": str(record.folder),
+        "commit": record.commits,
+        "seed": record.config["seed"],
+        "state": state,
+    }
     run |= {"experiment": place.get("name"), "arm": place.get("arm") or record.flat["model.normalizer.name"]}
     return run | {"size": place.get("size"), "stage": place.get("stage"), "rate": place.get("rate") or record.flat.get("optim.lr")}
 
