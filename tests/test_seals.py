@@ -190,7 +190,7 @@ def test_a_changed_source_file_of_what_measures_is_other_code(package: Path, roo
 
 def test_what_was_measured_by_other_code_is_measured_again(tmp_path, monkeypatch):
     class Probe(Measurement):
-        kind = "validation"
+        kind = "long_context"
         options, work = {}, 1
 
         def measure(self, decoder, where, progress):
@@ -198,7 +198,7 @@ def test_what_was_measured_by_other_code_is_measured_again(tmp_path, monkeypatch
 
     probe = Probe(configured([str(ROOT / "tests" / "tiny.yaml"), "data.source.paths=[.]"]), SimpleNamespace(fingerprint="data"))
     where = Device(torch.device("cpu"), False)
-    one = Evaluation("validation", 8, 80, "data", {}, "32", "w", (), {}, probe.code)
+    one = Evaluation("long_context", 8, 80, "data", {}, "32", "w", (), {}, probe.code)
     probe.cache(tmp_path, one, where)
     assert probe.cached(tmp_path, "w", where, 8, 80).code == {"lm": measuring_code()}
     monkeypatch.setattr("lm.evaluation.evaluation_kind.measuring_code", lambda: "other")
