@@ -51,12 +51,12 @@ class Measurement(ABC):
 
     @property
     def asked(self) -> Timing:
-        """Its block of `eval` in the configuration, which says when it runs during training, too."""
+        """The evaluation's block of `eval` in the configuration, which says when it runs during training, too."""
         return self.config.eval.kinds[self.kind]
 
     @property
     def asked_plain(self) -> dict[str, Plain]:
-        """Its block of `eval`, without the keys that say when, and for how long."""
+        """The evaluation's block of `eval`, without the keys that say when, and for how long."""
         return {name: value for name, value in to_plain(self.asked).items() if name not in WHEN}
 
     def with_settings(self, **own: Plain) -> dict[str, Plain]:

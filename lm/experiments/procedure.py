@@ -46,7 +46,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        """Its size, arm, rate and seed in words."""
+        """The run's size, arm, rate and seed in words."""
         at = "" if self.rate is None else f"at {self.rate:g}"
         return " ".join(filter(None, (self.size, self.arm, at, f"seed {self.config.seed}")))
 

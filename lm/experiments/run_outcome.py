@@ -43,12 +43,12 @@ class Outcome:
 
     @cached_property
     def log(self) -> tuple[list[dict[str, Plain]], list[int]]:
-        """Its logged lines, and the numbers of those that can't be read."""
+        """The run's logged lines, and the numbers of those that can't be read."""
         return read_metrics(self.folder / METRICS)
 
     @property
     def record(self) -> RunRecord:
-        """Its run folder, of which no evaluation is read again. Raises RunError: a file can't be read."""
+        """The record of the run folder, of which no evaluation is read again. Raises RunError: a file can't be read."""
         return read_run(self.folder, self.log, self._measured_last[0])
 
     @cached_property
@@ -92,7 +92,7 @@ class Outcome:
 
     @property
     def checkpoint(self) -> Path:
-        """Its last one."""
+        """The file of the last checkpoint."""
         return step_path(self.folder / CHECKPOINTS, self.last_step)
 
     @cached_property

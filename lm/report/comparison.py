@@ -93,12 +93,12 @@ class Section:
 
     @cached_property
     def lines(self) -> list[Line]:
-        """Its lines, in the order of the runs' files."""
+        """The section's lines, in the order of the runs' files."""
         return list(dict.fromkeys(line for _, line in self.series))
 
     @property
     def metrics(self) -> list[str]:
-        """Its metrics, likewise."""
+        """The section's metrics, in the order of its lines."""
         return list(dict.fromkeys(line.metric for line in self.lines))
 
     @property

@@ -36,7 +36,7 @@ class Evaluated:
 
     @cached_property
     def rows(self) -> list["Row"]:
-        """Its numbers."""
+        """The numbers of the evaluation, a row each."""
         return rows_of(self.evaluation.series)
 
 

@@ -74,12 +74,12 @@ class Table:
 
     @property
     def columns(self) -> list[Column]:
-        """Its columns, without their cells."""
+        """The table's columns, without their cells."""
         return [column for column, _ in self.contents]
 
     @property
     def rows(self) -> list[list[tuple[Column, Cell]]]:
-        """Its rows: each cell with its column."""
+        """The table's rows: each cell with its column."""
         return [list(zip(self.columns, row, strict=True)) for row in zip(*(cells for _, cells in self.contents), strict=True)]
 
 

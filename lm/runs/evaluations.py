@@ -43,7 +43,7 @@ class Evaluation:
 
     @property
     def name(self) -> str:
-        """Its kind in a sentence, such as `long-context evaluation`."""
+        """The evaluation's kind in a sentence, such as `long-context evaluation`."""
         return f"{self.kind.replace('_', '-')} evaluation"
 
     def plain(self) -> dict[str, Plain]:

@@ -140,7 +140,7 @@ class RunRecord:
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """Its seed, after those of the runs that its weights come from: what runs of two arms are paired by."""
+        """The run's seed, after those of the runs that its weights come from: what runs of two arms are paired by."""
         return seeds(self.config, self.environment)
 
     @property

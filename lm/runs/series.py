@@ -251,7 +251,7 @@ class Series:
 
     @property
     def scores(self) -> dict[str, float]:
-        """Its numbers among a run's metrics, by their names there."""
+        """The series' numbers among a run's metrics, by their names there."""
         means = self.means.tolist() if self.whole is None else [self.whole]
         return dict(zip(self.logged, means, strict=False))
 
