@@ -21,7 +21,7 @@ import lm
 from lm.config.load import to_yaml
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.page import write_page
-from lm.experiments.page_tables import SizeResults, report_part
+from lm.experiments.page_tables import SizeResults
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_lines
 from lm.report.comparison import differences_along
@@ -141,8 +141,10 @@ def test_numbers_are_those_of_the_documents_that_report(tmp_path, undrawn):
     kept = ~selects(whole["data_fingerprint"], np.array(whole["samples"][0]["groups"]))
     assert 0 < sum(kept) < len(kept)
     series = Series.of(whole)
-    assert report_part(series).means[0] == pytest.approx(series.samples[0].values[kept, 0].mean())
-    assert report_part(series).means[0] != series.means[0]
+    assert series.reporting.means[0] == pytest.approx(series.samples[0].values[kept, 0].mean())
+    assert series.reporting.means[0] != series.means[0]
+    selecting = replace(series, samples=(series.samples[0].part(~kept),))
+    assert (selecting.reporting.samples, selecting.reporting.means[0]) == ((), series.means[0]), "none reports: the mean of all alone"
 
 
 @pytest.mark.parametrize(("device", "unit"), [("cpu", "GiB, whole process"), ("NVIDIA H100", "GiB, tensors on the GPU")])
@@ -309,7 +311,7 @@ def test_every_number_of_the_verdicts_follows_from_the_long_table(tmp_path, undr
 
 def test_a_report_of_the_same_runs_agrees_to_the_last_digit(tmp_path, undrawn):
     arms = {name: FILE["arms"][name] for name in ("softmax", "ssmax")}
-    procedure = finish_all(made(tmp_path, tune=None, arms=arms), fingerprint="")  # of no held-out text: all of it reports
+    procedure = finish_all(made(tmp_path, tune=None, arms=arms))
     with mock.patch("lm.experiments.run_outcome.read_evaluation", wraps=read_evaluation) as first:
         page = write_page([Procedure(procedure.experiment)], tmp_path / "out")
     opened = [path for (path,), _ in first.call_args_list]

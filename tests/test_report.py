@@ -161,7 +161,7 @@ def test_buckets_that_miss_the_range_say_their_own_positions(tmp_path):
 
 
 def test_too_few_documents_give_no_interval_and_are_said(tmp_path):
-    folders = [build_run(tmp_path, "soft"), build_run(tmp_path, "scalable", "ssmax")]
+    folders = [build_run(tmp_path, name, normalizer, fingerprint="") for name, normalizer in (("soft", "softmax"), ("scalable", "ssmax"))]
     assert "paired by sequence, Student t over 16 documents (128 sequences)" in compared(*folders)[1][()].note
     for folder in folders:
         edit(folder, "validation", lambda result: first_sample(result).update(groups=[row // 64 for row in range(128)]))

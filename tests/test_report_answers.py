@@ -101,7 +101,8 @@ def test_answers_of_several_seeds_have_the_wider_interval(tmp_path):
 
 
 def test_sequences_with_more_answers_weigh_more(tmp_path):
-    folders = [build_run(tmp_path, "soft", asked={64: 0.5}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.5})]
+    arms = {"soft": "softmax", "scalable": "ssmax"}
+    folders = [build_run(tmp_path, name, arm, asked={64: 0.5}, fingerprint="") for name, arm in arms.items()]
     for folder, first in zip(folders, (0.5, 0.9), strict=True):
         edit(folder, "recall", lambda result, first=first: weighed(result, [first] * 8 + [0.5] * 8, [15] * 8 + [1] * 8))
         edit(folder, "validation", lambda result, first=first: weighed(result, [first] * 64 + [0.5] * 64, [3] * 64 + [1] * 64))

@@ -16,7 +16,7 @@ from lm.runs.series import Axis, Sample, Series, Shown
 
 def probe(rng: np.random.Generator, level: float) -> list[Series]:
     """A number, a curve by position, and points at depths with units of their own."""
-    common = {"kind": "probe", "seq_len": 64, "better": "higher", "setting": "as trained", "interval": "documents", "data_fingerprint": "d"}
+    common = {"kind": "probe", "seq_len": 64, "better": "higher", "setting": "as trained", "interval": "documents"}
 
     def sample(name: str, columns: int, units: int = 40) -> Sample:
         return Sample(name, level + rng.normal(0, 0.1, (units, columns)), np.ones(units), np.arange(units))

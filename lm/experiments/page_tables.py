@@ -18,7 +18,6 @@ from lm.report.pictures import Panel, Picture, Trace
 from lm.report.tables import Cell, Column, Filled, Table, digits, print_tables, signed
 from lm.runs.folder import CONFIG, ENVIRONMENT
 from lm.runs.record import RunRecord
-from lm.runs.series import Series, selects
 from lm.schema import Plain
 from lm.statistics.intervals import Interval, over_seeds
 
@@ -59,34 +58,8 @@ class SizeResults:
     def comparison(self) -> RunComparison | None:
         """The arms that have finished runs, on the documents that are reported on; None if there are none."""
         by_arm = {name: [each.record for each in self.drawn if (each.arm, each.state) == (name, "finished")] for name in self.arm_names}
-        arms = tuple(ArmRuns(name, tuple(map(_reported, records))) for name, records in by_arm.items() if records)
+        arms = tuple(ArmRuns(name, tuple(record.reporting for record in records)) for name, records in by_arm.items() if records)
         return comparison_of(arms, tuple(self.arm_names)) if arms else None
-
-
-def _reported(record: RunRecord) -> RunRecord:
-    """A run with its evaluations on the documents that are reported on."""
-    evaluations = []
-    for each in record.evaluations:
-        of_text = any(series.data_fingerprint for series in each.series)
-        parts = [report_part(series) for series in each.series if series.samples]
-        means = [series for series in each.series if not series.samples]
-        means = [replace(series, metric=f"{series.metric}, all held-out text") if of_text else series for series in means]
-        evaluations.append(replace(each, series=tuple(filter(None, (*parts, *means)))))
-    return replace(record, evaluations=tuple(evaluations))
-
-
-def report_part(series: Series) -> Series | None:
-    """A series on the documents that are reported on; as it is if it is of no held-out text; None if none of these is left. Curves of
-    bins become as coarse as the bins are; a unit without a value is left out of the mean."""
-    if not series.data_fingerprint:
-        return series
-    samples = [each.part(~selects(series.data_fingerprint, each.groups)) for each in series.samples]
-    if not all(len(each.weights) and each.weights.sum() for each in samples):
-        return None
-    masked = [np.ma.average(np.ma.masked_invalid(each.values), axis=0, weights=each.weights) for each in samples]
-    means = np.where(np.isfinite(series.means), np.concatenate([each.filled(np.nan) for each in masked]), np.nan)
-    curve = np.repeat(means, np.diff(series.axis.values).astype(int)) if series.bins else None
-    return replace(series, samples=tuple(samples), means=means, curve=curve)
 
 
 # ---------------------------------------------------------------- tables

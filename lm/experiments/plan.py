@@ -228,7 +228,7 @@ def whole(run: Run, seconds: float) -> float:
     begun = _last_start(run)
     if not begun or not begun[0]:
         return seconds
-    log = read_metrics(run.config.run_folder / METRICS)[0]
+    log = read_metrics(run.config.run_folder / METRICS).lines
     trained = training_seconds(log)
     return seconds + trained - training_seconds(log, begun[0]) if trained else 0.0
 

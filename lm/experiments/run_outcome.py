@@ -12,7 +12,7 @@ import numpy as np
 from lm.attention.plugins import PLUGINS
 from lm.errors import RunError, one_line
 from lm.runs.evaluations import Evaluation, evaluation_files, measuring_code, read_evaluation
-from lm.runs.folder import CHECKPOINTS, DIVERGED, ENVIRONMENT, METRICS, curve, read_json, read_metrics, step_path
+from lm.runs.folder import CHECKPOINTS, DIVERGED, ENVIRONMENT, METRICS, Log, curve, read_json, read_metrics, step_path
 from lm.runs.record import RunRecord, read_run, used
 from lm.runs.same_run import check_measured
 from lm.runs.series import UNIGRAM, Series, Units
@@ -42,8 +42,8 @@ class Outcome:
     asked: dict[str, dict[str, Plain]] = field(default_factory=dict)
 
     @cached_property
-    def log(self) -> tuple[list[dict[str, Plain]], list[int]]:
-        """The run's logged lines, and the numbers of those that can't be read."""
+    def log(self) -> Log:
+        """The run's log, read once."""
         return read_metrics(self.folder / METRICS)
 
     @property
@@ -70,7 +70,7 @@ class Outcome:
         It stopped at values that are not finite, or its final loss isn't; or it learned nothing that was left at its end: its final loss
         is above the unigram cross-entropy, and its training loss ended more than `RISE` above the lowest that it had logged.
         """
-        lines = self.log[0]
+        lines = self.log.lines
         if reason := next((str(line[DIVERGED]) for line in lines if DIVERGED in line), ""):
             if self.checkpoint.exists():
                 raise RunError(f"{self.folder / METRICS}: says that the run diverged, but {self.checkpoint} is there: bring it back")
@@ -105,7 +105,7 @@ class Outcome:
         """Whether each scheduled evaluation of the last step was made, or has failed (`eval.on_error` is log): a kill leaves neither."""
         files = evaluation_files(self.folder)
         missing = [kind for kind in self.scheduled if (kind, self.last_step) not in files]
-        failed = {name for line in (self.log[0] if missing else ()) if line.get("step") == self.last_step for name in line}
+        failed = {name for line in (self.log.lines if missing else ()) if line.get("step") == self.last_step for name in line}
         return all(f"{kind}/failed" in failed for kind in missing)
 
     @cached_property
@@ -147,7 +147,7 @@ class Outcome:
         """The evaluations of the last step by file, and `sealed`. Raises RunError: they are of other weights, or were altered."""
         files = evaluation_files(self.folder)
         last = {path: each for (_, step), path in files.items() if step == self.last_step for each in _read(path)}
-        return last, not last or not self.checkpoint.exists() or check_measured(self.folder, [*last.values()], self.checkpoint)
+        return last, not last or not self.checkpoint.exists() or check_measured(self.folder, [*last.values()], self.checkpoint, self.log)
 
     def values(self, metric: str) -> Units | None:
         """A metric by unit at the last step, whose mean is the logged one; None if it was not measured by unit."""
@@ -181,7 +181,7 @@ class Outcome:
         kinds = {each.kind for each in self._evaluations for series in each.series if self.metric in series.logged}
         files = [path for (kind, step), path in sorted(evaluation_files(self.folder).items()) if kind in kinds and step <= self.last_step]
         read = [each for path in files for each in _read(path)]
-        check_measured(self.folder, read, self.checkpoint)
+        check_measured(self.folder, read, self.checkpoint, self.log)
         series = [(each.tokens_seen, next((some for some in each.series if self.metric in some.logged), None)) for each in read]
         return [(tokens, values) for tokens, some in series if tokens and some and (values := some.logged_units(self.metric))]
 

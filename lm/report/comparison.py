@@ -262,7 +262,7 @@ def compare_runs(records: list[RunRecord], baseline: str | None = None) -> RunCo
     Raises:
         RunError: no runs, or no such baseline.
     """
-    records = list({record.folder.resolve(): record for record in records}.values())
+    records = [record.reporting for record in {record.folder.resolve(): record for record in records}.values()]
     if not records:
         raise RunError("no run folders given")
     arms = tuple(_arms(records))

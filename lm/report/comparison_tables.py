@@ -19,6 +19,7 @@ from lm.schema import Plain, flatten, to_plain
 from lm.statistics.intervals import Interval
 
 BETTER = {"lower": "below zero: better", "higher": "above zero: better", "none": ""}  # words for a difference
+REPORTING = "held-out text: numbers are of the documents that report, without the third that selects learning rates and checkpoints"
 SAME = {True: "yes", False: "NO", None: "unknown"}  # words for a check of fairness
 _ELSEWHERE = ("model.n_layer", "model.n_head", "model.n_embd", "model.dropout", "model.normalizer.", "model.transfer.")  # in the methods
 Span = tuple[datetime, datetime]
@@ -156,6 +157,8 @@ def print_comparison(comparison: RunComparison, console: Console | None = None) 
 def notes(comparison: RunComparison) -> list[str]:
     """Notes on what differs besides the normalizer, how the differences were made, or why there are none, and what the runs lack."""
     lines = [comparison.warning] if comparison.warning else []
+    of_text = any(series.samples and series.data_fingerprint for section in comparison.sections for series in section.series.values())
+    lines += [REPORTING] if of_text else []
     for note in dict.fromkeys(difference.note for difference in comparison.differences):
         same = [difference for difference in comparison.differences if difference.note == note]
         whats: dict[tuple[str, ...], list[str]] = {}  # by the arms that have this note

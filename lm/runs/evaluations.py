@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -45,6 +45,14 @@ class Evaluation:
     def name(self) -> str:
         """The evaluation's kind in a sentence, such as `long-context evaluation`."""
         return f"{self.kind.replace('_', '-')} evaluation"
+
+    @property
+    def reporting(self) -> "Evaluation":
+        """The evaluation on the documents that report; means that are known of all held-out text alone say so in their names."""
+        of_text = any(each.data_fingerprint for each in self.series)
+        series = [each.reporting for each in self.series]
+        whole = [each if each.samples or not of_text else replace(each, metric=f"{each.metric}, all held-out text") for each in series]
+        return replace(self, series=tuple(sorted(whole, key=lambda each: not each.samples)))
 
     def plain(self) -> dict[str, Plain]:
         """The content of its file."""

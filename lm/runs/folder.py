@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -164,21 +165,32 @@ class Curve:
     loss: np.ndarray  # (points,) nats per token
 
 
-def read_metrics(path: Path) -> tuple[list[dict[str, Plain]], list[int]]:
-    """The logged lines, and the numbers (from 1) of those that are no JSON objects with a step; none of a file that isn't there.
+class Log(NamedTuple):
+    """A metrics.jsonl as it was read: `lines` that are JSON objects with a step, numbers (from 1) of the others, and all bytes; None: there
+    is no such file."""
 
-    A last line without its end is what a kill leaves: it is left out unless it is whole.
-    """
-    *texts, last = path.read_bytes().split(b"\n") if path.is_file() else [b""]
+    lines: list[dict[str, Plain]]
+    unreadable: list[int]
+    content: bytes | None
+
+    def is_altered(self, seal: dict[str, Plain]) -> bool:
+        """Whether there is a log, and its beginning is not what `log_seal` saw."""
+        return self.content is not None and _seal(self.content[: seal["bytes"]]) != seal
+
+
+def read_metrics(path: Path) -> Log:
+    """Read a log. A last line without its end is what a kill leaves: it is left out unless it is whole."""
+    content = path.read_bytes() if path.is_file() else None
+    *texts, last = (content or b"").split(b"\n")
     lines = [*map(_read, texts), *filter(None, [_read(last)])]
-    return [line for line in lines if line], [number for number, line in enumerate(lines, 1) if not line]
+    return Log([line for line in lines if line], [number for number, line in enumerate(lines, 1) if not line], content)
 
 
 def truncate_metrics(path: Path, step: int) -> list[str]:
     """Keep the lines up to `step`, from which a run is resumed, without a swap at it. Returns notes on unreadable lines."""
     if not path.exists():
         return []
-    lines, unreadable = read_metrics(path)
+    lines, unreadable, _ = read_metrics(path)
     kept = [line for line in lines if line["step"] < step or (line["step"] == step and "swap/kl" not in line)]
     write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
     return [f"note: {path}: left out what is not readable: line {', '.join(map(str, unreadable))}"] if unreadable else []
@@ -187,11 +199,6 @@ def truncate_metrics(path: Path, step: int) -> list[str]:
 def log_seal(path: Path) -> dict[str, Plain]:
     """How many `bytes` a log has, and their `sha256`: a checkpoint keeps it, and later lines are only added."""
     return _seal(path.read_bytes() if path.is_file() else b"")
-
-
-def is_altered(path: Path, seal: dict[str, Plain]) -> bool:
-    """True if there is a log, and its beginning is not what `log_seal` saw."""
-    return path.is_file() and _seal(path.read_bytes()[: seal["bytes"]]) != seal
 
 
 def _seal(content: bytes) -> dict[str, Plain]:
@@ -251,7 +258,7 @@ def curve(lines: list[dict[str, Plain]], name: str) -> Curve:
 
 def step_seconds(path: Path) -> float | None:
     """Median seconds of a step of a run that logs every step, without the first ones; None before the first."""
-    ends = [line["elapsed_s"] for line in read_metrics(path)[0] if "elapsed_s" in line]
+    ends = [line["elapsed_s"] for line in read_metrics(path).lines if "elapsed_s" in line]
     took = [after - before for before, after in itertools.pairwise(ends)][_WARM_UP:]
     return statistics.median(took or [ends[-1] / len(ends)]) if ends else None
 

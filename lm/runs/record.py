@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from lm.config.task_config import TASKS
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, RunError, one_line
 from lm.runs.evaluations import Evaluation, last_evaluations
-from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, METRICS, Curve, curve, read_json, read_metrics, require_run
+from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, METRICS, Curve, Log, curve, read_json, read_metrics, require_run
 from lm.runs.same_run import check_measured
 from lm.runs.series import KIND, Series, validation_series
 from lm.schema import Plain, flatten
@@ -149,6 +149,11 @@ class RunRecord:
         return [series for evaluation in self.evaluations for series in evaluation.series if series.shown]
 
     @property
+    def reporting(self) -> "RunRecord":
+        """The record with its evaluations on the documents that report."""
+        return replace(self, evaluations=tuple(each.reporting for each in self.evaluations))
+
+    @property
     def tokens_seen(self) -> int | None:
         """Tokens trained on at the reported evaluation, else at the last logged step."""
         if self.evaluations:
@@ -181,9 +186,7 @@ class RunRecord:
         return flatten(self.environment).get(path)
 
 
-def read_run(
-    folder: Path, log: tuple[list[dict[str, Plain]], list[int]] | None = None, known: Mapping[Path, Evaluation] = MappingProxyType({})
-) -> RunRecord:
+def read_run(folder: Path, log: Log | None = None, known: Mapping[Path, Evaluation] = MappingProxyType({})) -> RunRecord:
     """The record of a run folder; evaluations and metrics may be absent (`missing` says so).
 
     Args:
@@ -198,7 +201,8 @@ def read_run(
     config = _read_config(folder / CONFIG)
     environment = read_json(folder / ENVIRONMENT)
     missing = _missing_environment(config, environment, folder / ENVIRONMENT)
-    lines, unreadable = log or read_metrics(folder / METRICS)
+    log = log or read_metrics(folder / METRICS)
+    lines, unreadable = log.lines, log.unreadable
     if unreadable and not lines:
         raise RunError(f"{folder / METRICS}: no line is a JSON object with a step")
     if unreadable:
@@ -211,7 +215,7 @@ def read_run(
     checkpoint = folder / CHECKPOINTS / LAST
     if evaluations and not checkpoint.is_file():
         missing.append(f"no {CHECKPOINTS}/{LAST}, by which its evaluations could be checked")
-    elif evaluations and not check_measured(folder, evaluations, checkpoint):
+    elif evaluations and not check_measured(folder, evaluations, checkpoint, log):
         missing.append("its evaluations carry no digest (made by an earlier version)")
     logged = [line for line in lines if "val/loss" in line]
     if logged and not any(each.kind == KIND for each in evaluations):

@@ -11,7 +11,7 @@ from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, Problem, RunError, one_line, shown
 from lm.runs.evaluations import Evaluation, evaluation_path, remedy
-from lm.runs.folder import EMPTY_LOG, METRICS, check_fields, is_altered, read_json
+from lm.runs.folder import EMPTY_LOG, METRICS, Log, check_fields, read_json
 from lm.runs.metadata import SEALS, SHA256, without_tensors
 from lm.schema import Plain, to_plain
 
@@ -83,7 +83,7 @@ def check_environment(file: Path, metadata: dict[str, Plain], path: Path) -> dic
     return environment
 
 
-def check_measured(run: Path, evaluations: Sequence[Evaluation], checkpoint: Path) -> bool:
+def check_measured(run: Path, evaluations: Sequence[Evaluation], checkpoint: Path, log: Log) -> bool:
     """Whether all that was measured up to a checkpoint is known to be of the run's weights; False where an older version left no digest.
 
     Raises:
@@ -109,7 +109,7 @@ def check_measured(run: Path, evaluations: Sequence[Evaluation], checkpoint: Pat
             path = evaluation_path(run, evaluation.kind, step)
             raise RunError(f"{path}: is not of the weights that checkpoints/{checkpoint.name} records for step {step}; {remedy(path)}")
         checked &= step > seals["step"] or bool(known and evaluation.code)
-    if is_altered(run / METRICS, seals["log"]):
+    if log.is_altered(seals["log"]):
         again = "bring it back, or delete the run folder and train it again"
         raise RunError(f"{run / METRICS}: was altered since checkpoints/{checkpoint.name} was saved; {again}")
     return checked

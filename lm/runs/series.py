@@ -245,6 +245,22 @@ class Series:
         return float(self.curve[int(start) : int(stop)].mean() if self.bins else self.means[self.column_at(place)])
 
     @property
+    def reporting(self) -> "Series":
+        """The series on the documents of held-out text that report; its means alone, as of all of the text, where none does.
+
+        Curves of bins become as coarse as the bins are; a unit without a value is left out of the mean.
+        """
+        if not self.data_fingerprint or not self.samples:
+            return self
+        samples = [each.part(~selects(self.data_fingerprint, each.groups)) for each in self.samples]
+        if not all(len(each.weights) and each.weights.sum() for each in samples):
+            return replace(self, samples=(), interval="none")
+        masked = [np.ma.average(np.ma.masked_invalid(each.values), axis=0, weights=each.weights) for each in samples]
+        means = np.where(np.isfinite(self.means), np.concatenate([each.filled(np.nan) for each in masked]), np.nan)
+        curve = np.repeat(means, np.diff(self.axis.values).astype(int)) if self.bins else None
+        return replace(self, samples=tuple(samples), means=means, curve=curve)
+
+    @property
     def is_finite(self) -> bool:
         """Whether all of its means are."""
         return bool(np.isfinite(self.means).all() and (self.curve is None or np.isfinite(self.curve).all()))

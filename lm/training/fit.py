@@ -199,7 +199,7 @@ def _make_missing(config: Config, planned: list[Measurement], checkpoint: Path, 
         measured = evaluate(config, folder, checkpoint, missing)
         results |= {result.evaluation.kind: result.evaluation for result in measured}  # to more digits than in its file
         print_results(measured, folder / EVALUATIONS)
-    known = {name for line in read_metrics(folder / METRICS)[0] if line["step"] == step for name in line}
+    known = {name for line in read_metrics(folder / METRICS).lines if line["step"] == step for name in line}
     if unlogged := [result for result in results.values() if not logged(result).keys() <= known]:
         truncate_metrics(folder / METRICS, step)  # a line that the kill cut short
         log = MetricLog(folder / METRICS, start_mirrors(mode, config, before, step, L.pytorch.loggers), True)

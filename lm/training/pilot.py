@@ -45,7 +45,7 @@ def pilot(config: Config) -> dict[str, float]:
     begin = time.perf_counter()
     train(short)
     whole = time.perf_counter() - begin
-    ends = [line["elapsed_s"] for line in read_metrics(short.run_folder / METRICS)[0] if "elapsed_s" in line]
+    ends = [line["elapsed_s"] for line in read_metrics(short.run_folder / METRICS).lines if "elapsed_s" in line]
     step_s = step_seconds(short.run_folder / METRICS)
     interval = config.eval.every or max(1, real // 20)
     forward = config.eval.sequences * config.data.seq_len / config.optim.batch_tokens / 3  # of a step, which has a backward pass, too
