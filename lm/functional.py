@@ -61,7 +61,7 @@ def attention(
 
     Raises:
         ConfigError: no such normalizer or option, or one that needs what was not given.
-        ValueError: other parameters than the normalizer has, or positions that belong to no such sequences.
+        ValueError: other parameters than the normalizer has, or heads, positions or lengths that belong to no such sequences.
     """
     return _call(_attend, normalizer, q, k, parameters, positions, cu_seqlens, train_length, x, v)
 
@@ -142,6 +142,8 @@ def _call(
     reads = any(getattr(type(own), name) is not getattr(Normalizer, name) for name in ("query_features", "key_features"))
     if reads and x is None:
         raise ConfigError([Problem("x", None, f"{kind} reads the layer's input", "give it to lm.functional.attention")])
+    if q.size(1) % k.size(1):
+        raise ValueError(f"{q.size(1)} heads of queries can't share {k.size(1)} heads of keys")
     layout = positions if isinstance(positions, AttentionLayout) else make_layout(q, k, positions, cu_seqlens)
     given = {f"normalizer.{name}": value for name, value in parameters.items()}
     return torch.func.functional_call(module, given, (function, layout, x, q, k, *values))
@@ -171,7 +173,7 @@ def make_layout(q: Tensor, k: Tensor, positions: Tensor | None = None, cu_seqlen
     """Where queries (B, H, T, D) and keys (B, K, S, D) stand, for all layers of a step; arguments as of `attention`.
 
     Raises:
-        ValueError: both are given, or a sequence does not begin with a document.
+        ValueError: both are given, a sequence does not begin with a document, or lengths are not those of the tokens.
     """
     queries, keys = q.size(2), k.size(2)
     if positions is not None and cu_seqlens is not None:
@@ -179,13 +181,13 @@ def make_layout(q: Tensor, k: Tensor, positions: Tensor | None = None, cu_seqlen
     if cu_seqlens is not None:
         token = torch.arange(q.size(0) * queries, device=q.device)
         starts = cu_seqlens.to(token)
+        if starts[-1] != len(token):
+            raise ValueError(f"cu_seqlens end at {int(starts[-1])}, not at the {len(token)} tokens that there are")
         positions = (token - starts[torch.searchsorted(starts, token, right=True) - 1]).view(q.size(0), queries)
     if positions is None:
-        return (
-            AttentionLayout.full(queries, q.device)
-            if queries == keys
-            else AttentionLayout.continuing(keys - queries, queries, keys, q.device)
-        )
+        if keys < queries:
+            raise ValueError(f"{queries} queries are not the last of {keys} tokens")
+        return AttentionLayout.continuing(keys - queries, queries, keys, q.device)
     positions = positions.to(q.device).view(-1, positions.size(-1))
     if positions.size(1) != queries or queries != keys or (positions[:, 0] != 0).any():
         raise ValueError(

@@ -145,6 +145,9 @@ def test_what_is_missing_or_unknown_is_refused_by_name():
         (ConfigError, "relu2.*is no softmax of scaled queries", lambda: L.scaled("relu2", q, k)),
         (ValueError, "begin with a document", lambda: L.attention("softmax", q, k, v, positions=torch.arange(1, 9))),
         (ValueError, "not those of 8 queries", lambda: L.attention("softmax", q, k, v, positions=torch.arange(7))),
+        (ValueError, "8 queries are not the last of 7 tokens", lambda: L.attention("softmax", q, k[:, :, 1:], v[:, :, 1:])),
+        (ValueError, "cu_seqlens end at 9, not at the 16", lambda: L.attention("softmax", q, k, v, cu_seqlens=torch.tensor([0, 9]))),
+        (ValueError, "4 heads of queries can't share 3", lambda: L.attention("softmax", q, k[:, :3], v[:, :3])),
         (ValueError, "not both", lambda: L.make_layout(q, k, torch.arange(8), torch.tensor([0, 8]))),
     ):
         with pytest.raises(error, match=said):

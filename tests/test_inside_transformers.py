@@ -2,12 +2,16 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from test_import import LLAMA_SIZES, V, imported, save
+from test_import import LLAMA_SIZES, V, save
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lm.huggingface
 from lm.attention import catalogue as opt
@@ -18,7 +22,6 @@ from lm.huggingface.architectures import ARCHITECTURES
 from lm.huggingface.fields import Fields
 from lm.huggingface.inside import HOLDER
 from lm.model.decoder import Decoder
-from lm.runs.loading import load
 
 T = 60
 KINDS = {
@@ -125,6 +128,8 @@ def test_what_is_learned_is_saved_and_read_again_by_the_same_lines(tmp_path: Pat
     with pytest.raises(ValueError, match=r"lm_ssmax has learned parameters: call lm.huggingface.add_parameters"):
         again(tokens())
     lm.huggingface.add_parameters(again)
+    with pytest.raises(ValueError, match="has these parameters already"):
+        lm.huggingface.add_parameters(again)
     assert torch.equal(dict(again.named_parameters())[f"model.layers.1.self_attn.{HOLDER}.s"], first)
     assert torch.equal(again.eval()(tokens()).logits, model.eval()(tokens()).logits)
     weights = load_file(tmp_path / "learned" / "model.safetensors")
@@ -138,23 +143,62 @@ def test_what_is_learned_is_saved_and_read_again_by_the_same_lines(tmp_path: Pat
         lm.huggingface.add_parameters(other)
 
 
+def test_what_was_learned_is_read_from_the_hub_as_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = llama(tmp_path, "lm_ssmax", "random")
+    model.save_pretrained(tmp_path / "learned")
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "learned", attn_implementation="lm_ssmax")
+    again.config._name_or_path, again.config._commit_hash = "me/learned", "abc"
+    asked = []
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, revision, **given: asked.append((name, revision)) or tmp_path / "learned"
+    )
+    lm.huggingface.add_parameters(again)
+    assert asked == [("me/learned", "abc")]
+    assert torch.equal(again.eval()(tokens()).logits, model.eval()(tokens()).logits)
+
+
+@torch.no_grad()
+def test_padding_on_the_right_is_no_part_of_a_document(tmp_path: Path):
+    lm.huggingface.register()
+    torch.manual_seed(5)
+    model = LlamaForCausalLM._from_config(
+        LlamaConfig(**SMALL | {"max_position_embeddings": 16, "initializer_range": 0.3}), attn_implementation="lm_yarn"
+    ).eval()  # n is the document's length
+    padding = torch.ones_like(tokens())
+    padding[0, 25:] = 0
+    expected = model(tokens()[:1, :25]).logits[0]
+    assert not torch.allclose(model(tokens()).logits[0, :25], expected, atol=1e-2)
+    torch.testing.assert_close(model(tokens(), attention_mask=padding).logits[0, :25], expected, rtol=0, atol=1e-4)
+
+
+def test_a_models_own_scale_of_scores_is_kept_and_applied_in_fp32():
+    lm.huggingface.register()
+    q, k, v = (torch.randn(1, 2, 30, 16, generator=torch.Generator().manual_seed(n)).mul(4).bfloat16() for n in range(3))
+    module = SimpleNamespace(config=LlamaConfig(**SMALL))
+    out, _ = ALL_ATTENTION_FUNCTIONS["lm_log_n"](module, q, k, v, None, scaling=0.7)
+    wide = q.float() * 0.7 * 16**0.5, k.float(), v.float()
+    expected = lm.functional.attention("log_n", *wide, train_length=SMALL["max_position_embeddings"]).transpose(1, 2)
+    torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=2**-7)
+
+
 def test_what_can_not_be_computed_is_refused(tmp_path: Path):
     lm.huggingface.register()
     sliding = Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=10, max_window_layers=1)
     dropped = LlamaConfig(**SMALL | {"attention_dropout": 0.1})
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": V}
+    encoder = transformers.BertConfig(**sizes, intermediate_size=64, attention_probs_dropout_prob=0.0)
     for model, said in (
         (Qwen2ForCausalLM._from_config(sliding, attn_implementation="lm_log_n"), "do not compute sliding_window of Qwen2Attention"),
         (LlamaForCausalLM._from_config(dropped, attn_implementation="lm_log_n"), "set attention_dropout"),
+        (transformers.BertModel._from_config(encoder, attn_implementation="lm_log_n"), "are causal, BertSelfAttention is not"),
     ):
         with pytest.raises(ValueError, match=said):
             model.train()(tokens())
     with pytest.raises(ValueError, match=r"attn_implementation is sdpa: call lm\.huggingface\.register"):
         lm.huggingface.add_parameters(LlamaForCausalLM(LlamaConfig(**SMALL)))
+    with pytest.raises(ValueError, match="BloomForCausalLM computes attention by itself"):
+        lm.huggingface.add_parameters(
+            transformers.BloomForCausalLM._from_config(transformers.BloomConfig(**sizes), attn_implementation="lm_ssmax")
+        )
     with pytest.raises(ConfigError, match="did you mean 'ssmax'"):
         lm.huggingface.register({"lm_typo": "ssmaxx"})
-
-
-def test_our_decoder_imports_the_plain_model_that_the_lines_start_from(tmp_path: Path):
-    """The Llama above is one that `lm import` reads: both doors are of one model."""
-    save(tmp_path / "plain", "llama", SMALL)
-    assert imported(tmp_path / "plain", tmp_path / "out").spec == load(tmp_path / "out").spec

@@ -25,13 +25,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import lm.functional as functional
 from lm.attention.catalogue import ENTRIES
 from lm.attention.layout import AttentionLayout
+from lm.data.tokenizer import downloaded
 from lm.functional import Named
-from lm.huggingface.importing import Shards
+from lm.huggingface.importing import INDEX, Shards
 
 LENGTH = "lm_train_length"  # field of the configuration
 HOLDER = "lm_normalizer"  # of a layer's parameters, within its attention; and the field of the configuration that names the normalizer
 ELSEWHERE = ("forget", "asentmax", "p_n")  # the first two read the layer's input, the last has a table for all layers
 REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias")  # arguments of attention functions that change what is computed
+WEIGHTS = ["*.safetensors", INDEX]
 
 
 def register(normalizers: Mapping[str, Named] | None = None) -> None:
@@ -53,14 +55,15 @@ def register(normalizers: Mapping[str, Named] | None = None) -> None:
 def add_parameters(model: PreTrainedModel, train_length: int | None = None) -> None:
     """Give each attention of a model the parameters of the normalizer that `attn_implementation` names, in fp32.
 
-    They are `lm_normalizer` of the attention module: optimizers see them, `save_pretrained` saves them. A model that was read from a local
-    folder with such parameters gets those, others initial values.
+    They are `lm_normalizer` of the attention module: optimizers see them, `save_pretrained` saves them. A model that was read from a
+    folder or the hub with such parameters gets those, others initial values.
 
     Args:
         train_length: tokens in a training sequence; None: the configuration's `max_position_embeddings`.
 
     Raises:
-        ValueError: no normalizer of lm is named, or the folder has the parameters of another one.
+        ValueError: no normalizer of lm is named, the model's code takes none, it has the parameters already, or its folder has those of
+            another normalizer.
     """
     config = model.config
     function = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
@@ -70,12 +73,17 @@ def add_parameters(model: PreTrainedModel, train_length: int | None = None) -> N
     plain = {"name": normalizer} if isinstance(normalizer, str) else dict(normalizer)
     if (before := getattr(config, HOLDER, None)) not in (None, plain):
         raise ValueError(f"{config._name_or_path} was saved with {before}, attn_implementation {config._attn_implementation} is {plain}")
+    layers = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")]
+    if not (model.is_backend_compatible() and layers):
+        raise ValueError(f"{type(model).__name__} computes attention by itself, whatever attn_implementation says")
+    if any(hasattr(module, HOLDER) for module in layers):
+        raise ValueError("the model has these parameters already: call lm.huggingface.add_parameters once")
     setattr(config, HOLDER, plain)
     setattr(config, LENGTH, train_length or _train_length(config))
-    for module in model.modules():
-        if hasattr(module, "layer_idx") and hasattr(module, "head_dim"):
-            first = functional.parameters(normalizer, config.num_attention_heads, module.head_dim, _train_length(config))
-            module.add_module(HOLDER, _Parameters(first).to(next(module.parameters()).device))
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for module in layers:
+        first = functional.parameters(normalizer, config.num_attention_heads, size, _train_length(config))
+        module.add_module(HOLDER, _Parameters(first).to(next(module.parameters()).device))
     if before:
         _read_saved(model)
 
@@ -100,7 +108,8 @@ class _Parameters(nn.Module):
 
 def _read_saved(model: PreTrainedModel) -> None:
     """Read the parameters beside the weights that the model was read from. Raises ValueError: one is missing, or of another shape."""
-    tensors = Shards(Path(model.config._name_or_path))
+    folder = Path(name := model.config._name_or_path)
+    tensors = Shards(folder if folder.is_dir() else downloaded(name, getattr(model.config, "_commit_hash", None), WEIGHTS))
     for name, parameter in model.named_parameters():
         if f".{HOLDER}." in name:
             if tensors.shapes.get(name) != tuple(parameter.shape):
@@ -116,13 +125,17 @@ def _attend(
     """An attention function of transformers: (B, T, H, D) of query (B, H, T, D), key and value (B, K, S, D)."""
     if refused := [name for name in REFUSED if kwargs.get(name) is not None]:
         raise ValueError(f"lm's normalizers do not compute {refused[0]} of {type(module).__name__}; use a model without it")
+    causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        raise ValueError(f"lm's normalizers are causal, {type(module).__name__} is not")
     if dropout:
         raise ValueError("lm's normalizers have no dropout of weights; set attention_dropout (or attn_pdrop) to 0")
     holder, config = getattr(module, HOLDER, None), module.config
     if holder is None and functional.parameters(normalizer, 1, 2, 2):
         raise ValueError(f"{config._attn_implementation} has learned parameters: call lm.huggingface.add_parameters(model) once it is made")
     factor = 1.0 if scaling is None else scaling * math.sqrt(query.size(-1))
-    query = query if math.isclose(factor, 1.0) else query * factor
+    if not math.isclose(factor, 1.0):
+        query = query.to(torch.promote_types(query.dtype, torch.float32)) * factor
     if attention_mask is None and 1 < query.size(2) < key.size(2):  # an empty cache of fixed size
         key, value = key[:, :, : query.size(2)], value[:, :, : query.size(2)]
     layout = _layout(query, key, attention_mask, position_ids)
@@ -138,9 +151,10 @@ def _layout(query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tenso
         packed = position_ids is not None and queries == keys and bool((position_ids[:, 1:] == 0).any())
         return functional.make_layout(query, key, position_ids if packed else None)
     visible = (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)[:, 0]  # (B, T, S)
-    positions = (visible.sum(-1) - 1).clamp(min=0)  # of padding: 0
-    if queries == keys:
-        return AttentionLayout.from_positions(positions)
+    positions = visible.sum(-1) - 1
+    if queries == keys:  # padding, which sees not even itself, is at 0
+        return AttentionLayout.from_positions(positions * visible.diagonal(dim1=1, dim2=2))
+    positions = positions.clamp(min=0)
     start = visible[:, -1].int().argmax(-1, keepdim=True)  # (B, 1), of the document that goes on
     key_positions = torch.arange(keys, device=key.device) - start
     of_keys = (key_positions >= 0).long()
