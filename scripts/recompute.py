@@ -11,7 +11,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -152,7 +152,7 @@ class Recall:
             cells.append(f"{values.mean():.1f}" + (f" [{values.min():.0f}, {values.max():.0f}]" if np.ptp(values) > 2 else ""))
         for length in self.deciding:
             verdict = self.verdicts.get((arm, rate, length))
-            cells.append(_difference(verdict) if verdict else "")
+            cells.append(_difference(replace(verdict, margin=f"{100 * self.matters:g}")) if verdict else "")
         return cells
 
     def drawn(self) -> bytes:
@@ -244,10 +244,10 @@ def _markdown(lines: list[list[str]]) -> str:
 
 
 def _difference(verdict: Verdict) -> str:
-    """A verdict with the difference in per cent and its interval; without interval where all seeds agree."""
+    """A verdict, its margin in per cent, with the difference and its interval; without interval where all seeds agree."""
     mean, low, high = (100 * value for value in verdict.interval.listed())
     interval = f"[{low:+.1f}, {high:+.1f}] " if math.isfinite(low) and low < high else ""
-    return f"{mean:+.1f} {interval}*{verdict.kind}*"
+    return f"{mean:+.1f} {interval}*{verdict.statement}*"
 
 
 def filled(text: str, name: str, table: str) -> str:

@@ -38,7 +38,7 @@ def rejudged(name: str, line: dict[str, str], adjusted: list[float], family: int
         half = (high - mean) * t.ppf(1 - ALPHA / 2 / family, seeds - 1) / t.ppf(1 - ALPHA / 2, seeds - 1)
         low, high = mean - half, mean + half
         within, without_0 = low > -margin and high < margin, low > 0 or high < 0
-        word = ("different but below what matters" if within else better) if without_0 else "equivalent" if within else "undecided"
+        word = ("difference below margin" if within else better) if without_0 else "no difference above margin" if within else "undecided"
         return f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]", word
     # Holm multiplies the p of a rank by the number of ranks from it on, and lets none be below one of a lower rank: of equal ones the first
     # is exact.

@@ -32,7 +32,7 @@ GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 MATTERS = 0.02  # nats per token
 UNLUCKY_FROM = 4e-3
 QUESTIONS = 128  # of an accuracy
-KINDS = ("better", "worse", "different but below what matters", "equivalent", "undecided", "unstable", "not tuned")
+KINDS = ("better", "worse", "difference below margin", "no difference above margin", "undecided", "unstable", "not tuned")
 
 
 @dataclass(frozen=True)
@@ -225,8 +225,8 @@ def false(kind: Kind, truth: float) -> bool:
     rounding = 1e-12
     too_large = abs(truth) >= MATTERS - rounding
     wrong = {
-        "better": truth > -rounding, "worse": truth < rounding, "equivalent": too_large,
-        "different but below what matters": too_large or abs(truth) < rounding,
+        "better": truth > -rounding, "worse": truth < rounding, "no difference above margin": too_large,
+        "difference below margin": too_large or abs(truth) < rounding,
     }  # fmt: skip
     return wrong.get(kind, False)
 

@@ -63,8 +63,8 @@ def test_the_second_arm_is_the_baseline_with_seeds_used_nowhere(tmp_path, argume
     assert f"a standard deviation of {spread:.2g} over 3 seeds" in said
     assert f"the 3 seeds of trial find a difference of {detectable(3, spread, ALPHA):.2g} with probability 0.8" in said
     verdict = summary_lines(made)[1]["verdict"]
-    assert said.endswith(f"the verdict, {verdict}, held")
-    assert verdict in ("undecided", "equivalent")
+    assert said.endswith(f"the verdict, `{summary_lines(made)[1]['words']}`, held")
+    assert verdict in ("undecided", "no difference above margin")
     assert not noise(original, original.judged())
 
 
@@ -94,12 +94,12 @@ def test_rates_are_those_of_the_first_start(tmp_path, arguments):
 def test_arms_that_are_not_equal_are_found(tmp_path, arguments):
     path = written(tmp_path, tune=None, seeds=[1, 2, 3])
     made = finish_all(open_experiment(path, arguments[1:], aa=True), lambda run: loss(run) + (run.config.seed > 1000))
-    assert noise(made, made.judged())[0].endswith("the verdict, worse, is false")
+    assert noise(made, made.judged())[0].endswith("the verdict, `worse by more than 0.05 (3 seeds)`, is false")
 
 
 def test_single_runs_say_nothing_yet(tmp_path, arguments):
     made = finish_all(open_experiment(written(tmp_path, tune=None, seeds=[1]), arguments[1:], aa=True), loss)
-    assert noise(made, made.judged()) == ["noise: the verdict, incomplete, says nothing of equal arms yet"]
+    assert noise(made, made.judged()) == ["noise: the verdict, `incomplete: a verdict takes 3 seeds`, says nothing of equal arms yet"]
 
 
 def test_from_the_command_line_with_its_report(tmp_path, overrides):  # noqa: F811

@@ -112,7 +112,7 @@ def test_the_question_and_its_answers_come_first_and_every_table_and_picture_is_
     _, ssmax, log_n = summary_lines(procedure)
     assert ssmax["verdict"] == "better"
     for line in (ssmax, log_n):
-        assert re.search(rf"{line['arm']} {line['verdict']} Difference to softmax {line['difference'][0]:+.4f} \[", words)
+        assert re.search(rf"{line['arm']} {re.escape(line['words'])} Difference to softmax {line['difference'][0]:+.4f} \[", words)
     other_text = {
         one["arm"]: one["value"] for one in rows(page.parent / "summary.csv") if one["interval over"] == "3 seeds and 11 documents"
     }

@@ -38,7 +38,8 @@ def test_committed_results_give_their_committed_verdicts(shown):
     for (arm, row, length), verdict in shown.verdicts.items():
         by_size = shown.rows == "size"
         line = judged["" if shown.tuned else f"steps-{row}" if by_size else f"rate {row}, x {length}", arm]
-        assert (line["verdict"], line["reason"], line["p"]) == (verdict.words, verdict.reason, verdict.p)
+        assert (line["verdict"], line["reason"], line["p"]) == (verdict.kind, verdict.reason, verdict.p)
+        assert line["words"] == verdict.words
         assert line["difference"] == [value if np.isfinite(value) else None for value in verdict.interval.listed()]
         assert by_size or line["rate"] == (row if shown.tuned else None)
 
@@ -61,7 +62,7 @@ def test_a_table_is_judged_as_an_experiment_is():
     assert other["difference"] == pytest.approx(-0.098)
     assert lm.judge(RUNS, baseline="b")["verdict"].tolist()[1:] == ["worse"]
     assert lm.judge(RUNS, better="higher")["verdict"].tolist()[1:] == ["worse"]
-    assert lm.judge(RUNS, matters=0.2)["verdict"].tolist()[1:] == ["different but below what matters"]
+    assert lm.judge(RUNS, matters=0.2)["verdict"].tolist()[1:] == ["difference below margin"]
 
 
 def test_rates_are_chosen_on_the_lines_that_select():
@@ -117,7 +118,7 @@ def test_the_command_prints_the_verdicts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     RUNS.to_csv("runs.csv", index=False)
     out = command("judge", "runs.csv", "--spread", "0.01").stdout
-    assert "b: better: the interval leaves out 0" in out
+    assert "b: better by more than 0.01 (3 seeds): the interval leaves out 0" in out
     assert "power: 3 seeds find a difference of 0.01" in out
     Path("empty.csv").write_text("")
     refused = command("judge", "empty.csv")

@@ -167,7 +167,7 @@ def test_an_experiment_that_ends_sends_its_verdicts_and_its_report(arguments: li
         item.key or ".".join(item.nested_key): item.value_json for one in sent if one.HasField("summary") for item in one.summary.update
     }
     baseline, line = json.loads((folder / "verdicts.json").read_text())["arms"]
-    assert (baseline["arm"], json.loads(summary["verdict ssmax"])) == ("softmax", line["verdict"])
+    assert (baseline["arm"], json.loads(summary["verdict ssmax"])) == ("softmax", line["words"])
     assert "verdict softmax" not in summary  # it is what the others are compared with
     assert [
         path

@@ -40,7 +40,7 @@ def test_the_readme_says_what_its_first_experiment_found():
     accuracies = {arm: lines.sort_values("seed")["value"].to_numpy() for arm, lines in runs.groupby("arm")}
     (verdict,) = verdicts({"cooler": Comparison((accuracies["cooler"] - accuracies["softmax"]).tolist())}, 0.3, "higher").values()
     mean, low, high = verdict.interval.listed()
-    said = f"`cooler` is *{verdict.kind}*, by {mean:.2f} [{low:.2f}, {high:.2f}]"
+    said = f"`cooler` is {verdict.statement}: a difference of {mean:.2f} [{low:.2f}, {high:.2f}]"
     assert said in (ROOT / "README.md").read_text()
 
 

@@ -78,4 +78,4 @@ def test_a_claim_pays_for_each_rate_that_the_seeds_may_choose_among(rates: int, 
 def test_a_margin_that_is_a_factor_ends_at_that_factor(ratio: float, alike: bool):
     differences = np.log(ratio) + 1e-5 * centred(6, 0)
     found = verdicts({"arm": Comparison(list(differences))}, 0.1, "lower", ratio=True)["arm"].kind
-    assert (found == "different but below what matters") == alike
+    assert (found == "difference below margin") == alike

@@ -43,10 +43,10 @@ def kind(*comparisons: Comparison, better: str = "lower") -> str:
         (Comparison(spread(-0.03, 0.005, 2)), "incomplete"),
         (Comparison([-0.03]), "incomplete"),
         (Comparison(()), "incomplete"),
-        (Comparison(spread(-0.01, 0.005, 10)), "different but below what matters"),
+        (Comparison(spread(-0.01, 0.005, 10)), "difference below margin"),
         (Comparison(spread(-0.019, 0.005, 10)), "better"),  # may be more than matters
-        (Comparison(spread(0.001, 0.005, 5)), "equivalent"),
-        (Comparison(spread(0.001, 0.003, 3)), "equivalent"),  # three seeds are enough for any word
+        (Comparison(spread(0.001, 0.005, 5)), "no difference above margin"),
+        (Comparison(spread(0.001, 0.003, 3)), "no difference above margin"),  # three seeds are enough for any word
         (Comparison(spread(0.01, 0.03, 5)), "undecided"),
         (Comparison(spread(-0.03, 0.005, 5), diverged=1), "unstable"),
         (Comparison([-0.03, -0.03, np.inf]), "unstable"),
@@ -91,7 +91,7 @@ def test_an_arm_is_worse_only_against_the_baseline_at_a_rate_of_both():
     assert apart.interval().low < 0 < one.interval().low
     assert apart.interval().high == one.interval().high
     turned = replace(apart, by_rates=-by_rates, differences=-by_rates[0, 0], place=(0, 0))
-    assert kind(turned) == "equivalent", "better only if it is so against each"
+    assert kind(turned) == "no difference above margin", "better only if it is so against each"
     by_rates = at_rates(0.03, 0.03, 0.03, 0.03)
     assert kind(Comparison(by_rates[0, 0], by_rates=by_rates, shared=1)) == "worse"
     assert kind(Comparison(-by_rates[0, 0], by_rates=-by_rates, shared=1)) == "better"
@@ -127,17 +127,37 @@ def test_a_difference_that_hangs_on_one_rate_says_so():
     by_rates = at_rates(0.03, 0.03, -0.03, 0.005)
     found = verdicts({"a": Comparison(by_rates[1, 0], by_rates=by_rates, place=(1, 0))}, MATTERS, "lower")["a"]
     assert found.reason.startswith(
-        "too wide to tell: the interval, over all rates that the arms were trained at, holds 0, and differences of more than 0.02;"
+        "the interval, over all rates that the arms were trained at, holds 0, and differences of more than 0.02;"
     )
 
 
-def test_a_reason_says_in_plain_words_what_was_found_with_its_margin():
-    reasons = {
-        "equivalent": verdicts({"a": Comparison(spread(0.0, 0.001, 5))}, MATTERS, "lower")["a"].reason,
-        "undecided": verdicts({"a": Comparison(spread(0.0, 0.1, 5))}, MATTERS, "lower")["a"].reason,
-    }
-    assert reasons["equivalent"] == f"no difference above {MATTERS:g}: the interval lies within {MATTERS:g} (over 5 seeds)"
-    assert reasons["undecided"].startswith(f"too wide to tell: the interval holds 0, and differences of more than {MATTERS:g}; ")
+@pytest.mark.parametrize(
+    ("comparison", "words", "reason"),
+    [
+        (Comparison(spread(0.0, 0.001, 5)), "no difference above 0.02 (5 seeds)", "the interval holds 0 and lies within 0.02 (over"),
+        (Comparison(spread(0.0, 0.1, 5)), "undecided: the interval is too wide (5 seeds)", "the interval holds 0, and differences of more"),
+        (Comparison(spread(-0.01, 0.005, 10)), "a difference below 0.02 (10 seeds)", "the interval leaves out 0 and lies within 0.02 (p ="),
+        (Comparison(spread(-0.1, 0.005, 5)), "better by more than 0.02 (5 seeds)", "the interval leaves out 0 and every difference below "),
+        (Comparison(spread(0.1, 0.005, 5)), "worse by more than 0.02 (5 seeds)", "the interval leaves out 0 and every difference below "),
+        (Comparison(spread(-0.019, 0.005, 10)), "better, perhaps by less than 0.02 (10 seeds)", "the interval leaves out 0 (p ="),
+        (Comparison([0.0] * 3), "undecided: all seeds agree, and are too few (3 seeds)", "all 3 seeds differ by the same"),
+        (Comparison(spread(0.0, 0.1, 2)), "incomplete: a verdict takes 3 seeds", "2 seeds in common"),
+        (Comparison(spread(0.0, 0.1, 3), planned=5), "incomplete: 3 of 5 seeds have ended", "3 of 5 seeds have ended"),
+        (Comparison((), tuned=False), "not tuned: no best learning rate inside the grid", "the best learning rate is at the edge"),
+        (Comparison(spread(0.0, 0.1, 3), diverged=1), "unstable: 1 final run diverged", "1 final run diverged"),
+        (Comparison(spread(0.0, 0.1, 3), unreached="1 of a"), "not reached: runs have no number of tokens", "1 of a"),
+    ],
+)
+def test_words_hold_for_one_situation_and_name_the_margin(comparison: Comparison, words: str, reason: str):
+    verdict = verdicts({"a": comparison}, MATTERS, "lower")["a"]
+    assert verdict.words == words
+    assert verdict.reason.startswith(reason)
+    assert replace(verdict, exploratory=("a seed was added",)).words == f"exploratory: {words}"
+
+
+def test_words_of_a_ratio_name_the_factor():
+    verdict = verdicts({"a": Comparison(spread(0.0, 0.001, 5))}, 0.1, "lower", ratio=True)["a"]
+    assert verdict.words == "no difference above a factor of 1.1 (5 seeds)"
 
 
 def test_a_metric_of_which_more_is_better_turns_the_words():
@@ -181,9 +201,9 @@ TIES = {
     "three of rounding": ([-1e-16] * 3, "undecided", 0.25),
     "three with rounding": ([0.1, 0.1 + 1e-16, 0.1 - 1e-16], "undecided", 0.25),
     "five of one step": ([1 / 128] * 5, "undecided", 1 / 16),
-    "six of one step": ([1 / 128] * 6, "different but below what matters", 1 / 32),
+    "six of one step": ([1 / 128] * 6, "difference below margin", 1 / 32),
     "six of much": ([0.25] * 6, "worse", 1 / 32),
-    "six of nothing": ([0.0] * 6, "equivalent", 1.0),
+    "six of nothing": ([0.0] * 6, "no difference above margin", 1.0),
     "three of nothing": ([0.0] * 3, "undecided", 1.0),
 }
 
@@ -228,8 +248,8 @@ def test_no_word_contradicts_the_interval_beside_it(family: list[list[float]], l
         low, high = verdict.interval.low, verdict.interval.high
         without_0, within = low > 0 or high < 0, low > -MATTERS and high < MATTERS
         expected = {
-            (True, True): ("different but below what matters",), (True, False): ("better", "worse"),
-            (False, True): ("equivalent",), (False, False): ("undecided",),
+            (True, True): ("difference below margin",), (True, False): ("better", "worse"),
+            (False, True): ("no difference above margin",), (False, False): ("undecided",),
         }  # fmt: skip
         assert verdict.kind in expected[without_0, within]
         assert (verdict.p <= 0.05) == without_0 or abs(verdict.p - 0.05) < 1e-6
@@ -273,7 +293,7 @@ def test_simulated_experiments_with_equal_arms_have_few_false_verdicts_and_inter
 def test_simulated_arms_at_the_margin_are_seldom_called_equivalent():
     world = World("4 arms worse by exactly what matters", 3, (MATTERS,) * 4, equal_on_text=True, tuning="none")
     counts, held = many(world, range(300))
-    assert counts["equivalent"] <= counts["false"] <= 0.07 * 300
+    assert counts["no difference above margin"] <= counts["false"] <= 0.07 * 300
     assert 0.92 <= held[:, 0].mean() <= 0.98
 
 
@@ -300,14 +320,15 @@ def test_simulated_tuning_that_is_misled_by_unlucky_runs_gives_few_false_verdict
 def test_simulated_experiments_find_what_was_planned_for():
     world = World("1 arm better", 6, (-MATTERS,), equal_on_text=True, optima=(0.4, 0.4))
     counts, _ = many(world, range(300))
-    assert (counts["better"] + counts["different but below what matters"]) / 300 >= 0.72
+    assert (counts["better"] + counts["difference below margin"]) / 300 >= 0.72
     assert not counts["worse"]
 
 
 @pytest.mark.parametrize(
     ("kind", "truth", "expected"),
-    [("better", 0.0, True), ("better", -0.1, False), ("worse", -0.1, True), ("equivalent", 0.02, True), ("equivalent", 0.01, False),
-     ("different but below what matters", 0.0, True), ("different but below what matters", 0.01, False), ("undecided", 0.0, False)],
+    [("better", 0.0, True), ("better", -0.1, False), ("worse", -0.1, True), ("no difference above margin", 0.02, True),
+     ("no difference above margin", 0.01, False),
+     ("difference below margin", 0.0, True), ("difference below margin", 0.01, False), ("undecided", 0.0, False)],
 )  # fmt: skip
 def test_what_the_simulation_calls_false(kind: str, truth: float, expected: bool):
     assert false(kind, truth) == expected

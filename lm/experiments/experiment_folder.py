@@ -335,8 +335,9 @@ def noise(procedure: Procedure, judged: Judged) -> list[str]:
             of = "logarithms of " if ratio else ""
             parts.append(f"single differences between {of}equal arms have a standard deviation of {spread:.2g} over {len(single)} seeds")
             parts.append(f"by it the {original.seeds} seeds of {original.name} find {what} with probability {POWER:g}")
-        held = {"undecided": "held", "equivalent": "held", "better": "is false", "worse": "is false"}
-        outcome = held.get(verdict.kind, "is false" if verdict.kind.startswith("different") else "says nothing of equal arms yet")
-        parts.append(f"the verdict, {verdict.words}, {outcome}")
+        held = {"undecided": "held", "no difference above margin": "held"}
+        held |= dict.fromkeys(("better", "worse", "difference below margin"), "is false")
+        outcome = held.get(verdict.kind, "says nothing of equal arms yet")
+        parts.append(f"the verdict, `{verdict.words}`, {outcome}")
         sentences.append(f"{parts[0]}: {'; '.join(parts[1:])}")
     return sentences

@@ -252,7 +252,8 @@ class Judged:
             line |= {"learned": learned, "ended": ended, "fraction_learned": _finite(clopper_pearson(learned, ended))}
         if arm != question.arms[0]:
             verdict = self.verdicts[size, arm]
-            line |= {"verdict": verdict.words, "reason": verdict.reason, "factor" if reach else "difference": _finite(verdict.interval)}
+            line |= {"verdict": verdict.label, "words": verdict.words, "reason": verdict.reason}
+            line |= {"factor" if reach else "difference": _finite(verdict.interval)}
             line |= {"alone": _finite(verdict.alone), "over_seeds_and_documents": _finite(verdict.over_documents)}
             line |= {"p": verdict.p, "p_exact": verdict.p_exact}
             needed = verdict.seeds_needed

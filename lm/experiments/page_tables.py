@@ -102,7 +102,7 @@ def print_verdicts(judged: Judged, lines: list[dict[str, Plain]], title: str) ->
     print_tables(replace(summary_table(judged, lines), title=title))
     for line in lines:
         if "verdict" in line:
-            print(f"{' '.join(filter(None, (line['size'], line['arm'])))}: {line['verdict']}: {line['reason']}")
+            print(f"{' '.join(filter(None, (line['size'], line['arm'])))}: {line['words']}: {line['reason']}")
 
 
 def seeds_table(results: SizeResults) -> Table:

@@ -8,7 +8,7 @@ from lm.experiments.experiment import Arm, by_arm_and_rate
 from lm.experiments.judging import Judged
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION
-from lm.report.tables import DIFFERENCE, Column, digits
+from lm.report.tables import Column, digits
 from lm.runs.folder import DIVERGED
 from lm.runs.series import Series
 from lm.schema import Plain
@@ -53,7 +53,7 @@ def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[float
 
 
 def findings(procedure: Procedure, lines: list[dict[str, Plain]]) -> list[str]:
-    """Statements of each verdict on the means of an arm and of the baseline, one plain sentence each; `lines`: the summary. Arms without a
+    """Sentences on each arm: its mean and the baseline's with their difference, then the verdict; `lines`: the summary. Arms without a
     mean have none, nor have runs that learn or don't: the verdict's reason counts them."""
     experiment, sentences = procedure.experiment, []
     for size in experiment.sizes:
@@ -68,7 +68,7 @@ def findings(procedure: Procedure, lines: list[dict[str, Plain]]) -> list[str]:
                 words = f"the {experiment.primary.metric} of {experiment.primary.reach:g} is reached by {ours} tokens and by {theirs}"
             else:
                 words = _means(experiment.primary.metric, series, line, base)
-            sentence = f"{words}: {_verdict(line, series[0].unit)}."
+            sentence = f"{words}, {_difference(line, series[0].unit)}. {line['words'][:1].upper()}{line['words'][1:]}."
             sentences.append(f"{size}: {sentence}" if size else f"{sentence[:1].upper()}{sentence[1:]}")
     return sentences
 
@@ -86,15 +86,12 @@ def _means(metric: str, series: list[Series], line: dict[str, Plain], base: dict
     return f"{first}{what} of {line['arm']} is {ours} and that of {base['arm']} {theirs}"
 
 
-def _verdict(line: dict[str, Plain], unit: str) -> str:
-    """A verdict with its interval: after `better` and `worse`, which say the direction, of the difference without its sign."""
-    mean, low, high = (math.nan if value is None else value for value in line.get("factor") or line["difference"])
-    size = Column("size", kind="mean", decimals=2 if unit == "fraction" or "factor" in line else 4)
+def _difference(line: dict[str, Plain], unit: str) -> str:
+    """The difference of an arm to the baseline, or its factor, with the interval."""
+    interval = Interval(*(math.nan if value is None else value for value in line.get("factor") or line["difference"]))
     if "factor" in line:
-        return f"{line['verdict']}, {size.shown(Interval(mean, low, high))} times the tokens"
-    if line["verdict"].endswith(("better", "worse")):
-        return f"{line['verdict']} by {size.shown(Interval(mean, low, high) if mean > 0 else Interval(-mean, -high, -low))}"
-    return f"{line['verdict']}, the difference is {DIFFERENCE.shown(Interval(mean, low, high))}"
+        return f"{Column('factor', kind='mean', decimals=2).shown(interval)} times the tokens"
+    return f"a difference of {Column('difference', kind='mean', decimals=2 if unit == 'fraction' else 4).shown(interval)}"
 
 
 def crossed_runs(procedure: Procedure, size: str) -> dict[tuple[str, float], list[Run]]:

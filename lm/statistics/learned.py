@@ -9,7 +9,7 @@ import numpy as np
 from scipy.special import betaincinv
 
 from lm.statistics.intervals import ALPHA, Interval
-from lm.statistics.verdicts import Name, SeedsNeeded, Verdict
+from lm.statistics.verdicts import UNTUNED, Name, SeedsNeeded, Verdict
 
 Counts = tuple[int, int, int, int]  # runs of the arm that have learned, all of them; those of the baseline
 
@@ -74,18 +74,21 @@ def _p(learned: LearnedCounts) -> float:
 def _verdict(learned: LearnedCounts, p: float, needed: int) -> Verdict:
     counts = f"{learned.ours} of {learned.of_ours} have learned, {learned.theirs} of {learned.of_theirs} of the baseline"
     counts += f"; {learned.diverged} diverged, and count as not learned" if learned.diverged else ""
-    kind, reason = "undecided", f"{counts}; Fisher's exact test: p = {p:.2g}"
+    kind, reason, unanswered = "undecided", f"{counts}; Fisher's exact test: p = {p:.2g}", "no arm is shown to learn more often"
+    seeds = min(learned.of_ours, learned.of_theirs)
     if not learned.tuned:
-        kind, reason = "not tuned", "the best learning rate is at the edge of a grid that may not grow again, or every rate diverged"
+        kind, (reason, unanswered) = "not tuned", UNTUNED
     elif not learned.whole:
-        kind, reason = "incomplete", f"{min(learned.of_ours, learned.of_theirs)} of {learned.planned} seeds have ended"
+        kind, reason = "incomplete", f"{seeds} of {learned.planned} seeds have ended"
+        unanswered = reason
     elif p <= ALPHA:
-        kind = "better" if learned.difference > 0 else "worse"
+        kind, unanswered = "better" if learned.difference > 0 else "worse", ""
     elif fisher_exact(learned.ours, learned.of_ours, learned.theirs, learned.of_theirs) <= ALPHA < _p(learned):
         reason = f"{counts}; but not so at the other rates that the arms were trained at"
-    elif min(learned.of_ours, learned.of_theirs) < needed:
+    elif seeds < needed:
         reason = f"{counts}; Fisher's exact test can show a difference from {needed} seeds on"
-    return Verdict(kind, reason, None, p, SeedsNeeded(needed, needed, needed))
+    tested = seeds if learned.tuned and learned.whole else 0
+    return Verdict(kind, reason, None, p, SeedsNeeded(needed, needed, needed), open=unanswered, seeds=tested)
 
 
 def fisher_exact(ours: int, of_ours: int, theirs: int, of_theirs: int) -> float:

@@ -19,8 +19,13 @@ MOST_EXACT = 30  # seeds up to which its p is worked out
 MOST_SEEDS = 1000  # that `seeds_needed` counts to
 
 Kind = Literal[
-    "better", "worse", "different but below what matters", "equivalent", "undecided", "incomplete", "not reached", "unstable", "not tuned"
-]
+    "better", "worse", "difference below margin", "no difference above margin", "undecided", "incomplete", "not reached", "unstable",
+    "not tuned",
+]  # fmt: skip
+UNTUNED = (
+    "the best learning rate is at the edge of a grid that may not grow again, or every rate diverged",
+    "no best learning rate inside the grid",
+)  # the reason, and the few words of it
 Name = TypeVar("Name", bound=Hashable)  # of an arm, or of an arm and its size
 
 
@@ -121,6 +126,10 @@ class Verdict:
         seeds_needed: for a difference that matters; None: unknown.
         over_documents: as `interval`, over seeds and documents; None where there is none.
         exploratory: why p is too small, in words: what was changed after results were there.
+        margin: the smallest difference of interest, in words; empty if runs learn or don't.
+        beyond: whether every difference in the interval is of the margin or more.
+        open: why there is no answer, in a few words; empty if there is one.
+        seeds: number that the verdict rests on; 0: none was tested.
     """
 
     kind: Kind
@@ -132,11 +141,31 @@ class Verdict:
     p_exact: float | None = None
     over_documents: Interval | None = None
     exploratory: tuple[str, ...] = ()
+    margin: str = ""
+    beyond: bool = False
+    open: str = ""
+    seeds: int = 0
+
+    @property
+    def label(self) -> str:
+        """The kind for tables that programs read, and that it is exploratory if it is."""
+        return f"{'exploratory: ' if self.exploratory else ''}{self.kind}"
+
+    @property
+    def statement(self) -> str:
+        """The verdict in plain words with its margin, such as `no difference above 0.01`: the one place where a kind becomes words."""
+        if self.open:
+            return f"{self.kind}: {self.open}"
+        if not self.margin:
+            return f"learns {'more' if self.kind == 'better' else 'less'} often"
+        if self.kind in ("better", "worse"):
+            return f"{self.kind} by more than {self.margin}" if self.beyond else f"{self.kind}, perhaps by less than {self.margin}"
+        return f"{'a ' if self.kind == 'difference below margin' else ''}{self.kind.removesuffix('margin')}{self.margin}"
 
     @property
     def words(self) -> str:
-        """The verdict, and that it is exploratory if it is."""
-        return f"exploratory: {self.kind}" if self.exploratory else self.kind
+        """The statement with the number of seeds, and that it is exploratory if it is."""
+        return f"{'exploratory: ' if self.exploratory else ''}{self.statement}" + (f" ({self.seeds} seeds)" if self.seeds else "")
 
 
 def verdicts(
@@ -175,48 +204,52 @@ def _verdict(comparison: Comparison, margin: float, amount: str, better: str, co
     p = min(1.0, family * p_difference(comparison)) if tested else 1.0
     exact = p_exact(comparison) if tested else None
 
-    def verdict(kind: Kind, reason: str) -> Verdict:
+    def verdict(kind: Kind, reason: str, unanswered: str = "", beyond: bool = False) -> Verdict:
         return Verdict(
             kind, reason, interval, p, needed,
             alone=comparison.interval(looks) if shown else None,
             p_exact=None if exact is None else min(1.0, family * exact),
             over_documents=both and enclosing(both, comparison.place, comparison.every, comparison.shared, family, comparison.higher),
+            margin=amount, beyond=beyond, open=unanswered, seeds=seeds if tested else 0,
         )  # fmt: skip
 
     if comparison.diverged:
-        return verdict("unstable", f"{comparison.diverged} final runs diverged{comparison.why and ': '}{comparison.why}")
+        runs = f"{comparison.diverged} final run{'s' * (comparison.diverged > 1)} diverged"
+        return verdict("unstable", f"{runs}{comparison.why and ': '}{comparison.why}", runs)
     if not finite:
-        return verdict("unstable", "a difference is not finite")
+        return verdict("unstable", "a difference is not finite", "a difference is not finite")
     if not comparison.tuned:
-        return verdict("not tuned", "the best learning rate is at the edge of a grid that may not grow again, or every rate diverged")
+        return verdict("not tuned", *UNTUNED)
     if comparison.unreached:
-        return verdict("not reached", comparison.unreached)
+        return verdict("not reached", comparison.unreached, "runs have no number of tokens")
     if not comparison.whole:
-        return verdict("incomplete", f"{seeds} of {comparison.planned} seeds have ended")
+        ended = f"{seeds} of {comparison.planned} seeds have ended"
+        return verdict("incomplete", ended, ended)
     if seeds < FEWEST_SEEDS:
-        return verdict("incomplete", f"{seeds} seeds in common: a verdict takes at least {FEWEST_SEEDS}")
+        few = f"a verdict takes {FEWEST_SEEDS} seeds"
+        return verdict("incomplete", f"{seeds} seeds in common: a verdict takes at least {FEWEST_SEEDS}", few)
     if not comparison.finite:
-        return verdict("undecided", "a difference at another of the learning rates, all of which a verdict is on, is not finite")
+        infinite = "a difference at another of the learning rates, all of which a verdict is on, is not finite"
+        return verdict("undecided", infinite, "another learning rate has no finite difference")
     within = -margin < interval.low and interval.high < margin
     tied = comparison.estimates.error[comparison.place] == 0
     over = f"by the sign-flip test, as all {seeds} seeds differ by the same" if tied else f"over {seeds} seeds"
-    nothing = f"no difference above {amount}"
     if interval.low > 0 or interval.high < 0:
         if within:
-            words = f"{nothing}, but some: the interval leaves out 0 and lies within {amount} (p = {p:.2g} {over})"
-            return verdict("different but below what matters", words)
-        more = f" and every difference below {amount}" if min(abs(interval.low), abs(interval.high)) >= margin else ""
-        return verdict(
-            "better" if (interval.mean < 0) == (better == "lower") else "worse", f"the interval leaves out 0{more} (p = {p:.2g} {over})"
-        )
+            return verdict("difference below margin", f"the interval leaves out 0 and lies within {amount} (p = {p:.2g} {over})")
+        beyond = min(abs(interval.low), abs(interval.high)) >= margin
+        more = f" and every difference below {amount}" if beyond else ""
+        kind = "better" if (interval.mean < 0) == (better == "lower") else "worse"
+        return verdict(kind, f"the interval leaves out 0{more} (p = {p:.2g} {over})", beyond=beyond)
     if within:
-        return verdict("equivalent", f"{nothing}: the interval lies within {amount} ({over})")
+        return verdict("no difference above margin", f"the interval holds 0 and lies within {amount} ({over})")
     if tied:
         few = "" if interval.mean == 0 else f", which so few can't bring to {ALPHA:g}"
-        return verdict("undecided", f"all {seeds} seeds differ by the same: p = {p:.2g} by the sign-flip test{few}")
+        same = f"all {seeds} seeds differ by the same: p = {p:.2g} by the sign-flip test{few}"
+        return verdict("undecided", same, "all seeds agree, and are too few")
     rates = ", over all rates that the arms were trained at," if comparison.at_rates[..., 0].size > 1 else ""
-    beyond = f"too wide to tell: the interval{rates} holds 0, and differences of more than {amount}"
-    return verdict("undecided", f"{beyond}; to find one of {amount} 4 times in 5 takes {needed.words}")
+    beyond = f"the interval{rates} holds 0, and differences of more than {amount}"
+    return verdict("undecided", f"{beyond}; to find one of {amount} 4 times in 5 takes {needed.words}", "the interval is too wide")
 
 
 def _needed(comparison: Comparison, margin: float, family: int) -> SeedsNeeded:

@@ -250,7 +250,7 @@ def send_report(log: LogConfig, name: str, folder: Path, verdicts: list[dict[str
     cells = [[None if (cell := line.get(key)) is None else str(cell) for key in columns] for line in verdicts]
     run.log({"report": wandb.Html(str(report), inject=False), "verdicts": wandb.Table(columns=columns, data=cells)})
     judged = [line for line in verdicts if "verdict" in line]  # all but the baseline
-    run.summary.update({" ".join(filter(None, ("verdict", line["size"], line["arm"]))): line["verdict"] for line in judged})
+    run.summary.update({" ".join(filter(None, ("verdict", line["size"], line["arm"]))): line["words"] for line in judged})
     run.finish()
 
 
