@@ -65,6 +65,22 @@ def test_a_table_is_judged_as_an_experiment_is():
     assert lm.judge(RUNS, matters=0.2)["verdict"].tolist()[1:] == ["difference below margin"]
 
 
+def test_each_arm_may_have_a_rate_of_its_own_or_none():
+    own = RUNS.assign(rate=RUNS["arm"].map({"a": 1e-3, "b": 2e-3}))
+    for table in (own, own.assign(rate=own["rate"].where(own["arm"] == "a")), own.assign(rate=own["rate"].map(str))):
+        judged = lm.judge(table)
+        assert judged["verdict"].tolist()[1:] == ["better"]
+        assert judged["difference low"].tolist() == pytest.approx(lm.judge(RUNS)["difference low"].tolist(), nan_ok=True)
+
+
+def test_names_may_be_numbers_or_texts_of_any_column():
+    numbers = RUNS.assign(arm=RUNS["arm"].map({"a": 0, "b": 1}), seed=RUNS["seed"].map({1: 1, 2: "x", 3: 3}), size=["s"] * 6)
+    assert lm.judge(numbers, baseline="0", by="size")["arm"].tolist() == [0, 1]
+    units = pd.concat([RUNS.assign(unit=unit, value=RUNS["value"] + 0.1 * k) for k, unit in enumerate([*range(9), "last"])])
+    grouped = units.assign(group=["g" if unit in (1, 2) else None for unit in units["unit"]])
+    assert lm.judge(grouped)["verdict"].tolist()[1:] == ["better"]
+
+
 def test_rates_are_chosen_on_the_lines_that_select():
     assert lm.judge(grid(True))["rate"].tolist() == [2e-3, 2e-3]
     assert lm.judge(grid(True))["mean"].tolist() == pytest.approx([5, 4.902])
@@ -79,8 +95,9 @@ def test_units_are_averaged_and_paired_over():
     assert shuffled.pipe(lm.judge)["mean"].tolist() == pytest.approx([4.45, 4.352])
     columns = ["difference", "difference low", "over_seeds_and_documents", "over_seeds_and_documents low"]
     assert lm.judge(shuffled)[columns].iloc[1].tolist() == pytest.approx(lm.judge(units)[columns].iloc[1].tolist())
-    with pytest.raises(RunError, match="same units"):
-        lm.judge(units[(units["unit"] != 3) | (units["arm"] != "a")])
+    for other in (units[(units["unit"] != 3) | (units["arm"] != "a")], pd.concat([units[units["arm"] == "a"], RUNS[RUNS["arm"] == "b"]])):
+        with pytest.raises(RunError, match="same units"):
+            lm.judge(other)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +113,10 @@ def test_units_are_averaged_and_paired_over():
         (pd.concat([RUNS, RUNS[:1]]), {}, "2 lines are of a seed 1; drop all but one"),
         (pd.concat([RUNS.assign(x=1), RUNS.assign(x=2)]), {}, "2 lines are of a seed 1; they differ in x"),
         (RUNS.assign(value=RUNS["value"].where(RUNS["seed"] != 2)), {}, "2 lines have no finite value, the first of a seed 2"),
-        (RUNS.assign(seed=RUNS["seed"].where(RUNS["seed"] != 2)), {}, "2 lines have no finite seed"),
+        (RUNS.assign(seed=RUNS["seed"].where(RUNS["seed"] != 2)), {}, "2 lines have no seed, the first of a seed nan"),
+        (RUNS.assign(rate=["1e-3", "high"] * 3), {}, "3 lines have no finite rate, the first of a seed 2"),
+        (RUNS.assign(weight=[0, "1"] * 3), {}, "3 lines have no weight above 0, the first of a seed 1"),
+        (pd.concat([RUNS, RUNS[["value"]]], axis=1), {}, "two columns are named value"),
         (RUNS.assign(metric=["loss", "error"] * 3), {}, "name the metric; there is loss, error"),
         (RUNS.assign(metric="loss"), {"metric": "error"}, "no metric error; there is loss"),
         (grid(False), {}, "a has 3 rates and no line that selects one: add a column part, or judge apart by rate"),

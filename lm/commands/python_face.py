@@ -142,7 +142,7 @@ def judge(
     matters: float = 0.01,
     baseline: str | None = None,
     where: str = "",
-    by: Sequence[str] = (),
+    by: str | Sequence[str] = (),
 ) -> pd.DataFrame:
     """Judge anybody's runs, as `lm judge` does.
 
@@ -153,7 +153,7 @@ def judge(
         matters: smallest difference of interest, in the metric's unit.
         baseline: the arm that the others are compared with; None: the first.
         where: a condition on columns, as of `pandas.DataFrame.query`.
-        by: columns by whose values runs are judged apart, in one family; by default `size`.
+        by: a column or columns by whose values runs are judged apart, in one family; by default `size`.
 
     Returns:
         One line a size and arm, with the columns of `Compared.verdicts`.
@@ -161,7 +161,8 @@ def judge(
     Raises:
         LMError: the question is wrong, or the table lacks a column, an arm, a seed or a number, or has a run twice.
     """
-    judged = judged_table(table, {"metric": metric, "better": better, "matters": matters}, baseline, where, by)
+    columns = (by,) if isinstance(by, str) else by
+    judged = judged_table(table, {"metric": metric, "better": better, "matters": matters}, baseline, where, columns)
     return pd.read_csv(io.StringIO(csv_text(judged.lines())))
 
 

@@ -156,7 +156,7 @@ class Judged:
         seeds = [seed for seed in range(planned) if all(run.state == "finished" for run in _of_seed(seed, ours, theirs))]
         ours, theirs = ({rate: [runs[seed] for seed in seeds] for rate, runs in by_rate.items()} for by_rate in (ours, theirs))
         place, unreached, over_documents = ([*ours].index(at[0]), [*theirs].index(at[1])), "", None
-        shared = None if arm in question.sources or diverged else sum(rate in tried for rate in theirs)
+        shared = None if arm in question.sources or diverged else sum(rate in tried for rate in theirs) or None  # each has rates of its own
         by_rates = _differences(ours, theirs, lambda run: log_tokens(run.value) if reach else run.value)
         shown = by_rates[place]
         if reach:
@@ -351,12 +351,18 @@ def judge_table(
     named = [[f"{name} {value}" if by != ("size",) else str(value) for value in lines[name]] for name in by]
     size = [", ".join(words) for words in zip(*named, strict=True)]
     unit = next((name for name in _UNIT if name in lines), None)
+    units = lines[unit] if unit else pd.Series(math.nan, lines.index)
+    group = units.map(str, na_action="ignore")
+    if "group" in lines:
+        group = lines["group"].map(str, na_action="ignore").fillna(group)
     state = lines["state"].fillna("finished") if "state" in lines else "finished"
     rate = lines["rate"] if "rate" in lines and "rate" not in by else math.nan
     weight = lines["weight"].fillna(1.0) if "weight" in lines else 1.0
-    runs = lines.assign(size=size if by else "", rate=rate, state=state, note="", weight=weight, sample=lines[unit] if unit else math.nan)
+    runs = lines.assign(
+        size=size if by else "", arm=lines["arm"].map(str, na_action="ignore"), rate=rate, state=state, note="", weight=weight,
+        sample=units.map(str), group=group,
+    )  # fmt: skip
     runs["note"] = [f"{run.arm} seed {run.seed}: {DIVERGED}" if run.state == DIVERGED else "" for run in runs.itertuples()]
-    runs["group"] = runs["group"].fillna(runs["sample"]) if "group" in lines else runs["sample"]
     _check_lines(runs, source, [name for name in table.columns if name not in (*_RUN, "value", "weight")])
     selecting, reporting = _parts(runs, source)
     arms = [*dict.fromkeys(reporting["arm"])]
@@ -364,7 +370,7 @@ def judge_table(
     if baseline not in arms or len(arms) < 2:
         reason = f"no arm {baseline}" if baseline not in arms else "a verdict takes two arms"
         raise RunError(f"{source}: {reason}; there is {', '.join(map(str, arms))}")
-    seeds = tuple(sorted(set(reporting["seed"])))
+    seeds = tuple(sorted(set(reporting["seed"]), key=lambda seed: (isinstance(seed, str), seed)))
     rates: dict[str, dict[str, float | None]] = {}
     kept = []
     for name in dict.fromkeys(reporting["size"]):
@@ -391,6 +397,8 @@ def _asked_lines(table: pd.DataFrame, source: str, metric: str, where: str, name
     """The lines of a metric for which a condition holds. Raises RunError: there are none."""
     if missing := [name for name in names if name not in table]:
         raise RunError(f"{source}: has no column {', '.join(missing)}; there is {', '.join(map(str, table.columns))}")
+    if not table.columns.is_unique:
+        raise RunError(f"{source}: two columns are named {table.columns[table.columns.duplicated()][0]}")
     try:
         lines = table.query(where) if where else table
     except Exception as error:  # of pandas, Python's parser or numexpr: the condition is wrong
@@ -407,16 +415,20 @@ def _asked_lines(table: pd.DataFrame, source: str, metric: str, where: str, name
 
 def _check_lines(runs: pd.DataFrame, source: str, others: list[str]) -> None:
     """Raises RunError: no number, no arm or seed, or a unit of a run twice; `others`: columns in which these may differ."""
-    runs["value"] = pd.to_numeric(runs["value"], errors="coerce")
+    rated = runs["rate"].notna()
+    for name in ("value", "rate", "weight"):
+        runs[name] = pd.to_numeric(runs[name], errors="coerce")
+    total = runs.groupby(_RUN, dropna=False)["weight"].transform("sum")
     for name, wrong in (
         ("arm", runs["arm"].isna()),
         ("seed", runs["seed"].isna()),
-        ("value", ~np.isfinite(runs["value"]) & (runs["state"] == "finished")),
-        ("weight", ~(runs["weight"] >= 0)),
+        ("finite value", ~np.isfinite(runs["value"]) & (runs["state"] == "finished")),
+        ("finite rate", rated & ~np.isfinite(runs["rate"])),
+        ("weight above 0", ~((runs["weight"] >= 0) & (total > 0))),
     ):
         if wrong.any():
             run = runs[wrong].iloc[0]
-            raise RunError(f"{source}: {int(wrong.sum())} lines have no finite {name}, the first of {run['arm']} seed {run['seed']}")
+            raise RunError(f"{source}: {int(wrong.sum())} lines have no {name}, the first of {run['arm']} seed {run['seed']}")
     twice = runs.duplicated([*_RUN, "sample", *(name for name in ("part", "stage") if name in runs)], keep=False)
     if twice.any():
         run = runs[twice].iloc[0]
@@ -443,7 +455,7 @@ def _parts(runs: pd.DataFrame, source: str) -> tuple[pd.DataFrame, pd.DataFrame]
 
 def _check_alike(reporting: pd.DataFrame, selecting: pd.DataFrame, source: str) -> None:
     """Raises RunError: runs were measured on different units, or arms tuned over different rates or with fewer than two seeds."""
-    finished = reporting[(reporting["state"] == "finished") & reporting["sample"].notna()]
+    finished = reporting[reporting["state"] == "finished"]
     if finished.groupby(["arm", "rate", "seed"], dropna=False)["sample"].agg(frozenset).nunique() > 1:
         raise RunError(f"{source}: runs were not measured on the same units")
     tuning = _tuning(selecting)
