@@ -169,6 +169,14 @@ def forget(query: Query) -> Vector:
     return softmax([z + sum(math.log(f) for f in gates[j + 1 :]) for j, z in enumerate(query.z)])
 
 
+def stick_breaking(query: Query) -> Vector:
+    weights, left = [0.0], 1.0  # the query's own token has none
+    for z in reversed(query.z[:-1]):
+        beta = 1 / (1 + math.exp(-z))
+        weights, left = [left * beta, *weights], left * (1 - beta)
+    return weights
+
+
 def linear(query: Query) -> Vector:
     phi = {
         "elu": lambda x: x + 1 if x > 0 else math.exp(x),
@@ -208,6 +216,8 @@ DEFINITIONS: dict[str, Callable[[Query], Vector]] = {
     "window": window,
     "scale_invariant": scale_invariant,
     "forget": forget,
+    "softcap": lambda query: softmax([query.options.cap * math.tanh(z / query.options.cap) for z in query.z]),
+    "stick_breaking": stick_breaking,
     "linear": linear,
 }
 
@@ -243,6 +253,8 @@ CASES = [
     *(opt.Window(size=size) for size in (1, 4, 9, 200)),
     *(opt.ScaleInvariant(tau=tau) for tau in (10.0, 3.0)),
     opt.Forget(),
+    *(opt.SoftCap(cap=cap) for cap in (50.0, 0.4)),
+    opt.StickBreaking(),
     *(opt.Linear(features=f, decay=d) for f in ("elu", "relu", "exp") for d in (False, True)),
     *(opt.Linear(features="identity", decay=True, n=n) for n in LENGTHS),
 ]

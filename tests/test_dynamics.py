@@ -103,7 +103,7 @@ def by_hand(model: Decoder, batch: Batch) -> dict[str, float]:
         visible = block.normalizer.visible(block.layout).expand(block.scores.shape)
         for head in range(block.scores.size(1)):
             scores, seen = (one[:, head].flatten(0, 1) for one in (block.scores, visible))
-            largest = max(row[mask].max().item() for row, mask in zip(scores, seen, strict=True))
+            largest = max(row[mask].max().item() for row, mask in zip(scores, seen, strict=True) if mask.any())
             name = f"largest_score/layer{block.layer}/head{head}"
             found[name] = max(largest, found.get(name, -math.inf))
     return found

@@ -83,7 +83,7 @@ def test_corollary_1_holds_in_2000_random_rows():
 
 
 # Of the default options and initial values: p_n and qassmax learn to depend on the length, llama4 does from 8,192 tokens on.
-APPLIES = {"softmax", "cosine", "window", "alibi", "scale_invariant", "forget", "p_n", "qassmax", "llama4"}
+APPLIES = {"softmax", "cosine", "window", "alibi", "scale_invariant", "forget", "softcap", "p_n", "qassmax", "llama4"}
 
 
 @pytest.mark.parametrize("name", catalogue.ENTRIES)

@@ -58,6 +58,8 @@ CASES = {
     "asentmax": opt.ASEntmax(),
     "softpick": opt.Softpick(),
     "forget": opt.Forget(),
+    "softcap": opt.SoftCap(cap=0.7),
+    "stick_breaking": opt.StickBreaking(),
     "linear": opt.Linear(),
     "linear, relu, n": opt.Linear(features="relu", n="visible"),
     "linear, exp, decay": opt.Linear(features="exp", decay=True),

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from lm.attention.distance import ALiBi, Forget, ScaleInvariant, Window
+from lm.attention.distance import ALiBi, Forget, ScaleInvariant, SoftCap, Window
 from lm.attention.elementwise import Relu, Relu2, Sigmoid
 from lm.attention.linear import Linear
 from lm.attention.normalizer import LayerSpec, Normalizer
@@ -17,6 +17,7 @@ from lm.attention.plugins import NORMALIZERS, PLUGINS, Table
 from lm.attention.query_scale import PN, Cosine, InfoScale, Llama4, LogN, QASSMax, Softmax, SqrtLogN, SSMax, YaRN
 from lm.attention.sinks import Sink, Softmax1
 from lm.attention.sparse import ASEntmax, Entmax15, Softpick, Sparsemax
+from lm.attention.stick_breaking import StickBreaking
 from lm.errors import Problem
 from lm.schema import Plain, build, reference, variants
 
@@ -24,7 +25,8 @@ ENTRIES: dict[str, type[Options]] = {
     options.name: options
     for options in (
         Softmax, SSMax, LogN, SqrtLogN, Llama4, YaRN, InfoScale, Cosine, PN, QASSMax, Softmax1, Sink, Relu2, Relu, Sigmoid,
-        Sparsemax, Entmax15, ASEntmax, Softpick, ALiBi, Window, ScaleInvariant, Forget, Linear,
+        Sparsemax, Entmax15, ASEntmax, Softpick, ALiBi, Window, ScaleInvariant, Forget, SoftCap,
+        StickBreaking, Linear,
     )
 }  # fmt: skip
 

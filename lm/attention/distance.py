@@ -1,4 +1,4 @@
-"""Softmax of position-dependent scores: they depend on how far back a key is."""
+"""Softmax of scores that are no multiple of the logits: they depend on how far back a key is, or have a cap."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lm.attention.normalizer import SoftmaxNormalizer, logits
-from lm.attention.options import LONGEST, Options
+from lm.attention.options import LARGEST, LONGEST, Options
 from lm.schema import key
 
 if TYPE_CHECKING:
@@ -163,3 +163,21 @@ class ForgetNormalizer(SoftmaxNormalizer):
         first = shown.int().argmax(-1)  # (B, H, T), the first key of the query's document
         own = (shown.to(log_f.dtype) @ log_f.unsqueeze(-1)).squeeze(-1) + (so_far - log_f).gather(-1, first)
         return logits(q, k) + own.unsqueeze(-1) - so_far.unsqueeze(-2)
+
+
+@dataclass
+class SoftCap(Options):
+    name = "softcap"
+    full_formula = "softmax(c tanh(z / c))"
+    source = "Gemma 2, arXiv 2408.00118, sec. 2"
+    known = "c = 50 in Gemma 2"
+    cap: float = key(50.0, "c, which no score exceeds", ge=1e-3, le=LARGEST)
+
+
+class SoftCapNormalizer(SoftmaxNormalizer):
+    """softmax(c tanh(z / c)): scores that stay between -c and c, arXiv 2408.00118."""
+
+    schema = SoftCap
+
+    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
+        return self.options.cap * (logits(q, k) / self.options.cap).tanh()
