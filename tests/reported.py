@@ -4,13 +4,14 @@ import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from fabricated import save
 
 from lm.config import load as configuration
 from lm.report.comparison import Difference, Line, RunComparison, compare_runs
-from lm.report.html import ReportFiles, write_comparison
+from lm.report.html import PICTURE, write_comparison
 from lm.runs.evaluations import Evaluation, measuring_code, read_evaluation
 from lm.runs.folder import sealed
 from lm.runs.record import read_run
@@ -179,8 +180,22 @@ def write_evaluation(folder: Path, kind: str, step: int, content: dict) -> None:
     path.write_text(json.dumps(sealed(bare) if "code" in bare else bare))
 
 
+class ReportFiles(NamedTuple):
+    """The files of a report."""
+
+    html: Path
+    png: Path
+    svg: Path
+    numbers: Path  # of the picture
+    markdown: Path
+    csv: Path
+    latex: Path
+
+
 def write_report(folders: list[Path], out: Path) -> ReportFiles:
-    return write_comparison(compare_runs([read_run(folder) for folder in folders]), out)
+    """The report of runs, in a folder."""
+    page = write_comparison(compare_runs([read_run(folder) for folder in folders]), out)
+    return ReportFiles(page, *(out / name for name in (PICTURE, "overview.svg", "overview.csv", "table.md", "table.csv", "table.tex")))
 
 
 def compared(*folders: Path) -> tuple[RunComparison, dict[tuple[str, ...], Difference]]:

@@ -24,7 +24,7 @@ from lm.experiments.page import write_page
 from lm.experiments.page_tables import SizeResults
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_lines
-from lm.report.comparison import differences_along
+from lm.report.comparison_pictures import differences_along
 from lm.report.comparison_tables import cost_table
 from lm.report.pictures import Panel, Picture, Trace
 from lm.report.tables import Column, signed
@@ -280,13 +280,13 @@ def test_by_position_arms_of_other_training_lengths_are_paired_where_they_were_m
         )
 
     ours, theirs = by_position(128, (0, 16, 32, 64, 128, 256), 0.0), by_position(64, (0, 16, 64, 128, 256), 1.0)
-    found = differences_along({(1,): ours}, {(1,): theirs})
-    assert found.x == pytest.approx([32, np.sqrt(64 * 128), np.sqrt(128 * 256)])
-    assert found.seeds[0] == pytest.approx([(1 * 16 + 2 * 32) / 48 - 2, 3 - 3, 4 - 4])
-    assert not any(found.intervals), "all sequences differ by the same"
+    seed, mean = differences_along({(1,): ours}, {(1,): theirs})
+    assert seed.x == pytest.approx([32, np.sqrt(64 * 128), np.sqrt(128 * 256)])
+    assert seed.y == pytest.approx([(1 * 16 + 2 * 32) / 48 - 2, 3 - 3, 4 - 4])
+    assert mean.low is None, "all sequences differ by the same"
     (sample,) = theirs.samples
     other = replace(theirs, samples=(replace(sample, sha256="other"),))
-    assert differences_along({(1,): ours}, {(1,): other}) is None
+    assert differences_along({(1,): ours}, {(1,): other}) == []
 
 
 def test_every_number_of_the_verdicts_follows_from_the_long_table(tmp_path, undrawn):

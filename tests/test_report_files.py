@@ -68,7 +68,7 @@ def test_all_formats_have_the_same_numbers(pair, tmp_path):
 def shown(folders: list[Path], out: Path) -> dict[str, str]:
     """Every format of a report as text: heads of columns, captions, legends."""
     comparison = compare_runs([read_run(folder) for folder in folders])
-    files, picture = write_comparison(comparison, out), overview(comparison)
+    files, picture = write_report(folders, out), overview(comparison)
     console = Console(width=200, record=True, file=io.StringIO())
     print_comparison(comparison, console)
     found = {name: getattr(files, name).read_text() for name in ("html", "markdown", "csv", "latex")}
@@ -151,9 +151,9 @@ def test_the_page_is_self_contained_and_escapes_hostile_names(tmp_path):
 @pytest.mark.usefixtures("painted")
 def test_the_same_runs_give_the_same_bytes(pair, tmp_path):
     first, second = (write_report(pair, tmp_path / name) for name in ("one", "two"))
-    for name, path in vars(first).items():
+    for name, path in first._asdict().items():
         assert path.read_bytes() == getattr(second, name).read_bytes(), name
-    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == sorted(path.name for path in vars(first).values())
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == sorted(path.name for path in first)
 
 
 @pytest.mark.usefixtures("painted")
@@ -278,7 +278,7 @@ def test_a_table_of_points_begins_with_the_numbers_at_the_last_point(tmp_path, b
     comparison = compare_runs([read_run(folder) for folder in folders])
     console = Console(width=200, record=True, file=io.StringIO())
     print_comparison(comparison, console)
-    files = write_comparison(comparison, tmp_path / "out")
+    files = write_report(folders, tmp_path / "out")
     for text in (files.markdown.read_text(), files.html.read_text(), console.export_text()):
         assert said in text
 

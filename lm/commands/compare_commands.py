@@ -122,10 +122,10 @@ def report(runs: Runs, out: Out = None, baseline: Baseline = None) -> None:
     """
     from lm.report.comparison import compare_runs
     from lm.report.comparison_tables import print_comparison
-    from lm.report.html import write_comparison
+    from lm.report.html import PICTURE, write_comparison
     from lm.runs.record import read_run
 
     comparison = compare_runs([read_run(folder) for folder in runs], baseline)
-    files = write_comparison(comparison, out or (runs[0] if len(runs) == 1 else runs[0].parent / "report"))
+    page = write_comparison(comparison, out or (runs[0] if len(runs) == 1 else runs[0].parent / "report"))
     print_comparison(comparison)
-    print(f"report: {files.html}\npicture: {files.png}")
+    print(f"report: {page}\npicture: {page.parent / PICTURE}")

@@ -16,7 +16,7 @@ from lm.experiments.experiment import Experiment
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import folder_of, noise, open_experiment, other_runs, start
 from lm.experiments.live_table import live_table
-from lm.experiments.page import PAGE, page_files, write_page
+from lm.experiments.page import experiment_files, write_page
 from lm.experiments.page_tables import print_verdicts
 from lm.experiments.plan import (
     PILOT_SECONDS,
@@ -38,6 +38,7 @@ from lm.experiments.procedure import Procedure, next_look
 from lm.experiments.slots import Slots, Stopped, commands, slots_of
 from lm.experiments.summary import findings, summary_lines, tuning_means, tuning_table
 from lm.files import write_together
+from lm.report.html import PAGE
 from lm.report.tables import csv_text, digits, from_lines, print_tables
 from lm.runs.folder import RESOLVED, json_bytes
 from lm.schema import Plain
@@ -259,7 +260,7 @@ def _conclude(procedure: Procedure) -> list[dict[str, Plain]]:
     for run in procedure.known():
         if failure := read_failure(experiment.folder, run):
             print(f"failed: {run.stage}: {run.label}: {failure} ({failure.log}); --retry tries again")
-    write_together(files | page_files([procedure], experiment.folder / REPORT, judged), "verdicts and report")
+    write_together(files | experiment_files([procedure], experiment.folder / REPORT, judged), "verdicts and report")
     print(*findings(procedure, lines), f"verdicts: {experiment.folder / VERDICTS}.json", sep="\n")
     print(f"report: {experiment.folder / REPORT / PAGE}")
     return lines

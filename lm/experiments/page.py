@@ -18,15 +18,13 @@ from lm.experiments.summary import summary_lines
 from lm.files import write_together
 from lm.report.comparison_pictures import LOSSES, by_layer, curves
 from lm.report.comparison_tables import architecture, corpus, measuring_methods, models, training_methods
-from lm.report.html import Answer, PagePart, PageSection, ShownEffect, page, run_details, run_sections
-from lm.report.pictures import Picture
-from lm.report.tables import DIFFERENCE, Column, Table, show, to_csv, to_latex
+from lm.report.html import PAGE, Answer, PagePart, PageSection, ShownEffect, page_files, run_details, run_sections
+from lm.report.tables import DIFFERENCE, Column, show
 from lm.runs.folder import TOKENIZER
 from lm.runs.series import selects
 from lm.statistics.intervals import ALPHA
 from lm.statistics.tuning import EXTENSIONS
 
-PAGE = "report.html"
 FACTOR = Column("factor", kind="mean", decimals=2)
 BASIS = (
     "All at the last step, on the held-out documents that report. A mean is over an arm's finished runs, a difference over the seeds of "
@@ -41,34 +39,23 @@ CROSSED = (
 
 
 def write_page(procedures: list[Procedure], out: Path) -> Path:
-    """Write `page_files` into the folder `out`, all of them or none. Returns the page.
+    """Write the page of experiments and its files into the folder `out`, all of them or none. Returns the page.
 
     Raises:
         LMError: run folders that can't be read or compared, or `out` can't be written.
     """
-    write_together(page_files(procedures, out), "the report")
+    write_together(experiment_files(procedures, out), "the report")
     return out / PAGE
 
 
-def page_files(procedures: list[Procedure], out: Path, judged: Judged | None = None) -> dict[Path, bytes]:
-    """`report.html`, and each table and picture of it as files of its own, to be written into the folder `out`.
-
-    Tables are CSV and LaTeX, pictures SVG and the CSV of their numbers; their names begin with the experiment's where there are several.
-    `judged`: the verdicts on the one procedure, if they are known already.
+def experiment_files(procedures: list[Procedure], out: Path, judged: Judged | None = None) -> dict[Path, bytes]:
+    """The page of experiments and each of its tables and pictures, as files in the folder `out`; where there are several experiments, names
+    of files begin with the experiment's. `judged`: the verdicts on the one procedure, if they are known already.
 
     Raises:
         LMError: run folders that can't be read or compared.
     """
-    parts = [_part(each, f"{each.experiment.name}-" if len(procedures) > 1 else "", judged) for each in procedures]
-    contents: dict[Path, bytes] = {}
-    for block in (block for part in parts for section in part.sections for block in section.blocks):
-        if isinstance(block.content, Table):
-            contents[out / f"{block.name}.csv"] = to_csv((block.content,)).encode()
-            contents[out / f"{block.name}.tex"] = to_latex((block.content,)).encode()
-        elif isinstance(block.content, Picture):
-            contents |= {out / f"{block.name}{suffix}": block.content.file(suffix) for suffix in (".svg", ".csv")}
-    contents[out / PAGE] = page(parts).encode()
-    return contents
+    return page_files([_part(each, f"{each.experiment.name}-" if len(procedures) > 1 else "", judged) for each in procedures], out)
 
 
 def _part(procedure: Procedure, prefix: str, judged: Judged | None) -> PagePart:

@@ -5,8 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
-from itertools import pairwise
+from functools import cached_property
 from typing import get_args
 
 import numpy as np
@@ -14,9 +13,8 @@ import numpy as np
 from lm.attention import catalogue
 from lm.config.effects import is_learned
 from lm.errors import RunError
-from lm.report.pictures import FIRST_POSITION
 from lm.report.tables import printable, show
-from lm.runs.record import RunRecord, differing
+from lm.runs.record import RunRecord
 from lm.runs.series import Series, Shape, Units, number, series_names
 from lm.statistics.intervals import FEWEST, Interval, interval_of, over_seeds, paired_difference, sampled
 
@@ -47,36 +45,6 @@ class Line:
     def of(self) -> tuple[str, ...]:
         """Words for what is measured and how, without the metric."""
         return tuple(filter(None, (self.what, self.setting)))
-
-
-@dataclass(frozen=True, eq=False)
-class AlongAxis:
-    """Values of each seed along an axis.
-
-    Attributes:
-        names: the seeds.
-        x: (points,) the points, or the middles of bins from position 16 on.
-        seeds: (seeds, points).
-        intervals: of the mean at each point, None where it has none; (): nowhere.
-    """
-
-    names: Sequence[int]
-    x: np.ndarray
-    seeds: np.ndarray
-    intervals: Sequence[Interval | None] = ()
-
-    @property
-    def ends(self) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
-        """Both ends of the intervals, (points,), the mean itself where one says nothing; (None, None) without intervals."""
-        if not any(self.intervals):
-            return None, None
-        drawn = [(each or Interval(mean, mean, mean)).drawn() for each, mean in zip(self.intervals, self.seeds.mean(0), strict=True)]
-        return tuple(np.array(drawn).T[1:])
-
-    @property
-    def over(self) -> str:
-        """The noise that the intervals cover; empty: there are none."""
-        return next((each.over for each in self.intervals if each), "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,34 +150,10 @@ class Section:
             low, high = min(low, max(0.0, seeds.low)), max(high, min(1.0, seeds.high))
         return Interval(mean, low, high, seeds.over)
 
-    def along(self, arm: ArmRuns, line: Line) -> AlongAxis | None:
-        """A line of an arm along the axis, where all its runs have values, with the intervals of points, and of bins those of a single run;
-        controls have none. None if the runs share no place."""
-        by_seed = self.by_seed(arm, line)
-        series = [*by_seed.values()]
-        if not (places := _places(series)):
-            return None
-        values, intervals = np.array([[_mean(each, *place) for place in places.values()] for each in series]), []
-        if self.shape == "points" and not series[0].control:
-            intervals = [self.interval(arm, line, number(x)) for x in places]
-        elif len(series) == 1 and not series[0].control:
-            edges = [*series[0].axis.values]
-            intervals = [interval_of(series[0], edges.index(start)) for start, _ in places.values()]
-        return AlongAxis([seeds[-1] for seeds in by_seed], np.array([*places]), values, intervals)
-
-
-@dataclass(frozen=True)
-class Check:
-    """A condition of a fair comparison; `ok` is None where a run doesn't say."""
-
-    what: str
-    ok: bool | None
-    detail: str
-
 
 @dataclass(frozen=True, eq=False)
 class RunComparison:
-    """Everything a report shows, in plain data. With one arm there are no checks and no differences.
+    """Everything a report shows, in plain data. With one arm there are no differences.
 
     Attributes:
         names: of the arms that pictures give a colour; the baseline first.
@@ -223,7 +167,6 @@ class RunComparison:
     sections: tuple[Section, ...]
     missing: tuple[str, ...]
     differences: tuple["Difference", ...] = ()
-    checks: tuple[Check, ...] = ()
     config_diff: tuple[tuple[str, tuple[str, ...]], ...] = ()
     warning: str = ""
 
@@ -297,7 +240,7 @@ def comparison_of(arms: tuple[ArmRuns, ...], names: tuple[str, ...]) -> RunCompa
         if any(each.samples and not each.control for each in (*section.of_arm(arm, line), *section.of_arm(arms[0], line)))
     ]
     warning = " ".join(_warnings(arms, shown, diff))
-    return RunComparison(names, arms, shown, tuple(missing), tuple(differences), _checks(arms, shown), diff, warning)
+    return RunComparison(names, arms, shown, tuple(missing), tuple(differences), diff, warning)
 
 
 def _warnings(arms: tuple[ArmRuns, ...], shown: tuple[Section, ...], diff: tuple[tuple[str, tuple[str, ...]], ...]) -> list[str]:
@@ -419,7 +362,7 @@ def mean_interval(differences: list[Units]) -> Interval | None:
     return replace(interval, over=f"{sampled(first.groups)}, 1 seed")
 
 
-def _shown(interval: Interval | None, series: Series) -> Interval | None:
+def shown_interval(interval: Interval | None, series: Series) -> Interval | None:
     """An interval of differences as it may be shown: none without spread, and of fractions within -1 and 1."""
     if interval is None or not interval.bounded:
         return None
@@ -447,7 +390,7 @@ def _difference_of(arm: ArmRuns, base: ArmRuns, section: Section, line: Line) ->
     interval, note = _difference(arm, base, section, line, place)
     if interval and not interval.bounded:
         note = "all sequences, or all seeds, agree: their spread gives no interval"
-    return Difference(arm.label, section, line, place, words, _shown(interval, series), note)
+    return Difference(arm.label, section, line, place, words, shown_interval(interval, series), note)
 
 
 def _difference(arm: ArmRuns, base: ArmRuns, section: Section, line: Line, place: str) -> tuple[Interval | None, str]:
@@ -483,75 +426,3 @@ def _difference(arm: ArmRuns, base: ArmRuns, section: Section, line: Line, place
     alone = "one seed per arm" if len(ours) == len(theirs) == 1 else f"seed {seeds_shown(shared[0])} alone is in both arms"
     note += f"; {alone}: says nothing about the method, as differences of several times this interval can be noise of the seed"
     return interval, note
-
-
-def differences_along(ours: dict[tuple[int, ...], Series], theirs: dict[tuple[int, ...], Series]) -> AlongAxis | None:
-    """Differences of the runs of the same seeds, sequence by sequence, where all were measured on the same; None: nowhere.
-
-    Intervals are Student t over seeds, point by point; of one seed over documents. There is none where all seeds agree about a fraction.
-    """
-    seeds = [each for each in ours if each in theirs]
-    series = [by_seed[each] for each in seeds for by_seed in (ours, theirs)]
-    places = _places(series) if all(each.samples for each in series) else {}
-    units = {x: [each.units(*place) for each in series] for x, place in places.items()}
-    units = {x: some for x, some in units.items() if len({each.identity for each in some}) == 1}
-    if not units:
-        return None
-    apart = [[ours.minus(theirs) for ours, theirs in zip(some[::2], some[1::2], strict=True)] for some in units.values()]
-    values, intervals = np.array([[each.mean for each in some] for some in apart]).T, [mean_interval(some) for some in apart]
-    shown = [_shown(each, series[0]) for each in intervals] if all(intervals) else []
-    return AlongAxis([each[-1] for each in seeds], np.array([*units]), values, shown)
-
-
-def _mean(series: Series, start: float, stop: float) -> float:
-    values = np.array(series.axis.values)
-    if not series.bins:
-        return float(series.means[values == start][0])
-    inside = (values[:-1] >= start) & (values[1:] <= stop)
-    return float(np.average(series.means[inside], weights=np.diff(values)[inside]))
-
-
-def _places(series: list[Series]) -> dict[float, tuple[float, float]]:
-    """Where all series have values, (start, stop), by where that is drawn: their common points, or bins between their common edges."""
-    shared = reduce(np.intersect1d, [np.array(each.axis.values, dtype=float) for each in series]) if series else np.empty(0)
-    if not series or not series[0].bins:
-        return {x: (x, x) for x in shared.tolist()}
-    shared = shared[shared >= min(FIRST_POSITION, shared[-2:].min())]
-    return {float(np.sqrt(start * stop)): (start, stop) for start, stop in pairwise(shared.tolist())}
-
-
-# ---------------------------------------------------------------- fairness
-
-
-def _checks(arms: tuple[ArmRuns, ...], shown: tuple[Section, ...]) -> tuple[Check, ...]:
-    def same(what: str, value: Callable[[RunRecord], object]) -> Check:
-        return Check(what, *across(arms, value))
-
-    def config(*prefixes: str) -> Callable[[RunRecord], str]:
-        return lambda run: ", ".join(f"{key}={value}" for key, value in run.flat.items() if key.startswith(prefixes))
-
-    def outside(run: RunRecord) -> int | None:
-        total, normalizer = run.measured("parameters.total"), run.measured("parameters.normalizer")
-        return None if total is None or normalizer is None else total - normalizer
-
-    same_code, code = across(arms, lambda run: run.commits)  # equal commits with uncommitted changes say nothing
-    seeds = [tuple(seeds_shown(run.seeds) for run in arm.runs) for arm in arms]
-    by_sequences = {section.first.shown.measured_on: section for section in shown}
-    by_arm = "; ".join(f"{arm.label}: {', '.join(s)}" for arm, s in zip(arms, seeds, strict=True))
-    unequal = [f"{printable(run.name)}: {'; '.join(what)}" for arm in arms for run in arm.runs if (what := differing(run.environment))]
-    return (
-        same("tokens seen", lambda run: run.tokens_seen),
-        same("tokens in the weights started from", lambda run: run.tokens_before),
-        *(same(f"tokens seen, {name}", section.tokens_seen) for name, section in list(by_sequences.items())[1:]),
-        same("data fingerprint", lambda run: run.measured("data_fingerprint")),
-        *(same(f"{name} (sha256)", section.sha256) for name, section in by_sequences.items()),
-        same("tokens in a step", lambda run: run.flat.get("optim.batch_tokens")),
-        same("steps", lambda run: run.flat.get("trainer.max_steps")),
-        Check("seeds", len(set(seeds)) == 1, by_arm if len(set(seeds)) > 1 else ", ".join(seeds[0])),
-        same("learning rate and schedule", config("optim.lr", "optim.warmup_steps", "optim.schedule.")),
-        same("parameters outside the normalizer", outside),
-        same("precision", lambda run: run.used("precision")),
-        same("device", lambda run: run.used("device")),
-        Check("what each start of a run used", not unequal, ". ".join(unequal) or "the same at every start"),
-        Check("code", None if same_code and "uncommitted" in code else same_code, code),
-    )

@@ -2,11 +2,14 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from lm.report.comparison import AlongAxis, RunComparison, Section, differences_along
+from lm.report.comparison import ArmRuns, Line, RunComparison, Section, mean_interval, shown_interval
 from lm.report.pictures import (
     FIRST_POSITION,
     MOST_LINES,
@@ -22,8 +25,9 @@ from lm.report.pictures import (
 from lm.report.tables import with_unit
 from lm.runs.folder import DIVERGED
 from lm.runs.record import RunRecord
-from lm.runs.series import Series
+from lm.runs.series import Series, number
 from lm.schema import Plain
+from lm.statistics.intervals import Interval, interval_of
 
 PARAMETERS = "normalizer/"  # beginning of the names of normalizers' parameters
 GRADIENTS = "train/grad_norm"
@@ -114,6 +118,10 @@ def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, 
 
 # ---------------------------------------------------------------- sections
 
+DIFFERENCE_BANDS = "Bands of differences: 95% intervals over {}, point by point, not adjusted."
+Traces = dict[str, list[Trace]]  # by arm
+BySeed = Mapping[tuple[int, ...], Series]
+
 
 def along_axis(comparison: RunComparison, section: Section) -> Picture:
     """A section over an axis: values, and paired differences to the baseline, a row for each thing that was measured in a setting."""
@@ -123,27 +131,78 @@ def along_axis(comparison: RunComparison, section: Section) -> Picture:
     for line in section.lines:
         series = {arm.label: section.by_seed(arm, line) for arm in comparison.arms}
         every = [each for by_seed in series.values() for each in by_seed.values()]
-        values = {arm.label: each for arm in comparison.arms if (each := section.along(arm, line))}
-        apart = {}
+        values = {arm.label: _values(section, arm, line) for arm in comparison.arms}
+        apart: Traces = {}
         if base.label == comparison.names[0] and not every[0].control:
-            apart = {arm.label: each for arm in others if (each := differences_along(series[arm.label], series[base.label]))}
+            apart = {arm.label: differences_along(series[arm.label], series[base.label]) for arm in others}
         title, y_range = f"{section.title}: {', '.join((line.metric, *line.of))}", (-0.03, 1.03)
         if first.unit != "fraction":
             y_range, cut = _y_range(comparison, section, values)
             sentences |= {cut: None} if cut else {}
-        lost = [arm for arm, each in values.items() if not np.isfinite(each.seeds).all()]
+        lost = [arm for arm, traces in values.items() if not all(np.isfinite(each.y).all() for each in traces)]
         sentences |= {f"Not finite at some places: {', '.join((*line.of, *lost))}.": None} if lost else {}
-        sentences |= {f"Bands: 95% intervals over {each.over}.": None for each in values.values() if each.over}
-        over = dict.fromkeys(each.over for each in apart.values() if each.over)
-        sentences |= {f"Bands of differences: 95% intervals over {what}, point by point, not adjusted.": None for what in over}
+        for traces, words in ((values, "Bands: 95% intervals over {}."), (apart, DIFFERENCE_BANDS)):
+            sentences |= {words.format(each.over): None for some in traces.values() for each in some if each.over}
         levels = {level: f"{name} {level:.3g}" for each in every for name, level in each.references.items()}
         panels.append(_axis_panel(comparison, section, title, with_unit(line.metric, first.unit), values, y_range, levels))
         about = f"{title}: paired difference to {base.label}"
-        panels.append(_axis_panel(comparison, section, about, with_unit("difference", first.unit), apart) if apart else None)
+        panels.append(_axis_panel(comparison, section, about, with_unit("difference", first.unit), apart) if any(apart.values()) else None)
     sentences |= {f"Intervals are {section.how}.": None} if section.how else {}
     sentences |= {f"Dotted, if any: {first.shown.levels}.": None} if first.shown.levels else {}
     sentences |= {f"From position {FIRST_POSITION}.": None} if first.bins else {}
     return Picture(panels, comparison.names, " ".join([caption, *sentences]))
+
+
+def _values(section: Section, arm: ArmRuns, line: Line) -> list[Trace]:
+    """A line of an arm along the axis, where all its runs have values, with the intervals of points, and of bins those of a single run;
+    controls have none."""
+    by_seed, intervals = section.by_seed(arm, line), []
+    series = [*by_seed.values()]
+    places = _places(series)
+    if section.shape == "points" and series and not series[0].control:
+        intervals = [section.interval(arm, line, number(x)) for x in places]
+    elif len(series) == 1 and not series[0].control:
+        edges = [*series[0].axis.values]
+        intervals = [interval_of(series[0], edges.index(start)) for start, _ in places.values()]
+    return _traces(by_seed, {place: [each.mean_within(*ends) for each in series] for place, ends in places.items()}, intervals)
+
+
+def differences_along(ours: BySeed, theirs: BySeed) -> list[Trace]:
+    """Differences of the runs of the same seeds, sequence by sequence, where all were measured on the same; [] if they were nowhere.
+
+    Intervals are Student t over seeds, point by point; of one seed over documents. There is none where all seeds agree about a fraction.
+    """
+    seeds = [each for each in ours if each in theirs]
+    series = [by_seed[each] for each in seeds for by_seed in (ours, theirs)]
+    places = _places(series) if all(each.samples for each in series) else {}
+    units = {x: [each.units(*place) for each in series] for x, place in places.items()}
+    units = {x: some for x, some in units.items() if len({each.identity for each in some}) == 1}
+    apart = {x: [a.minus(b) for a, b in zip(some[::2], some[1::2], strict=True)] for x, some in units.items()}
+    intervals = [mean_interval(some) for some in apart.values()]
+    shown = [shown_interval(each, series[0]) for each in intervals] if all(intervals) else []
+    return _traces(seeds, {x: [each.mean for each in some] for x, some in apart.items()}, shown)
+
+
+def _traces(seeds: Iterable[tuple[int, ...]], values: Mapping[float, list[float]], intervals: Sequence[Interval | None]) -> list[Trace]:
+    """A line for each seed and their mean, of values by seed at each x, with the mean's intervals; the arm's number and name are not in."""
+    if not values:
+        return []
+    x, rows, ends, over = np.array([*values]), np.array([*values.values()]).T, (None, None), ""
+    mean = rows.mean(0)
+    if any(intervals):
+        ends = np.array([(each or Interval(at, at, at)).drawn() for each, at in zip(intervals, mean, strict=True)]).T[1:]
+        over = next(each.over for each in intervals if each)
+    lines = [Trace(0, f"seed {each[-1]}", x, row, "seed") for each, row in zip(seeds, rows, strict=True)]
+    return [*lines, Trace(0, f"mean of {_seeds(len(rows))}", x, mean, "mean", *ends, over=over)]
+
+
+def _places(series: Sequence[Series]) -> dict[float, tuple[float, float]]:
+    """Where all series have values, (start, stop), by where that is drawn: their common points, or bins between their common edges."""
+    shared = reduce(np.intersect1d, [np.array(each.axis.values, dtype=float) for each in series]) if series else np.empty(0)
+    if not series or not series[0].bins:
+        return {x: (x, x) for x in shared.tolist()}
+    shared = shared[shared >= min(FIRST_POSITION, shared[-2:].min())]
+    return {float(np.sqrt(start * stop)): (start, stop) for start, stop in pairwise(shared.tolist())}
 
 
 def _axis_panel(
@@ -151,16 +210,13 @@ def _axis_panel(
     section: Section,
     title: str,
     label: str,
-    along: Mapping[str, AlongAxis],
+    along: Traces,
     y_range: tuple[float, float] | None = None,
     levels: Mapping[float, str] | None = None,
 ) -> Panel:
-    """`along`: by arm; `levels`: reference levels of values, None: they are differences."""
-    traces = []
-    for arm, each in along.items():
-        number = comparison.names.index(arm)
-        traces += [Trace(number, f"{arm}, seed {seed}", each.x, row, "seed") for seed, row in zip(each.names, each.seeds, strict=True)]
-        traces.append(Trace(number, f"{arm}, mean of {_seeds(len(each.names))}", each.x, each.seeds.mean(0), "mean", *each.ends))
+    """`levels`: reference levels of values, None: they are differences."""
+    numbers = {arm: comparison.names.index(arm) for arm in along}
+    traces = [replace(each, arm=numbers[arm], label=f"{arm}, {each.label}") for arm, some in along.items() for each in some]
     axis, x = section.first.axis, np.concatenate([each.x for each in traces] or [np.ones(1)])
     ticks = doublings(x.min(), x.max()) if section.shape == "bins" else plain_ticks(sorted(set(x.tolist())))
     marks = {float(length): f"training length {length:,}" for length in section.seq_lens}
@@ -168,17 +224,20 @@ def _axis_panel(
     return Panel(title, axis.label, label, traces, ticks, log, y_range=y_range, zero=levels is None, marks=marks, levels=reference)
 
 
-def _y_range(comparison: RunComparison, section: Section, along: Mapping[str, AlongAxis]) -> tuple[tuple[float, float] | None, str]:
+def _y_range(comparison: RunComparison, section: Section, along: Traces) -> tuple[tuple[float, float] | None, str]:
     """The range up to somewhat above a level that the metric can be compared with, if there is one, and what leaves the picture."""
     level, trained = comparison.level(section.first.unit), max(section.seq_lens, default=0)
-    drawn = {arm: np.concatenate([each.seeds.ravel(), *(end for end in each.ends if end is not None)]) for arm, each in along.items()}
-    known = {arm: some[np.isfinite(some)] for arm, some in drawn.items()}
+    known = {}
+    for arm, traces in along.items():
+        drawn = [value for each in traces for value in (each.y, each.low, each.high) if value is not None]
+        known[arm] = np.concatenate(drawn or [np.empty(0)])
+        known[arm] = known[arm][np.isfinite(known[arm])]
     values = np.concatenate([*known.values()]) if known else np.empty(0)
     if not len(values) or level is None or section.first.better == "higher":
         return None, ""
-    within = [value for each in along.values() for value in each.seeds[:, each.x <= trained].flat if np.isfinite(value)]
+    inside = np.concatenate([each.y[each.x <= trained] for traces in along.values() for each in traces])
     low = values.min()
-    top = max(min(values.max(), max(1.08 * level[1], 1.6 * min(within, default=low))), low + 1e-3)
+    top = max(min(values.max(), max(1.08 * level[1], 1.6 * min(inside[np.isfinite(inside)], default=low))), low + 1e-3)
     pad = 0.06 * (top - low)
     above = [f"{arm} (highest: {some.max():.4g})" for arm, some in known.items() if len(some) and some.max() > top + pad]
     return (low - pad, top + pad), f"Leaving the picture: {'; '.join(above)}." if above else ""

@@ -1,7 +1,7 @@
 """The tables and words of a comparison: numbers, differences, costs, what runs share and what differs, and a paper's methods paragraph."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -12,9 +12,9 @@ from rich.console import Console
 from lm.attention import catalogue
 from lm.config.model_config import ModelConfig
 from lm.report.comparison import ArmRuns, Line, RunComparison, Section, across, seeds_shown
-from lm.report.tables import Cell, Column, Filled, Table, digits, four_digits, print_tables, show
+from lm.report.tables import Cell, Column, Filled, Table, digits, four_digits, print_tables, printable, show
 from lm.runs.folder import peak_memory, training_seconds
-from lm.runs.record import RunRecord, starts
+from lm.runs.record import RunRecord, differing, starts
 from lm.schema import Plain, flatten, to_plain
 from lm.statistics.intervals import Interval
 
@@ -227,28 +227,32 @@ def _under_way(run: RunRecord) -> Span | None:
 # ---------------------------------------------------------------- what runs share and what differs
 
 
-def facts_table(comparison: RunComparison, title: str = "") -> Table:
-    """The settings of all runs and how they were measured: what it is, whether it is the same in all runs, and its value."""
-    lines = [(check.what, SAME[check.ok], check.detail) for check in comparison.checks]
-    lines += [(what, "", value) for what, value in _how_measured(comparison)]
-    columns = Column("what", kind="label"), Column("same in all runs", kind="label"), Column("value", kind="words")
-    cells = ([line[place] for line in lines] for place in range(3))
-    return Table(title, "", tuple((column, some) for column, some in zip(columns, cells, strict=True) if any(some)))
+@dataclass(frozen=True)
+class Fact:
+    """Something that holds of all runs, or by arm: its value, and whether it is the same in all (None: a run doesn't say).
+
+    It is a `condition` of a fair comparison, or says how runs were measured.
+    """
+
+    what: str
+    same: bool | None
+    value: str
+    condition: bool = True
 
 
-def configuration_table(comparison: RunComparison, without: Callable[[str], bool] = lambda key: False) -> Table:
-    """A row for each configuration key in which the arms differ, `without` some, and a column for each arm."""
-    lines = [(key, values) for key, values in comparison.config_diff if not without(key)]
-    columns = [(Column("key", kind="label"), [key for key, _ in lines])]
-    columns += [(Column(arm.label, kind="words"), [values[place] for _, values in lines]) for place, arm in enumerate(comparison.arms)]
-    return Table("Configuration keys in which the arms differ", "", tuple(columns))
+def facts(comparison: RunComparison) -> list[Fact]:
+    """The settings of all runs and how they were measured: conditions of a fair comparison first."""
+    arms, on = comparison.arms, {section.first.shown.measured_on: section for section in comparison.sections}
 
+    def same(what: str, value: Callable[[RunRecord], object]) -> Fact:
+        return Fact(what, *across(arms, value))
 
-def _how_measured(comparison: RunComparison) -> list[tuple[str, str]]:
-    """(what, value) lines beside those of the checks of fairness; a value that differs is given by arm."""
+    def config(*prefixes: str) -> Callable[[RunRecord], str]:
+        return lambda run: ", ".join(f"{key}={value}" for key, value in run.flat.items() if key.startswith(prefixes))
 
-    def line(what: str, value: Callable[[RunRecord], object]) -> tuple[str, str]:
-        return what, across(comparison.arms, value)[1]
+    def outside(run: RunRecord) -> int | None:
+        total, normalizer = run.measured("parameters.total"), run.measured("parameters.normalizer")
+        return None if total is None or normalizer is None else total - normalizer
 
     def steps(run: RunRecord) -> str:
         return f"{show(run.evaluations[0].step if run.evaluations else None)} / {show(run.flat.get('trainer.max_steps'))}"
@@ -259,29 +263,56 @@ def _how_measured(comparison: RunComparison) -> list[tuple[str, str]]:
     def tasks(run: RunRecord) -> str | None:
         return "; ".join(_pairs(share) for share in run.config["data"].get("tasks") or []) or None
 
+    same_code, code = across(arms, lambda run: run.commits)  # equal commits with uncommitted changes say nothing
+    seeds = [tuple(seeds_shown(run.seeds) for run in arm.runs) for arm in arms]
+    by_arm = "; ".join(f"{arm.label}: {', '.join(some)}" for arm, some in zip(arms, seeds, strict=True))
+    unequal = [f"{printable(run.name)}: {'; '.join(what)}" for run in comparison.runs if (what := differing(run.environment))]
     settings = dict.fromkeys(line.setting for section in comparison.sections for line in section.lines if line.setting)
-    on = {section.first.shown.measured_on: section for section in comparison.sections}
-    lines = [
-        *((f"normalizer: {arm.label}", _normalizer(arm.runs[0])) for arm in comparison.arms),
-        line("training length (tokens)", lambda run: run.flat["data.seq_len"]),
-        *(pair for name, each in on.items() for pair in (line(name, partial(_amount, each)), line(f"{name} (sha256)", each.sha256))),
-        ("inference settings", ", ".join(settings) or "none"),
-        line("data fingerprint", lambda run: run.measured("data_fingerprint")),
-        line("data", corpus),
-        *([line("tasks", tasks)] if any(map(tasks, comparison.runs)) else []),
-        line("steps: evaluated / planned", steps),
-        line("tokens seen", lambda run: run.tokens_seen),
-        line("tokens in a step", lambda run: run.flat.get("optim.batch_tokens")),
-        line("parameters: total / non-embedding / normalizer", parameters),
-        line("seeds", lambda run: seeds_shown(run.seeds)),
-        line("precision", lambda run: run.used("precision")),
-        line("torch.compile", lambda run: run.used("compile")),
-        line("device", lambda run: run.used("device")),
-        line("code", lambda run: run.commits),
-        line("versions", lambda run: _pairs(run.environment.get("versions"))),
+    conditions = [
+        same("tokens seen", lambda run: run.tokens_seen),
+        same("tokens in the weights started from", lambda run: run.tokens_before),
+        *(same(f"tokens seen, {name}", section.tokens_seen) for name, section in list(on.items())[1:]),
+        same("data fingerprint", lambda run: run.measured("data_fingerprint")),
+        *(same(f"{name} (sha256)", section.sha256) for name, section in on.items()),
+        same("tokens in a step", lambda run: run.flat.get("optim.batch_tokens")),
+        same("steps", lambda run: run.flat.get("trainer.max_steps")),
+        Fact("seeds", len(set(seeds)) == 1, by_arm if len(set(seeds)) > 1 else ", ".join(seeds[0])),
+        same("learning rate and schedule", config("optim.lr", "optim.warmup_steps", "optim.schedule.")),
+        same("parameters outside the normalizer", outside),
+        same("precision", lambda run: run.used("precision")),
+        same("device", lambda run: run.used("device")),
+        Fact("what each start of a run used", not unequal, ". ".join(unequal) or "the same at every start"),
+        Fact("code", None if same_code and "uncommitted" in code else same_code, code),
     ]
-    checked = {check.what for check in comparison.checks}
-    return [each for each in lines if each[0] not in checked]
+    others = [
+        *(Fact(f"normalizer: {arm.label}", None, _normalizer(arm.runs[0])) for arm in arms),
+        same("training length (tokens)", lambda run: run.flat["data.seq_len"]),
+        *(same(name, partial(_amount, section)) for name, section in on.items()),
+        Fact("inference settings", None, ", ".join(settings) or "none"),
+        same("data", corpus),
+        *([same("tasks", tasks)] if any(map(tasks, comparison.runs)) else []),
+        same("steps: evaluated / planned", steps),
+        same("parameters: total / non-embedding / normalizer", parameters),
+        same("torch.compile", lambda run: run.used("compile")),
+        same("versions", lambda run: _pairs(run.environment.get("versions"))),
+    ]
+    return conditions + [replace(each, condition=False) for each in others]
+
+
+def facts_table(comparison: RunComparison, title: str = "") -> Table:
+    """A row for each of the `facts`; of several arms whether the conditions of a fair comparison hold."""
+    known, several = facts(comparison), len(comparison.arms) > 1
+    same = [(Column("same in all runs", kind="label"), [SAME[each.same] if each.condition else "" for each in known])]
+    what, value = Column("what", kind="label"), Column("value", kind="words")
+    return Table(title, "", ((what, [each.what for each in known]), *same * several, (value, [each.value for each in known])))
+
+
+def configuration_table(comparison: RunComparison, without: Callable[[str], bool] = lambda key: False) -> Table:
+    """A row for each configuration key in which the arms differ, `without` some, and a column for each arm."""
+    lines = [(key, values) for key, values in comparison.config_diff if not without(key)]
+    columns = [(Column("key", kind="label"), [key for key, _ in lines])]
+    columns += [(Column(arm.label, kind="words"), [values[place] for _, values in lines]) for place, arm in enumerate(comparison.arms)]
+    return Table("Configuration keys in which the arms differ", "", tuple(columns))
 
 
 def _amount(section: Section, run: RunRecord) -> str | None:

@@ -26,6 +26,7 @@ COST = (
     "concurrent runs: how many of the runs on this page were under way at a time is known from their starts, what else the machine did is "
     "not. FLOPs are computed, not measured."
 )
+PAGE, PICTURE = "report.html", "overview.png"
 BlockKind = Literal["text", "note", "warning", "list", "table", "picture", "code", "details"]
 
 
@@ -161,41 +162,37 @@ def run_details(run: RunRecord, label: str) -> tuple[str, str]:
     return f"{label}: {show(run.measured('command'))}", dump_yaml(run.config)
 
 
-@dataclass(frozen=True)
-class ReportFiles:
-    """Paths of a report's files."""
+def page_files(parts: list[PagePart], out: Path) -> dict[Path, bytes]:
+    """`report.html` in the folder `out`, and each table and picture of it that has a name: tables as CSV and LaTeX, pictures as SVG and the
+    CSV of their numbers."""
+    contents: dict[Path, bytes] = {}
+    for block in (block for part in parts for section in part.sections for block in section.blocks if block.name):
+        if isinstance(block.content, Table):
+            contents[out / f"{block.name}.csv"] = to_csv((block.content,)).encode()
+            contents[out / f"{block.name}.tex"] = to_latex((block.content,)).encode()
+        elif isinstance(block.content, Picture):
+            contents |= {out / f"{block.name}{suffix}": block.content.file(suffix) for suffix in (".svg", ".csv")}
+    return contents | {out / PAGE: page(parts).encode()}
 
-    html: Path
-    png: Path
-    svg: Path
-    numbers: Path  # of the picture
-    markdown: Path
-    csv: Path
-    latex: Path
 
-
-def write_comparison(comparison: RunComparison, out: Path) -> ReportFiles:
-    """Write the report of a comparison, or of a single run, into the folder `out`. Raises RunError if that can't be written."""
+def write_comparison(comparison: RunComparison, out: Path) -> Path:
+    """Write the report of a comparison, or of a single run, into the folder `out`: pictures, tables of what was measured, and the page,
+    which is returned. Raises RunError if that can't be written."""
     picture, tables = overview(comparison), comparison_tables(comparison)
-    layers = layers_of(comparison.runs[0]) if len(comparison.runs) == 1 else None
     training, by_layer, runs = (PageSection(title) for title in ("Overview", "By layer, while training", "Runs"))
     if comparison.warning:
         training.add("warning", [f"{comparison.warning} A difference below can't be put down to the normalizer alone."])
     training.add("picture", picture, "overview")
-    by_layer.add("picture", layers, "by-layer")
+    by_layer.add("picture", layers_of(comparison.runs[0]) if len(comparison.runs) == 1 else None, "by-layer")
     for arm in comparison.arms:
         for run in arm.runs:
             runs.add("details", run_details(run, f"{printable(run.name)} ({arm.label})"))
     sections = [training, by_layer, *run_sections(comparison, comparison.runs, methods(comparison)), runs]
-    names = ("report.html", "overview.png", "overview.svg", "overview.csv", "table.md", "table.csv", "table.tex")
-    paths = ReportFiles(*(Path(out, name) for name in names))
-    contents = {path: picture.file(path.suffix) for path in (paths.png, paths.svg, paths.numbers)} | {
-        paths.markdown: to_markdown(tables, notes(comparison)).encode(),
-        paths.csv: to_csv(tables).encode(),
-        paths.latex: to_latex(tables).encode(),
-        paths.html: page([PagePart(comparison.title, [section for section in sections if section.blocks])]).encode(),
+    contents = page_files([PagePart(comparison.title, [section for section in sections if section.blocks])], out) | {
+        out / PICTURE: picture.png,
+        out / "table.md": to_markdown(tables, notes(comparison)).encode(),
+        out / "table.csv": to_csv(tables).encode(),
+        out / "table.tex": to_latex(tables).encode(),
     }
-    if layers:
-        contents |= {Path(out, f"by-layer{suffix}"): layers.file(suffix) for suffix in (".svg", ".csv")}
     write_together(contents, "the report")
-    return paths
+    return out / PAGE

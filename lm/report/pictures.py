@@ -73,6 +73,7 @@ class Trace:
         low, high: (points,) ends of the interval, or of the bars; None: there are none.
         dashes: number of its dashes.
         hollow: whether its markers are, so that what lies behind them is seen.
+        over: the noise that the interval covers, in words.
         keyed: whether its panel has a legend that names it; else the arm is named above all panels. One without points is named alone.
     """
 
@@ -86,6 +87,7 @@ class Trace:
     dashes: int = 0
     hollow: bool = False
     keyed: bool = False
+    over: str = ""
 
 
 @dataclass(frozen=True, eq=False)

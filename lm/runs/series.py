@@ -244,6 +244,14 @@ class Series:
         start, stop = self.places[place]
         return float(self.curve[int(start) : int(stop)].mean() if self.bins else self.means[self.column_at(place)])
 
+    def mean_within(self, start: float, stop: float) -> float:
+        """The mean of its columns at a point `start`, or of bins within a range, by their widths."""
+        places = np.array(self.axis.values)
+        if not self.bins:
+            return float(self.means[places == start][0])
+        inside = (places[:-1] >= start) & (places[1:] <= stop)
+        return float(np.average(self.means[inside], weights=np.diff(places)[inside]))
+
     @property
     def reporting(self) -> "Series":
         """The series on the documents of held-out text that report; its means alone, as of all of the text, where none does.
