@@ -9,7 +9,7 @@ from theory_statements import TRAINED, UNTRAINED
 
 from lm.diagnostics.attention_rows import NO_FIRST
 from lm.report.pictures import colour_and_marker
-from lm.runs.series import Series
+from lm.runs.evaluations import Series
 
 
 def _finished(axes: Axes, over: tuple[float, float] | None = None, **words: str) -> None:

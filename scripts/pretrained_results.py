@@ -10,8 +10,7 @@ import numpy as np
 from pretrained_parts import SCALES, TRAINED, Result, slug
 from scipy.special import stdtrit
 
-from lm.runs.evaluations import Evaluation
-from lm.runs.series import Series
+from lm.runs.evaluations import Evaluation, Series
 from lm.statistics.intervals import Interval, interval_of, paired_difference
 
 SWAPPED = {"ssmax": "SSMax, `match`", "fit": "SSMax, `fit`", "bias": "SSMax with b, `match`", "log_n": "log n"}

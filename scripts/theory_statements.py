@@ -12,7 +12,7 @@ import numpy as np
 from lm.attention.catalogue import Linear
 from lm.attention.options import Options
 from lm.diagnostics.attention_rows import NO_FIRST
-from lm.runs.series import Series
+from lm.runs.evaluations import Series
 
 TRAINED, UNTRAINED = "as trained", "untrained weights"
 READ, DERIVED, UNCONFIRMED = "as in the source", "derived by us", "not confirmed: our reconstruction"

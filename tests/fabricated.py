@@ -10,10 +10,9 @@ import numpy as np
 
 from lm.experiments.procedure import Procedure, Run
 from lm.runs.checkpoints import link_checkpoint
-from lm.runs.evaluations import Evaluation, evaluation_path, measuring_code
+from lm.runs.evaluations import Evaluation, Sample, Series, evaluation_path, measuring_code, validation_series
 from lm.runs.folder import CHECKPOINTS, LAST, METRICS, log_seal, step_path, write_sealed
 from lm.runs.metadata import FORMAT
-from lm.runs.series import Sample, Series, validation_series
 from lm.schema import Plain
 
 DOCUMENTS = 24

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
-from lm.runs.evaluations import Evaluation, evaluation_path
+from lm.runs.evaluations import Evaluation, Series, evaluation_path
 from lm.runs.folder import step_of, steps_saved
-from lm.runs.series import Series
 from lm.training.module import TrainModule
 
 EVERY_STEP = ["trainer.checkpoint_every=1", "trainer.keep_checkpoints=20", "eval.every=2", "eval.long_context.length_factor=0"]

@@ -21,7 +21,7 @@ from lm.data.batches import Batch
 from lm.evaluation.held_out import validation_sequences
 from lm.evaluation.evaluation_kind import Measurement
 from lm.evaluation.held_out import by_sequence
-from lm.runs.series import Axis, Sample, Series, Shown
+from lm.runs.evaluations import Axis, Sample, Series, Shown
 
 
 class Spread(Measurement):

@@ -26,10 +26,9 @@ from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout
 from lm.model.device import Device
 from lm.report.evaluation_tables import Evaluated, print_results
-from lm.runs.evaluations import Evaluation
+from lm.runs.evaluations import Axis, Evaluation, Sample, Series
 from lm.runs.loading import load as load_model
 from lm.runs.loading import save_model
-from lm.runs.series import Axis, Sample, Series
 
 VOCAB, LENGTH, SIZE, ALL = 50, 80, 8, list(range(80))
 

@@ -28,9 +28,8 @@ from lm.report.comparison_pictures import differences_along
 from lm.report.comparison_tables import cost_table
 from lm.report.pictures import Panel, Picture, Trace
 from lm.report.tables import Column, signed
-from lm.runs.evaluations import evaluation_path, read_evaluation
+from lm.runs.evaluations import Axis, Sample, Series, Shown, evaluation_path, read_evaluation, selects
 from lm.runs.folder import CONFIG, DIVERGED, METRICS
-from lm.runs.series import Axis, Sample, Series, Shown, selects
 from lm.statistics.intervals import over_seeds_and_documents
 
 STEPS = 200

@@ -21,9 +21,8 @@ from lm.experiments.procedure import Procedure, Run, next_look
 from lm.experiments.slots import Slots
 from lm.experiments.summary import findings, summary_lines, tuning_means, tuning_table
 from lm.report.tables import csv_text
-from lm.runs.evaluations import evaluation_path
+from lm.runs.evaluations import Axis, Sample, Series, evaluation_path, selects, validation_series
 from lm.runs.folder import write_json
-from lm.runs.series import Axis, Sample, Series, selects, validation_series
 from lm.statistics.intervals import over_seeds_and_documents
 from lm.statistics.verdicts import power
 

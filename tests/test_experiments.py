@@ -30,9 +30,8 @@ from lm.experiments.slots import Slots, Stopped
 from lm.experiments.summary import summary_lines
 from lm.machine import threads_each
 from lm.model.decoder import Decoder
-from lm.runs.evaluations import Evaluation, evaluation_path, read_evaluation
+from lm.runs.evaluations import Evaluation, Series, evaluation_path, read_evaluation
 from lm.runs.folder import write_json
-from lm.runs.series import Series
 from lm.schema import to_plain
 from lm.training.optimizers import implied_state
 from lm.training.train import train

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import t as student
 from scipy.stats import ttest_1samp
 
-from lm.runs.series import Sample, Series
+from lm.runs.evaluations import Sample, Series
 from lm.statistics.intervals import (
     Interval,
     effective_trials,

@@ -20,7 +20,7 @@ from lm.diagnostics.limits import DISTANCES, SEPARABLE, family, few, many, means
 from lm.evaluation.diagnostic_pictures import diagnostics
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
-from lm.runs.series import Axis, Series, Shown
+from lm.runs.evaluations import Axis, Series, Shown
 
 VOCAB, LENGTH, HEADS, LAYERS = 40, 96, 3, 2
 QUERIES = list(range(31, LENGTH, 8))

@@ -14,9 +14,8 @@ from lm.config.model_config import ModelConfig
 from lm.data.tokenizer import train_tokenizer
 from lm.errors import RunError
 from lm.model.decoder import Decoder
-from lm.runs.evaluations import Evaluation
+from lm.runs.evaluations import Axis, Evaluation, Sample, Series
 from lm.runs.loading import save_model
-from lm.runs.series import Axis, Sample, Series
 
 LENGTH = 1024
 

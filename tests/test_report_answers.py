@@ -20,8 +20,8 @@ from reported import (
 
 from lm.report.comparison_pictures import overview
 from lm.report.comparison_tables import facts
+from lm.runs.evaluations import Sample, validation_series
 from lm.runs.record import read_run
-from lm.runs.series import Sample, validation_series
 from lm.statistics.intervals import Interval, effective_trials, wilson
 
 RECALL, ROLLED_OUT = ("mqar", "as trained"), ("mqar", "as trained, roll-out")

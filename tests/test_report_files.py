@@ -27,8 +27,8 @@ from lm.report.comparison_pictures import overview
 from lm.report.comparison_tables import print_comparison
 from lm.report.html import write_comparison
 from lm.report.pictures import COLOURS, DARK, PAPER, Map, Panel, Picture, Trace, colour_and_marker, dashes_and_width, fractions
+from lm.runs.evaluations import Axis, Series, Shown
 from lm.runs.record import read_run
-from lm.runs.series import Axis, Series, Shown
 
 
 @pytest.fixture(autouse=True)

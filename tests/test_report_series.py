@@ -10,8 +10,8 @@ from reported import build_run, compared, edit, write_evaluation, write_report
 from lm.errors import RunError
 from lm.report.comparison_pictures import overview
 from lm.report.comparison_tables import comparison_tables, facts
+from lm.runs.evaluations import Axis, Sample, Series, Shown
 from lm.runs.record import read_run
-from lm.runs.series import Axis, Sample, Series, Shown
 
 
 def probe(rng: np.random.Generator, level: float) -> list[Series]:

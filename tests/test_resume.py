@@ -23,10 +23,9 @@ from lm.data.prepare import prepare
 from lm.evaluation.evaluation_kind import Measurement
 from lm.report.evaluation_tables import logged
 from lm.runs.checkpoints import load_checkpoint
-from lm.runs.evaluations import Evaluation, evaluation_files
+from lm.runs.evaluations import Evaluation, Series, evaluation_files, selecting, selection_loss
 from lm.runs.folder import read_json, steps_saved
 from lm.runs.loading import load
-from lm.runs.series import Series, selecting, selection_loss
 from lm.training.train import train
 
 # options, and the steps that the run is killed after

@@ -14,10 +14,9 @@ from reported import SEQ_LEN, build_run, edit, two_runs, write_evaluation, write
 from lm.errors import RunError
 from lm.report.comparison import compare_runs
 from lm.report.comparison_tables import facts
-from lm.runs.evaluations import Evaluation, read_evaluation
+from lm.runs.evaluations import UNIGRAM, Evaluation, read_evaluation
 from lm.runs.folder import PEAK_MEMORY, peak_memory, training_seconds
 from lm.runs.record import read_run
-from lm.runs.series import UNIGRAM
 
 
 @pytest.fixture

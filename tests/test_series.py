@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lm.runs.series import Axis, Sample, Series, Shown, selecting, selects
+from lm.runs.evaluations import Axis, Sample, Series, Shown, selecting, selects
 
 
 def by_position() -> Series:

@@ -16,7 +16,7 @@ from lm.config.load import to_yaml
 from lm.config.tree import Config
 from lm.diagnostics.retrieval_length import half_length, median_weights
 from lm.errors import RunError
-from lm.runs.series import Axis, Series
+from lm.runs.evaluations import Axis, Series
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 ARGUMENTS = argparse.Namespace(text=[Path("runs/words"), Path("runs/more")], recall=Path("runs/pairs"), longer=[4096], sequences=8)

@@ -16,8 +16,8 @@ from lm.experiments.experiment_file import read_experiment
 from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure
 from lm.experiments.summary import summary_lines
+from lm.runs.evaluations import Axis, Sample, Series
 from lm.runs.folder import METRICS
-from lm.runs.series import Axis, Sample, Series
 from lm.statistics.learned import LearnedCounts, clopper_pearson, fewest_seeds, fisher_exact, learned_verdicts
 
 

@@ -19,7 +19,7 @@ from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_lines, tuning_table
 from lm.report.tables import csv_text
-from lm.runs.series import validation_series
+from lm.runs.evaluations import validation_series
 from lm.statistics.intervals import over_seeds
 from lm.statistics.learned import tokens_to_reach
 from lm.statistics.verdicts import Comparison, verdicts

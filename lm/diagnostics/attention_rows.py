@@ -20,7 +20,7 @@ from lm.data.batches import Batch
 from lm.model.attention_stream import AttentionBlock, attention_blocks
 from lm.model.blocks import AttentionInputs
 from lm.model.decoder import Decoder
-from lm.runs.series import Axis
+from lm.runs.evaluations import Axis
 
 NO_FIRST = ", no first"
 LEAST_KEYS = 32  # queries that see fewer keys are left out: their statistics say more about the number of keys than about the model

@@ -33,7 +33,7 @@ from lm.config.eval_config import LimitsConfig
 from lm.diagnostics import lemmas
 from lm.diagnostics.attention_rows import LEAST_KEYS, Accumulated, AttentionRows, Derived, Family, Statistic, Values, mean, visible_keys
 from lm.diagnostics.lemmas import directions, finite_difference, spectral_norm
-from lm.runs.series import Axis
+from lm.runs.evaluations import Axis
 
 KEYS = 2048  # whose products with all others are held at a time
 

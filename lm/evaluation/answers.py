@@ -32,7 +32,7 @@ from lm.model.device import Device, all_reduce_sum, eval_mode
 from lm.model.swapped import for_inference
 from lm.model.transfer import Scaling, gradients_to_norm, scalings
 from lm.progress import Progress
-from lm.runs.series import Axis, Sample, Series, Shown
+from lm.runs.evaluations import Axis, Sample, Series, Shown
 from lm.schema import Plain, to_plain
 
 QUESTION_SEED = 0  # seed of the sequences with questions, the same for every model

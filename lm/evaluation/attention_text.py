@@ -26,8 +26,8 @@ from lm.model.swapped import for_inference
 from lm.progress import Progress
 from lm.report.pictures import Map, Picture
 from lm.report.tables import table_bytes
+from lm.runs.evaluations import number
 from lm.runs.loading import Loaded, load
-from lm.runs.series import number
 from lm.schema import Plain
 
 

@@ -9,7 +9,7 @@ import torch
 from lm.diagnostics.attention_rows import HEAD, KEYS, LEAST_KEYS, NO_FIRST
 from lm.diagnostics.sparsity import condensation_scale, exp_sparsity, identity_sparsity, relu2_sparsity, relu_sparsity, simulated_sparsity
 from lm.report.pictures import Map, Panel, Picture, Trace, logarithmic_ticks
-from lm.runs.series import Series, number
+from lm.runs.evaluations import Series, number
 
 CLOSED, STD, MEAN, DIFFERENCE, CONDENSED = (
     "S, closed form", "score standard deviation", "score mean", "S minus closed form", "queries beyond condensation",

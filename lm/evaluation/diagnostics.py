@@ -50,9 +50,9 @@ from lm.model.device import Device, eval_mode
 from lm.model.swapped import for_inference
 from lm.progress import Progress
 from lm.report.evaluation_tables import Evaluated
+from lm.runs.evaluations import Axis, Series, Shown
 from lm.runs.folder import CHECKPOINTS, CONFIG, read_config, require_run
 from lm.runs.loading import DESCRIPTION, Loaded, find_checkpoint, load
-from lm.runs.series import Axis, Series, Shown
 from lm.schema import Plain, to_plain
 
 if TYPE_CHECKING:

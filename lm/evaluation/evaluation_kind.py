@@ -24,9 +24,8 @@ from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.progress import Progress
 from lm.runs import checkpoints
-from lm.runs.evaluations import Evaluation, evaluation_path, measuring_code
+from lm.runs.evaluations import Better, Evaluation, Series, evaluation_path, measuring_code
 from lm.runs.folder import EVALUATIONS, json_bytes, read_sealed, sealed, write_sealed
-from lm.runs.series import Better, Series
 from lm.schema import Plain, to_plain
 
 Advance = Callable[[int], None]  # called with the units of work done

@@ -27,10 +27,9 @@ from lm.model.cross_entropy import argmax_tokens, token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device, eval_mode
 from lm.model.spec import ModelSpec
-from lm.runs.evaluations import evaluation_path, read_evaluation
+from lm.runs.evaluations import Sample, Series, Shown, evaluation_path, listed, read_evaluation
 from lm.runs.folder import CONFIG, write_json, write_sealed
 from lm.runs.loading import Loaded, load
-from lm.runs.series import Sample, Series, Shown, listed
 from lm.schema import Plain, build, to_plain
 
 try:

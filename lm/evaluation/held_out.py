@@ -25,7 +25,7 @@ from lm.model.cross_entropy import token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode
 from lm.model.swapped import for_inference
-from lm.runs.series import KIND, LOSS, Axis, Sample, Series, Shown, selects, validation_series
+from lm.runs.evaluations import KIND, LOSS, Axis, Sample, Series, Shown, selects, validation_series
 from lm.schema import Plain, to_plain
 
 NATS = "nats per token"

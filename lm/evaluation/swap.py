@@ -29,12 +29,11 @@ from lm.model.device import Device
 from lm.model.spec import count_parameters
 from lm.model.swapped import fit, score_factors, swapped
 from lm.runs.checkpoints import link_checkpoint, save_checkpoint
-from lm.runs.evaluations import Evaluation
+from lm.runs.evaluations import Axis, Evaluation, Series, Shown
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, TOKENIZER, command_line, step_path, write_json
 from lm.runs.loading import TOKENIZER_SHA256, Loaded, load
 from lm.runs.metadata import FORMAT
 from lm.runs.record import arm
-from lm.runs.series import Axis, Series, Shown
 from lm.schema import Plain, Unavailable, suggest, to_plain
 
 DRIFT_SEQUENCES = 4  # sequences of each length whose attention weights are compared

@@ -20,8 +20,8 @@ from lm.report.comparison_pictures import LOSSES, by_layer, curves
 from lm.report.comparison_tables import architecture, corpus, measuring_methods, models, training_methods
 from lm.report.html import PAGE, Answer, PagePart, PageSection, ShownEffect, page_files, run_details, run_sections
 from lm.report.tables import DIFFERENCE, Column, show
+from lm.runs.evaluations import selects
 from lm.runs.folder import TOKENIZER
-from lm.runs.series import selects
 from lm.statistics.intervals import ALPHA
 from lm.statistics.tuning import EXTENSIONS
 

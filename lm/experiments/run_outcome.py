@@ -11,11 +11,10 @@ import numpy as np
 
 from lm.attention.plugins import PLUGINS
 from lm.errors import RunError, one_line
-from lm.runs.evaluations import Evaluation, evaluation_files, measuring_code, read_evaluation
+from lm.runs.evaluations import UNIGRAM, Evaluation, Series, Units, evaluation_files, measuring_code, read_evaluation
 from lm.runs.folder import CHECKPOINTS, DIVERGED, ENVIRONMENT, METRICS, Log, curve, read_json, read_metrics, step_path
 from lm.runs.record import RunRecord, read_run, used
 from lm.runs.same_run import check_measured
-from lm.runs.series import UNIGRAM, Series, Units
 from lm.schema import Plain
 from lm.statistics.learned import tokens_to_reach
 

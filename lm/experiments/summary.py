@@ -9,8 +9,8 @@ from lm.experiments.judging import Judged
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION
 from lm.report.tables import Column, digits
+from lm.runs.evaluations import Series
 from lm.runs.folder import DIVERGED
-from lm.runs.series import Series
 from lm.schema import Plain
 from lm.statistics.intervals import Interval
 from lm.statistics.learned import has_learned, log_tokens

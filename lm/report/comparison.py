@@ -14,8 +14,8 @@ from lm.attention import catalogue
 from lm.config.effects import is_learned
 from lm.errors import RunError
 from lm.report.tables import printable, show
+from lm.runs.evaluations import Series, Shape, Units, number, series_names
 from lm.runs.record import RunRecord
-from lm.runs.series import Series, Shape, Units, number, series_names
 from lm.statistics.intervals import FEWEST, Interval, interval_of, over_seeds, paired_difference, sampled
 
 WILSON = (

@@ -23,9 +23,9 @@ from lm.report.pictures import (
     token_unit,
 )  # fmt: skip
 from lm.report.tables import with_unit
+from lm.runs.evaluations import Series, number
 from lm.runs.folder import DIVERGED
 from lm.runs.record import RunRecord
-from lm.runs.series import Series, number
 from lm.schema import Plain
 from lm.statistics.intervals import Interval, interval_of
 

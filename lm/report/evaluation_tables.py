@@ -8,8 +8,7 @@ from pathlib import Path
 
 from lm.files import write_together
 from lm.report.tables import Column, Filled, Table, digits, print_tables, table_bytes
-from lm.runs.evaluations import Evaluation
-from lm.runs.series import Series, number, series_names
+from lm.runs.evaluations import Evaluation, Series, number, series_names
 from lm.statistics.intervals import FEWEST, interval_of
 
 SETTING = "inference setting"  # heading of the column that says how the model was used

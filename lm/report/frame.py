@@ -9,10 +9,9 @@ import numpy as np
 import pandas as pd
 
 from lm.errors import RunError
-from lm.runs.evaluations import Evaluation, evaluation_files, read_evaluation
+from lm.runs.evaluations import Evaluation, Series, evaluation_files, read_evaluation, selects
 from lm.runs.folder import CONFIG, DIVERGED, ENVIRONMENT, SWAPPED
 from lm.runs.record import RunRecord, read_run
-from lm.runs.series import Series, selects
 
 RUN_COLUMNS = ("run", "folder", "experiment", "arm", "size", "stage", "rate", "seed", "commit", "state")
 MEASURED = ("step", "tokens", "kind", "metric", "task", "setting", "unit", "better", "x", "until", "sequences", "sample", "group")

@@ -22,7 +22,7 @@ from matplotlib.transforms import Transform
 
 from lm.errors import RunError
 from lm.report.tables import csv_text
-from lm.runs.series import Series, number, series_names
+from lm.runs.evaluations import Series, number, series_names
 from lm.statistics.intervals import interval_of
 
 GREY, INK, PAPER, GRID, SHADE = "#555555", "#1a1a1a", "#ffffff", "#e6e6e6", "#f0f0f0"

@@ -15,8 +15,8 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from lm.runs.evaluations import listed
 from lm.runs.folder import json_bytes
-from lm.runs.series import listed
 from lm.schema import Plain
 from lm.statistics.intervals import Interval
 

@@ -13,10 +13,9 @@ from lm.config.eval_config import EvalConfig
 from lm.config.task_config import TASKS
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, RunError, one_line
-from lm.runs.evaluations import Evaluation, last_evaluations
+from lm.runs.evaluations import KIND, Evaluation, Series, last_evaluations, validation_series
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, METRICS, Curve, Log, curve, read_json, read_metrics, require_run
 from lm.runs.same_run import check_measured
-from lm.runs.series import KIND, Series, validation_series
 from lm.schema import Plain, flatten
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lm.runs.series import Series
+from lm.runs.evaluations import Series
 
 ALPHA = 0.05  # the chance that an interval, or any of several that hold together, does not hold what it is of
 FEWEST = 3  # documents; below, an interval over them says nothing

@@ -24,8 +24,8 @@ from lm.evaluation.held_out import validation_sequences
 from lm.model.decoder import Decoder
 from lm.model.device import Machine
 from lm.model.spec import count_parameters, flops_per_token
+from lm.runs.evaluations import selecting
 from lm.runs.folder import command_line
-from lm.runs.series import selecting
 from lm.schema import Plain
 from lm.training.memory import estimated_memory
 from lm.training.optimizers import parameter_groups

@@ -24,10 +24,9 @@ from lm.model.device import Device, OutOfTime, peak_memory_bytes
 from lm.model.spec import flops_per_token
 from lm.report.evaluation_tables import logged
 from lm.runs.checkpoints import link_checkpoint, save_checkpoint
-from lm.runs.evaluations import Evaluation, evaluation_path
+from lm.runs.evaluations import Evaluation, evaluation_path, selection_loss
 from lm.runs.folder import BEST, CHECKPOINTS, LAST, METRICS, PEAK_MEMORY, PROFILE, log_seal, step_of, step_path, steps_saved
 from lm.runs.metadata import FORMAT
-from lm.runs.series import selection_loss
 from lm.training.module import L, Named, RunContext, TrainModule, largest_scores, logit_scales, normalizer_parameters, transferred
 from lm.training.optimizers import named_state
 from lm.training.starting import Best
