@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.config.data_config import Curriculum, DataConfig, DocumentLengths, Files, FixedLength, MixedLengths, TrainedTokenizer
-from lm.config.effects import effect_of
 from lm.config.load import load
+from lm.config.tree import effect_of
 from lm.data.batches import (
     BLOCK,
     Batch,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lm.config.effects import canonical, differences, function_of
+from lm.config.tree import canonical, differences, function_of
 from lm.errors import ConfigError
 from lm.files import plain_sha256
 from lm.runs.record import arm

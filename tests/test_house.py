@@ -177,7 +177,7 @@ def test_packages_pass_nothing_on(name: str):
         "lm",
         "lm.cli",
         "lm.config.load",
-        "lm.config.effects",
+        "lm.config.tree",
         "lm.report.html",
         "lm.runs.record",
         "lm.experiments.experiment_folder",

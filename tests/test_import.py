@@ -19,7 +19,7 @@ from transformers.models.qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3 import Qwen3ForCausalLM
 
 from lm.config.data_config import TrainedTokenizer
-from lm.config.effects import function_of
+from lm.config.tree import function_of
 from lm.data.tokenizer import read_tokenizer, train_tokenizer
 from lm.errors import DataError, RunError
 from lm.evaluation.generation import generate

@@ -260,7 +260,7 @@ def test_a_report_reads_every_file_of_a_run_once(tmp_path, monkeypatch: pytest.M
 def test_what_a_key_affects_is_found_once(tmp_path, monkeypatch: pytest.MonkeyPatch):
     folders = [build_run(tmp_path, f"run-{number}", seed=number) for number in range(1, 9)]
     write_comparison(compare_runs([read_run(folder) for folder in folders[:4]]), tmp_path / "out")
-    monkeypatch.setattr("lm.config.effects.effect", lambda schema, path: pytest.fail(f"{path} is looked up again"))
+    monkeypatch.setattr("lm.config.tree.effect", lambda schema, path: pytest.fail(f"{path} is looked up again"))
     write_comparison(compare_runs([read_run(folder) for folder in folders]), tmp_path / "out")
 
 

@@ -14,9 +14,8 @@ import numpy as np
 from torch import nn
 
 from lm.attention.plugins import PLUGINS
-from lm.config.effects import function_of
 from lm.config.eval_config import WHEN, Timing
-from lm.config.tree import Config
+from lm.config.tree import Config, function_of
 from lm.data.store import Store
 from lm.errors import RunError
 from lm.files import plain_sha256, write_together

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from lm.attention.plugins import PLUGINS
-from lm.config.effects import effect_of
 from lm.config.load import merge, parse
-from lm.config.tree import Config
+from lm.config.tree import Config, effect_of
 from lm.config.yaml_text import MAX_DEPTH, interpolated
 from lm.errors import ConfigError, Problem, abbreviated
 from lm.experiments.run_outcome import SELECTION

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from lm.attention.catalogue import OPTIONS
 from lm.config import presets
-from lm.config.effects import differences, effect_of, is_learned
 from lm.config.load import merge, overrides_in, read_overrides, read_yaml
 from lm.config.task_config import task_names
-from lm.config.tree import Config, ExperimentConfig
+from lm.config.tree import Config, ExperimentConfig, differences, effect_of, is_learned
 from lm.config.yaml_text import MAX_BYTES, parse_yaml
 from lm.data.prepare import vocabulary
 from lm.data.sources import labels

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lm.config.effects import effect_of
+from lm.config.tree import effect_of
 from lm.data.tokenizer import load_tokenizer
 from lm.experiments import page_tables
 from lm.experiments.engine import read_failure

@@ -18,9 +18,8 @@ from datetime import datetime
 from itertools import product
 from pathlib import Path
 
-from lm.config.effects import effect_of
 from lm.config.load import to_yaml
-from lm.config.tree import Config
+from lm.config.tree import Config, effect_of
 from lm.data.prepare import open_prepared, vocabulary
 from lm.errors import ConfigError, RunError, one_line
 from lm.experiments.experiment import MINUTES, SHARED, Experiment, Primary

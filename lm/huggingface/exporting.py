@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lm.attention.catalogue import Window
 from lm.attention.normalizer import Normalizer
-from lm.config.effects import function_of
 from lm.config.load import to_yaml
 from lm.config.model_config import AttentionBlock
+from lm.config.tree import function_of
 from lm.data.tokenizer import TOKENIZER_CONFIG
 from lm.errors import DataError, RunError, one_line
 from lm.files import new_folder, replacing

@@ -11,7 +11,7 @@ from typing import get_args
 import numpy as np
 
 from lm.attention import catalogue
-from lm.config.effects import is_learned
+from lm.config.tree import is_learned
 from lm.errors import RunError
 from lm.report.tables import printable, show
 from lm.runs.evaluations import Series, Shape, Units, number, series_names

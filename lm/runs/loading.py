@@ -14,9 +14,8 @@ from torch import Tensor
 
 from lm.attention.catalogue import ENTRIES, Layers
 from lm.config.data_config import END_OF_TEXT
-from lm.config.effects import function_of
 from lm.config.load import merge, read_yaml, to_yaml
-from lm.config.tree import Config
+from lm.config.tree import Config, function_of
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError, RunError, one_line, out_of_memory
 from lm.files import file_sha256, new_folder, replacing

@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 
-from lm.config.effects import canonical, is_learned, recorded_per_start
 from lm.config.eval_config import EvalConfig
 from lm.config.task_config import TASKS
+from lm.config.tree import canonical, is_learned, recorded_per_start
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, RunError, one_line
 from lm.runs.evaluations import KIND, Evaluation, Series, last_evaluations, validation_series

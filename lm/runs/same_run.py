@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from lm.config.effects import differences, effect_of
 from lm.config.eval_config import EvalConfig
 from lm.config.load import parse
-from lm.config.tree import Config
+from lm.config.tree import Config, differences, effect_of
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, Problem, RunError, one_line, shown
 from lm.runs.evaluations import Evaluation, evaluation_path, remedy

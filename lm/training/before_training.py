@@ -6,9 +6,8 @@ from pathlib import Path
 import torch
 
 from lm.attention.catalogue import make_normalizer
-from lm.config.effects import differences, effect_of
 from lm.config.training_config import Group
-from lm.config.tree import Config
+from lm.config.tree import Config, differences, effect_of
 from lm.data.tasks import symbol_tokenizer
 from lm.errors import ConfigError, Problem, shown
 from lm.model.decoder import Decoder, group_of
