@@ -129,6 +129,8 @@ OWN_CODE = {
     "window, layers": shape(LISTED),
     "value embeddings": shape(opt.SSMax(), value_residual="embedding", norm="layer", bias=True, tied=True, mlp="gelu"),
     "p-RoPE, rescaled": shape(opt.SSMax(), **PLAIN | {"position": Rope(fraction=0.5, scaling=LinearScaling(factor=3.0))}),
+    "a gate for each head": shape(opt.SSMax(), output_gate="head"),
+    "a gate for each element": shape(opt.LogN(), output_gate="element"),
     "learned positions": shape(opt.SSMax(), **PLAIN | {"position": Learned()}),
     "no positions": shape(opt.Softmax(), **PLAIN | {"position": NoPosition(), "qkv_bias": True, "mlp_bias": True}),
 }

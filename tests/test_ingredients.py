@@ -29,6 +29,8 @@ INGREDIENTS = {
     "logit_softcap": {"logit_softcap": 3.0},
     "value_residual, first_layer": {"value_residual": "first_layer", "n_kv_head": 2},
     "value_residual, embedding": {"value_residual": "embedding", "n_kv_head": 2},
+    "output_gate, head": {"output_gate": "head"},
+    "output_gate, element": {"output_gate": "element"},
 }
 each = pytest.mark.parametrize("ingredient", INGREDIENTS)
 
@@ -65,6 +67,8 @@ def test_all_other_parameters_start_as_without_it(ingredient: str):
             *(f"value_embedding.{layer}.weight" for layer in (0, 1)),
             *(f"blocks.{layer}.attention.value_mix" for layer in (0, 1)),
         },
+        "output_gate, head": {f"blocks.{layer}.attention.gate.weight" for layer in (0, 1)},
+        "output_gate, element": {f"blocks.{layer}.attention.gate.weight" for layer in (0, 1)},
     }
     assert changed == expected[ingredient]
     assert plain.keys() <= other.keys()
@@ -95,7 +99,7 @@ def test_it_is_kept_by_swaps_and_model_folders(ingredient: str, tmp_path):
             assert torch.equal(other.loss(Batch.of(tokens())), decoder.loss(Batch.of(tokens())))
 
 
-@pytest.mark.parametrize("ingredient", [one for one in INGREDIENTS if "value_residual" not in one])
+@pytest.mark.parametrize("ingredient", [name for name in INGREDIENTS if not name.startswith(("value_residual", "output_gate"))])
 def test_a_gated_attention_unit_has_it_too(ingredient: str):
     options = {"block": ModelConfig.__dataclass_fields__["block"].metadata["table"]["gau"](key_size=16), "n_head": 1}
     decoder = trained(ingredient, **options)
@@ -155,6 +159,31 @@ def test_a_model_starts_with_the_mean_of_both_values(kind: str):
             torch.testing.assert_close(at.v.transpose(1, 2).flatten(2), (mine + other) / 2, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["head", "element"])
+def test_outputs_of_heads_are_times_a_gate_that_the_layers_input_gives(kind: str):
+    decoder = trained(f"output_gate, {kind}", n_kv_head=2)
+    attention, x = decoder.blocks[0].attention, decoder.blocks[0].attention_norm(decoder.embedding(tokens(2)))
+    seen = []
+    attention.out.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    with torch.no_grad():
+        decoder(tokens(2))
+        gate, (gated,) = attention.gate.weight, seen
+        attention.gate = None
+        decoder(tokens(2))
+        per_head = 1 if kind == "head" else 12
+        for head in range(4):
+            rows = gate[head * per_head : (head + 1) * per_head]
+            expected = seen[1][..., 12 * head : 12 * head + 12] / (1 + torch.exp(-(x @ rows.t())))
+            torch.testing.assert_close(gated[..., 12 * head : 12 * head + 12], expected, atol=1e-6, rtol=1e-5)
+
+
+def test_a_gate_costs_its_products_and_is_a_matrix():
+    plain, gated = model(), model(output_gate="element")
+    assert flops_per_token(gated) == flops_per_token(plain) + 2 * 6 * C * C
+    groups = {group["name"]: [name for name, _ in group["params"]] for group in parameter_groups(gated, OptimConfig())}
+    assert "blocks.0.attention.gate.weight" in groups["matrices"]
+
+
 def test_embeddings_of_values_are_parameters_of_the_embedding_and_cost_no_products():
     plain, first, embedding = (model(n_kv_head=2, value_residual=kind) for kind in (None, "first_layer", "embedding"))
     assert count_parameters(embedding)["non_embedding"] == count_parameters(plain)["non_embedding"] + 2
@@ -176,6 +205,7 @@ def test_embeddings_of_values_are_parameters_of_the_embedding_and_cost_no_produc
             ["model.block=gau", "model.n_head=1", "model.value_residual=embedding"],
             "a gated attention unit has no values but its own; drop it",
         ),
+        (["model.block=gau", "model.n_head=1", "model.output_gate=head"], "a gated attention unit has a gate of its own; drop it"),
         (["model.logit_softcap=0"], r"model\.logit_softcap = 0: must be > 0"),
         (["optim.z_loss=0"], r"optim\.z_loss = 0: must be > 0"),
     ],

@@ -263,6 +263,7 @@ class GAUBlock:
             "n_kv_head": "one head",
             "head_size": "its own model.block.key_size",
             "value_residual": "no values but its own",
+            "output_gate": "a gate of its own",
             "qkv_bias": "one matrix for queries, keys, values and gate",
             "mlp_bias": "no MLP",
         }
@@ -327,6 +328,11 @@ class ModelConfig:
         None,
         "each layer's values are mixed, by a learned factor that is 0.5 at first, with the first layer's (arXiv 2410.17897), "
         "or with a further embedding of the tokens for each layer (modded-nanogpt's value embeddings); null: not",
+        omit_default=True,
+    )
+    output_gate: Literal["head", "element"] | None = key(
+        None,
+        "attention's outputs times sigmoid(x W), x the layer's input: one factor a head, or one an element (arXiv 2505.06708); null: not",
         omit_default=True,
     )
     logit_softcap: float | None = key(

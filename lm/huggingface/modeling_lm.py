@@ -57,6 +57,7 @@ class LmConfig(PreTrainedConfig):
         learned_positions: bool = False,
         embedding_norm: str | None = None,
         value_residual: str | None = None,
+        output_gate: str | None = None,
         logit_softcap: float | None = None,
         normalizers: list[dict] | None = None,
         layer_types: list[str] | None = None,
@@ -72,6 +73,7 @@ class LmConfig(PreTrainedConfig):
         self.bias, self.qkv_bias, self.mlp_bias, self.qk_norm = bias, qkv_bias, mlp_bias, qk_norm
         self.rope_frequencies, self.rope_amplitude, self.learned_positions = rope_frequencies, rope_amplitude, learned_positions
         self.embedding_norm, self.value_residual, self.logit_softcap = embedding_norm, value_residual, logit_softcap
+        self.output_gate = output_gate
         self.normalizers = normalizers or [{"name": "softmax"}] * num_hidden_layers
         self.layer_types = layer_types or ["full_attention"] * num_hidden_layers
         self.sliding_window = sliding_window
@@ -246,6 +248,8 @@ class Attention(nn.Module):
         self.k_norm = HeadNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         mixes = config.value_residual == "embedding" or (config.value_residual == "first_layer" and layer_idx > 0)
         self.value_mix = nn.Parameter(torch.full((1,), 0.5)) if mixes else None
+        gates = {None: 0, "head": self.heads[0], "element": self.heads[0] * config.head_dim}[config.output_gate]
+        self.gate = nn.Linear(config.hidden_size, gates, bias=False) if gates else None
         self.normalizer = Normalizer(config.normalizers[layer_idx])
 
     def forward(
@@ -274,6 +278,8 @@ class Attention(nn.Module):
             self, q, k, v, attention_mask, scaling=self.scaling, dropout=0.0, position_ids=position_ids,
             sliding_window=self.sliding_window, **kwargs,
         )  # fmt: skip
+        if self.gate is not None:
+            out = out.reshape(*x.shape[:2], -1, self.head_dim) * self.gate(x).sigmoid().unflatten(-1, (self.heads[0], -1))
         return self.out(out.reshape(*x.shape[:2], -1)), weights, values
 
 

@@ -132,6 +132,8 @@ class Attention(AttentionBase):
         self.layer = layer
         mixes = config.value_residual == "embedding" or (config.value_residual == "first_layer" and layer > 0)
         self.value_mix = nn.Parameter(torch.full((1,), 0.5)) if mixes else None
+        gates = {None: 0, "head": config.n_head, "element": q}[config.output_gate]
+        self.gate = nn.Linear(config.n_embd, gates, bias=False) if gates else None
 
     def values(self, x: Tensor) -> Tensor:
         """The layer's own values (B, K, T, E) of its input x (B, T, C)."""
@@ -143,7 +145,11 @@ class Attention(AttentionBase):
         q, k, v = self.qkv(x).unflatten(-1, (sum(self.head_counts), -1)).transpose(1, 2).split(self.head_counts, 1)
         if self.value_mix is not None:
             v = v + self.value_mix.to(v.dtype) * (context.other_values(self.layer).to(v.dtype) - v)
-        return self.out(self.attend(x, q, k, v, context))
+        out = self.attend(x, q, k, v, context)
+        if self.gate is not None:
+            gates = self.gate(x).sigmoid().unflatten(-1, (self.head_counts[0], -1))  # (B, T, H, 1) or (B, T, H, D)
+            out = (out.unflatten(-1, (self.head_counts[0], -1)) * gates).flatten(2)
+        return self.out(out)
 
 
 class GAU(AttentionBase):
