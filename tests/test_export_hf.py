@@ -129,6 +129,7 @@ OWN_CODE = {
     "window, layers": shape(LISTED),
     "value embeddings": shape(opt.SSMax(), value_residual="embedding", norm="layer", bias=True, tied=True, mlp="gelu"),
     "p-RoPE, rescaled": shape(opt.SSMax(), **PLAIN | {"position": Rope(fraction=0.5, scaling=LinearScaling(factor=3.0))}),
+    "layers without positions": shape(opt.SSMax(), position=Rope(layers=[True, False])),
     "a gate for each head": shape(opt.SSMax(), output_gate="head"),
     "a gate for each element": shape(opt.LogN(), output_gate="element"),
     "learned positions": shape(opt.SSMax(), **PLAIN | {"position": Learned()}),

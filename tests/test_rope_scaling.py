@@ -1,17 +1,25 @@
 """RoPE rescaled in training: the same frequencies as in transformers, part of the model, and resolved with inference settings."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from lm.config.inference_config import AsTrained, Interpolation
-from lm.config.model_config import LinearScaling, Llama3Scaling, Rope, TrainedScaling, YarnScaling
+from lm.config.inference_config import AsTrained, InferenceSetting, Interpolation, YaRNScaling
+from lm.config.model_config import LinearScaling, Llama3Scaling, ModelConfig, NoPosition, Rope, TrainedScaling, YarnScaling
+from lm.data.batches import Batch
 from lm.errors import ConfigError
 from lm.huggingface.fields import write_rope
+from lm.model.attention_stream import attention_blocks
+from lm.model.blocks import DecodingCache
+from lm.model.decoder import Decoder
 from lm.model.rope import frequencies, rope_rotation
+from lm.model.swapped import for_inference
+from lm.runs.loading import load
+from lm.training.train import train
 
 SCALINGS = [
     LinearScaling(factor=3.0),
@@ -47,3 +55,50 @@ def test_the_bounds_of_the_transition_must_be_in_order(tiny):
         tiny("model.position.scaling={name: llama3, fast: 1.0}")
     assert tiny("model.position.scaling=yarn").model.position.label == "rope theta 10000, yarn"
     assert math.isclose(YarnScaling().amplitude, 0.1 * math.log(4) + 1)
+
+
+@torch.no_grad()
+def test_listed_layers_rotate_and_the_others_have_no_positions():
+    """Queries and keys of each layer are those of a model that rotates in all layers, or in none. YaRN's temperature goes with rotation."""
+    tokens = torch.randint(60, (1, 30), generator=torch.Generator().manual_seed(0))
+    rotates = [True, False, False]
+    setting = InferenceSetting(YaRNScaling(4.0))
+    mixed = for_inference(Decoder(ModelConfig(n_layer=4, n_embd=48, position=Rope(layers=rotates)), 60, 16), setting)
+    for layer, block in enumerate(attention_blocks(mixed, Batch(tokens, tokens, None), inputs=True, block=30)):
+        alone = Rope() if rotates[layer % 3] else NoPosition()
+        config = ModelConfig(n_layer=1, n_embd=48, position=alone)
+        single = Decoder(config, 60, 16)
+        single = for_inference(single, setting) if alone.rotates else single
+        attention = single.blocks[0].attention
+        attention.load_state_dict(mixed.blocks[layer].attention.state_dict())
+        _, context = single.embed(tokens)
+        captured = []
+        attention(block.inputs.x, replace(context, captured=captured))
+        torch.testing.assert_close(captured[0].q, block.inputs.q)
+        torch.testing.assert_close(captured[0].k, block.inputs.k)
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ("[true]", r"model\.position\.layers = \[true\]: is the same in all layers; drop it"),
+        ("[false, false]", r"is the same in all layers; set model\.position=none"),
+        ("[true, false, false, false, true, true, false]", r"lists more than the 2 layers of model\.n_layer"),
+        ("[1.5]", r"model\.position\.layers"),
+    ],
+)
+def test_a_list_of_layers_that_says_nothing_or_too_much_is_refused(tiny, layers: str, expected: str):
+    with pytest.raises(ConfigError, match=expected):
+        tiny("model.n_layer=2", f"model.position.layers={layers}")
+
+
+def test_a_run_in_which_one_layer_rotates_learns_and_decodes_as_it_reads(tiny):
+    config = tiny("model.n_layer=2", "model.position.layers=[true, false]")
+    assert config.model.position.label == "rope theta 10000 (layers rope, none)"
+    assert train(config) == 0
+    decoder = load(config.run_folder).decoder
+    tokens = torch.randint(decoder.vocab_size, (1, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        cache = DecodingCache(12)
+        steps = [decoder(token, cache=cache) for token in tokens.split(1, 1)]
+        torch.testing.assert_close(torch.cat(steps, 1), decoder(tokens), atol=1e-5, rtol=1e-4)

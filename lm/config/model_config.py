@@ -136,6 +136,10 @@ class Position:
     def label(self) -> str:
         return f"position {self.name}"
 
+    def rotates_in(self, layer: int) -> bool:
+        """Whether queries and keys of a layer, counted from 0, are rotated."""
+        return self.rotates
+
 
 @dataclass
 class Rope(Position):
@@ -148,10 +152,25 @@ class Rope(Position):
     scaling: TrainedScaling = variant(
         TRAINED_SCALINGS, "none", "how the frequencies of theta were rescaled before or in training", omit_default=True
     )
+    layers: list[bool] = key(
+        [], "whether each layer has it, repeated from the first layer on; the others have no positions; []: all have", omit_default=True
+    )
 
     @property
     def label(self) -> str:
-        return f"rope theta {self.theta:g}" + (f", {self.scaling.name}" if self.scaling.name != "none" else "")
+        scaling = f", {self.scaling.name}" if self.scaling.name != "none" else ""
+        layers = f" (layers {', '.join('rope' if rotates else 'none' for rotates in self.layers)})" if self.layers else ""
+        return f"rope theta {self.theta:g}{scaling}{layers}"
+
+    def rotates_in(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has rotations."""
+        return not self.layers or self.layers[layer % len(self.layers)]
+
+    def problems(self) -> list[Problem]:
+        """A list that says what a word says."""
+        if not self.layers or len(set(self.layers)) == 2:
+            return []
+        return [Problem("layers", self.layers, "is the same in all layers", "drop it" if self.layers[0] else "set model.position=none")]
 
     def rotated(self, head_size: int) -> int:
         """The number of a head's dimensions that rotate, which is even."""
@@ -386,6 +405,10 @@ class ModelConfig:
         if self.position.rotates and self.position.rotated(dims) == 0:
             reason = f"rotates nothing of a head of size {dims}"
             problems.append(Problem("position.fraction", self.position.fraction, reason, "set model.position=none"))
+        if self.position.rotates and len(self.position.layers) > self.n_layer:
+            reason = f"lists more than the {self.n_layer} layers of model.n_layer"
+            remedy = "shorten the list: it is repeated over the layers"
+            problems.append(Problem("position.layers", self.position.layers, reason, remedy))
         problems += self._transfer_problems()
         if self.value_residual == "first_layer" and self.n_layer == 1:
             problems.append(Problem("value_residual", self.value_residual, "has no other layer to act in: model.n_layer = 1", "drop it"))

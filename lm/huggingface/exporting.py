@@ -229,7 +229,8 @@ def _own_config(loaded: Loaded) -> dict[str, Plain]:
     rotation = {}
     if rope.rotates:
         radians = frequencies(model.key_dims, rope, AS_TRAINED, spec.seq_len, spec.seq_len).tolist()
-        rotation = {"rope_frequencies": radians, "rope_amplitude": rope.scaling.amplitude}
+        layer_rotates = [rope.rotates_in(layer) for layer in range(model.n_layer)]
+        rotation = {"rope_frequencies": radians, "rope_amplitude": rope.scaling.amplitude, "rope_layers": layer_rotates}
     windows = [normalizer.options.name == Window.name for normalizer in layers]
     return {
         **OWN, "vocab_size": spec.vocab_size, "hidden_size": model.n_embd, "intermediate_size": model.mlp_width,

@@ -29,6 +29,7 @@ class LmConfig(PreTrainedConfig):
         normalizers: options of each layer's normalizer, `name` and others, and `parameters`, the shapes of its parameters by name.
         rope_frequencies: radians per token of each rotated pair; None: no rotary positions.
         rope_amplitude: multiplies cos and sin.
+        rope_layers: whether each layer rotates queries and keys; None: all do.
         learned_positions: a vector for each position below `max_position_embeddings`.
     """
 
@@ -54,6 +55,7 @@ class LmConfig(PreTrainedConfig):
         qk_norm: bool = False,
         rope_frequencies: list[float] | None = None,
         rope_amplitude: float = 1.0,
+        rope_layers: list[bool] | None = None,
         learned_positions: bool = False,
         embedding_norm: str | None = None,
         value_residual: str | None = None,
@@ -74,6 +76,7 @@ class LmConfig(PreTrainedConfig):
         self.rope_frequencies, self.rope_amplitude, self.learned_positions = rope_frequencies, rope_amplitude, learned_positions
         self.embedding_norm, self.value_residual, self.logit_softcap = embedding_norm, value_residual, logit_softcap
         self.output_gate = output_gate
+        self.rope_layers = rope_layers or [True] * num_hidden_layers
         self.normalizers = normalizers or [{"name": "softmax"}] * num_hidden_layers
         self.layer_types = layer_types or ["full_attention"] * num_hidden_layers
         self.sliding_window = sliding_window
@@ -407,7 +410,7 @@ class LmModel(LmPreTrainedModel):
             if self.value_embedding is not None:
                 others = self.value_embedding[layer](input_ids).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
             x, layer_weights, values = block(
-                x, rotation=rotation, attention_mask=masks[self.config.layer_types[layer]], position_ids=position_ids,
+                x, rotation=rotation if self.config.rope_layers[layer] else None, attention_mask=masks[self.config.layer_types[layer]], position_ids=position_ids,
                 past_key_values=past_key_values, other_values=others, **kwargs,
             )  # fmt: skip
             first = values if first is None else first

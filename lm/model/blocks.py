@@ -79,7 +79,7 @@ class ForwardContext:
 
     layout: AttentionLayout
     rotation: Rotation | None  # RoPE's cos and sin at the new tokens' positions
-    logit_factor: float  # temperature of a rescaled RoPE, on the logits
+    logit_factor: float  # temperature of a rescaled RoPE, on the logits of layers that rotate
     cache: DecodingCache | None
     other_values: Callable[[int], Tensor] | None = None  # what the values of a layer are mixed with (B, K, T, E), by its number
     captured: list[AttentionInputs] | None = None  # layers append their inputs here for `lm.model.attention_stream`
@@ -91,6 +91,7 @@ class AttentionBase(nn.Module):
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__()
         size = config.key_dims
+        self.rotates = config.position.rotates_in(layer)
         self.q_norm = HeadNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = HeadNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
         self.normalizer: Normalizer = make_normalizer(
@@ -100,9 +101,9 @@ class AttentionBase(nn.Module):
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         """Heads' outputs (B, T, H E) of q (B, H, T, D), k (B, K, T, D) and v (B, K, T, E), computed from x (B, T, C); T: the new tokens."""
         q, k = self.q_norm(q), self.k_norm(k)
-        if context.rotation is not None:
+        if self.rotates:
             q, k = rotate(q, context.rotation), rotate(k, context.rotation)
-        if context.logit_factor != 1:
+        if self.rotates and context.logit_factor != 1:
             q = q * context.logit_factor
         q, k = self.normalizer.append_features(x, q, k)
         if context.cache:
