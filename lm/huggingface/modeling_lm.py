@@ -410,9 +410,14 @@ class LmModel(LmPreTrainedModel):
             if self.value_embedding is not None:
                 others = self.value_embedding[layer](input_ids).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
             x, layer_weights, values = block(
-                x, rotation=rotation if self.config.rope_layers[layer] else None, attention_mask=masks[self.config.layer_types[layer]], position_ids=position_ids,
-                past_key_values=past_key_values, other_values=others, **kwargs,
-            )  # fmt: skip
+                x,
+                rotation=rotation if self.config.rope_layers[layer] else None,
+                attention_mask=masks[self.config.layer_types[layer]],
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                other_values=others,
+                **kwargs,
+            )
             first = values if first is None else first
             weights += (layer_weights,) if output_attentions else ()
         x = self.norm(x)
