@@ -10,7 +10,7 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, is_dataclass
 from functools import cache
 
@@ -236,11 +236,19 @@ def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: lis
         problems.append(Problem(path, value, f"must be {type_name(spec.type)}", _type_remedy(spec.type, value)))
         return MISSING
     limits = spec.metadata["limits"]
-    for item in converted if isinstance(converted, list) else converted.values() if isinstance(converted, dict) else [converted]:
+    for item in _items(converted):
         if isinstance(item, int | float) and not isinstance(item, bool) and not limits.allow(item):
             problems.append(Problem(path, value, f"must be {limits}"))
             return MISSING
     return converted
+
+
+def _items(value: Plain) -> Iterator[Plain]:
+    """The values of lists and maps within each other; any other value by itself."""
+    if not isinstance(value, list | dict):
+        yield value
+    for item in value if isinstance(value, list) else value.values() if isinstance(value, dict) else ():
+        yield from _items(item)
 
 
 def is_block(value: Plain) -> bool:

@@ -135,7 +135,7 @@ class _Size:
                 for number, arm in enumerate(arms):
                     mean = self.expected(number, rate, octaves) + self.shift[number]
                     losses[arm][rate] = list(mean + shared + self.of_runs(number, rate, 2))
-            self.choice = tuned(GRID, losses) if world.tuning == "grid" else chosen(losses)
+            self.choice = tuned([GRID], losses) if world.tuning == "grid" else chosen(losses)
         self.crossed = crossed_rates("base", self.choice.rates) if world.tuning != "none" else {arm: (4e-3,) for arm in arms}
 
     def _train(self, seeds: int) -> None:

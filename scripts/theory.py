@@ -42,7 +42,7 @@ def run_folders(root: Path) -> list[Path]:
     return sorted(found, key=lambda one: (one.parent, one.name.split("-seed")[0], read_config(one).seed))
 
 
-def judged_rates(experiment: Path) -> dict[tuple[str | None, str | None], float | None]:
+def judged_rates(experiment: Path) -> dict[tuple[str | None, str | None], float | str | None]:
     """The learning rate that each arm of an experiment was judged at, by size and arm as runs name them; {} of runs that are of none, or
     that has no verdicts yet. `experiment`: its folder, or that of one of its sizes, whose verdicts lie in the folder above."""
     files = (folder / f"{VERDICTS}.json" for folder in (experiment, experiment.resolve().parent))

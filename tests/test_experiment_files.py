@@ -9,6 +9,8 @@ from trials import written
 from lm.errors import ConfigError
 from lm.experiments.experiment_file import read_experiment
 
+LR_AND_CLIP = ["optim.lr", "optim.grad_clip"]
+
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs" / "experiments").glob("*.yaml")), ids=lambda file: file.stem)
 def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
@@ -64,6 +66,24 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
         ({"tune": {"grid": [1e-3]}}, "tune.grid = .*at least 2 different values"),
         ({"tune": {"grid": [1e-3, 2e-3], "seeds": [7]}}, "tune.seeds = .*tuning needs at least 2 seeds"),
         ({"tune": {"key": "optim.lrr", "grid": [1e-3, 2e-3]}}, "optim.lrr = 0.001: unknown key; did you mean 'lr'"),
+        (
+            {"tune": {"key": LR_AND_CLIP, "grid": [1e-3, 2e-3]}},
+            "tune.grid = .*must be a list of values for each of optim.lr, optim.grad_clip",
+        ),
+        (
+            {"tune": {"key": LR_AND_CLIP, "grid": [[1e-3, 2e-3]]}},
+            "tune.grid = .*must be a list of values for each of optim.lr, optim.grad_clip",
+        ),
+        ({"tune": {"key": LR_AND_CLIP, "grid": [[1e-3, 2e-3], [1]]}}, "tune.grid = .*must be at least 2 different values of each key"),
+        ({"tune": {"key": LR_AND_CLIP, "grid": [[1e-3, 2e-3], [1, -1]]}}, "tune.grid = .*must be > 0"),
+        ({"tune": {"grid": [[1e-3, 2e-3], [1, 2]]}}, r"tune.grid = .*must be a list of values; of several keys name them all: `key: \[KEY"),
+        ({"tune": {"key": ["optim.lr", "optim.lr"], "grid": [[1, 2], [1, 2]]}}, "tune.key = .*must be a key, or a list of different keys"),
+        ({"tune": {"key": ["optim.lr", "optim.clip"], "grid": [[1, 2], [1, 2]]}}, "optim.clip = 1: unknown key"),
+        ({"tune": {"key": ["optim.lr", "log.every"], "grid": [[1, 2], [1, 2]]}}, "tune.key = 'log.every': is nothing that training"),
+        (
+            {"tune": {"key": LR_AND_CLIP, "grid": [[1, 2], [1, 2]]}, "arms": {"a": {}, "b": {"optim": {"grad_clip": 3}}}},
+            "arms.b.optim.grad_clip = 3: is set by the experiment",
+        ),
         ({"primary": {"matters": 0}}, "primary.matters = 0: must be > 0"),
         ({"primary": {"better": "most"}}, "primary.better = 'most': must be lower"),
         ({"arms": {"a": {}, "b": {"optim": {"lr": 3}}}}, "arms.b.optim.lr = 3: is set by the experiment"),

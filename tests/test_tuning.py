@@ -4,7 +4,18 @@ import math
 
 import pytest
 
-from lm.statistics.tuning import mean_loss, rate_differences, tuned
+from lm.statistics.tuning import (
+    best_rate,
+    chosen,
+    crossed_rates,
+    mean_loss,
+    rate_cell,
+    rate_differences,
+    rate_words,
+    rates_of,
+    read_rate,
+    tuned,
+)
 
 GRID = (1e-3, 2e-3, 4e-3)
 
@@ -15,31 +26,31 @@ def bowl(best: float, rates: tuple[float, ...] = GRID) -> dict[float, list[float
 
 
 def test_each_arm_gets_the_rate_of_its_lowest_mean_loss():
-    found = tuned((1e-3, 2e-3, 4e-3, 8e-3), {"a": bowl(2e-3, (*GRID, 8e-3)), "b": bowl(4e-3, (*GRID, 8e-3))})
+    found = tuned([(1e-3, 2e-3, 4e-3, 8e-3)], {"a": bowl(2e-3, (*GRID, 8e-3)), "b": bowl(4e-3, (*GRID, 8e-3))})
     assert (found.rates, found.missing, found.at_edge) == ({"a": 2e-3, "b": 4e-3}, (), ())
 
 
 def test_what_is_not_measured_is_asked_for_before_anything_is_chosen():
-    found = tuned(GRID, {"a": bowl(2e-3), "b": bowl(2e-3, (1e-3,))})
+    found = tuned([GRID], {"a": bowl(2e-3), "b": bowl(2e-3, (1e-3,))})
     assert (found.rates, found.missing) == ({}, (2e-3, 4e-3))
 
 
 def test_one_arm_at_the_edge_grows_the_grid_for_all():
     losses = {"a": bowl(2e-3), "b": bowl(8e-3)}
-    assert tuned(GRID, losses).missing == (8e-3,)
+    assert tuned([GRID], losses).missing == (8e-3,)
     more = (*GRID, 8e-3)
-    assert tuned(GRID, {"a": bowl(2e-3, more), "b": bowl(8e-3, more)}).missing == (16e-3,)
+    assert tuned([GRID], {"a": bowl(2e-3, more), "b": bowl(8e-3, more)}).missing == (16e-3,)
     most = (*more, 16e-3)
-    assert tuned(GRID, {"a": bowl(2e-3, most), "b": bowl(8e-3, most)}).rates == {"a": 2e-3, "b": 8e-3}
+    assert tuned([GRID], {"a": bowl(2e-3, most), "b": bowl(8e-3, most)}).rates == {"a": 2e-3, "b": 8e-3}
 
 
 def test_both_edges_grow_at_once():
-    assert tuned(GRID, {"a": bowl(0.5e-3), "b": bowl(8e-3)}).missing == (0.5e-3, 8e-3)
+    assert tuned([GRID], {"a": bowl(0.5e-3), "b": bowl(8e-3)}).missing == (0.5e-3, 8e-3)
 
 
 def test_after_two_extensions_an_arm_at_the_edge_has_no_rate():
     most = (*GRID, 8e-3, 16e-3)
-    found = tuned(GRID, {"a": bowl(2e-3, most), "b": bowl(1.0, most)})
+    found = tuned([GRID], {"a": bowl(2e-3, most), "b": bowl(1.0, most)})
     assert (found.rates, found.at_edge, found.missing) == ({"a": 2e-3}, ("b",), ())
 
 
@@ -47,20 +58,20 @@ def test_a_rate_at_which_one_seed_diverged_is_not_chosen():
     losses = bowl(4e-3, (*GRID, 8e-3))
     losses[4e-3][1] = math.inf
     losses[8e-3][0] = math.nan
-    assert tuned((*GRID, 8e-3), {"a": losses}).rates == {"a": 2e-3}
+    assert tuned([(*GRID, 8e-3)], {"a": losses}).rates == {"a": 2e-3}
     assert mean_loss([4.0, math.nan]) == math.inf
 
 
 def test_an_arm_that_diverges_everywhere_has_no_rate():
     everywhere = {rate: [math.inf, math.inf] for rate in GRID}
-    found = tuned(GRID, {"a": bowl(2e-3), "b": everywhere})
+    found = tuned([GRID], {"a": bowl(2e-3), "b": everywhere})
     assert (found.rates, found.missing, found.at_edge) == ({"a": 2e-3}, (), ("b",)), "a grid does not grow for it"
 
 
 @pytest.mark.parametrize(("grid", "losses"), [((), {"a": {}}), (GRID, {}), ((0.0, 1e-3), {"a": {}}), (GRID, {"a": {1e-3: [4.0]}})])
 def test_what_can_t_be_tuned_is_refused(grid, losses):
     with pytest.raises(ValueError, match="needs"):
-        tuned(grid, losses)
+        tuned([grid], losses)
 
 
 def test_differences_are_at_the_rates_of_both_infinite_where_one_diverged_and_none_where_both_did():
@@ -70,3 +81,62 @@ def test_differences_are_at_the_rates_of_both_infinite_where_one_diverged_and_no
     losses["a"][4e-3] = [math.inf, math.inf]
     losses["base"][4e-3] = [5.0, math.inf]
     assert rate_differences("a", "base", losses)[4e-3] == [math.inf]
+
+
+DECAYS = (0.1, 0.2, 0.4, 0.8)  # of a second key, whose grid is of another length
+
+
+def bowl_of_two(best: tuple[float, float], axes: tuple[tuple[float, ...], ...] = (GRID, DECAYS)) -> dict[tuple[float, float], list[float]]:
+    """Losses of two seeds, least at the pair of values `best`."""
+    return {
+        pair: [4 + sum(math.log2(value / at) ** 2 for value, at in zip(pair, best, strict=True)) + seed for seed in (0.0, 0.1)]
+        for pair in rates_of(axes)
+    }
+
+
+def test_two_keys_are_tuned_together():
+    found = tuned([GRID, DECAYS], {"a": bowl_of_two((2e-3, 0.4)), "b": bowl_of_two((2e-3, 0.2))})
+    assert (found.rates, found.missing, found.at_edge) == ({"a": (2e-3, 0.4), "b": (2e-3, 0.2)}, (), ())
+    assert crossed_rates("a", found.rates) == {"a": ((2e-3, 0.4), (2e-3, 0.2)), "b": ((2e-3, 0.2), (2e-3, 0.4))}
+
+
+@pytest.mark.parametrize(
+    ("best", "missing"),
+    [
+        ((2e-3, 0.8), [(rate, 1.6) for rate in GRID]),
+        ((2e-3, 0.05), [(rate, 0.05) for rate in GRID]),
+        ((8e-3, 0.2), [(8e-3, decay) for decay in DECAYS]),
+        ((8e-3, 0.8), rates_of([(8e-3,), (*DECAYS, 1.6)]) + [(rate, 1.6) for rate in GRID]),
+    ],
+    ids=["second key, above", "second key, below", "first key", "both"],
+)
+def test_a_grid_of_two_keys_grows_where_the_best_is_at_the_edge_of_one(best, missing):
+    losses = {"a": bowl_of_two((2e-3, 0.2)), "b": bowl_of_two(best)}
+    assert set(tuned([GRID, DECAYS], losses).missing) == set(missing)
+
+
+def test_an_arm_at_the_edge_of_the_second_key_has_no_rate():
+    most = [GRID, (*DECAYS, 1.6, 3.2)]
+    found = tuned([GRID, DECAYS], {"a": bowl_of_two((2e-3, 0.2), most), "b": bowl_of_two((2e-3, 100.0), most)})
+    assert (found.rates, found.at_edge, found.missing) == ({"a": (2e-3, 0.2)}, ("b",), ())
+    assert chosen({"a": bowl_of_two((2e-3, 0.8))}).at_edge == ("a",), "as of a table"
+
+
+def test_a_key_that_may_not_have_the_value_ends_its_own_growth_alone():
+    losses = {"a": bowl_of_two((8e-3, 0.8))}
+    assert set(tuned([GRID, DECAYS], losses, lambda rate: rate[1] <= 1).missing) == {(8e-3, decay) for decay in DECAYS}
+
+
+def test_of_equal_means_the_middle_of_both_keys_wins():
+    equal = {rate: [4.0, 4.0] for rate in rates_of([GRID, (1.0, 2.0, 3.0)])}
+    assert best_rate(equal, equal) == (2e-3, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("rate", "cell", "words"),
+    [(1.23456789e-3, 1.23456789e-3, "0.00123457"), ((1.23456789e-3, 16, 0.1), "0.00123456789 / 16 / 0.1", "0.00123457 / 16 / 0.1")],
+)
+def test_a_rate_is_read_back_from_its_cell_exactly(rate, cell, words):
+    assert rate_cell(rate) == cell
+    assert read_rate(cell) == rate
+    assert rate_words(rate) == rate_words(cell) == words

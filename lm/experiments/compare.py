@@ -42,6 +42,7 @@ from lm.report.html import PAGE
 from lm.report.tables import csv_text, digits, from_lines, print_tables
 from lm.runs.folder import RESOLVED, json_bytes
 from lm.schema import Plain
+from lm.statistics.tuning import rate_words
 
 VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"
 
@@ -251,10 +252,10 @@ def _conclude(procedure: Procedure) -> list[dict[str, Plain]]:
         files[experiment.folder / f"{TUNING}.csv"] = csv_text(rates).encode()
         without = ("size",) if "" in experiment.sizes else ()
         by = experiment.chosen_by
-        means = [line | {"rate": f"{line['rate']:g}", by: digits(line[by])} for line in tuning_means(procedure)]
+        means = [line | {"rate": rate_words(line["rate"]), by: digits(line[by])} for line in tuning_means(procedure)]
         means = [{name: cell for name, cell in line.items() if name not in without} for line in means]
         print_tables(from_lines(f"tuning: mean {by} on the selection text", means, ("rate", by)))
-    print_verdicts(judged, lines, f"{experiment.primary.metric} on the report text, each arm at its own {experiment.tune.key}")
+    print_verdicts(judged, lines, f"{experiment.primary.metric} on the report text, each arm at its own {experiment.tune.heading}")
     for note in notes:
         print(note)
     for run in procedure.known():

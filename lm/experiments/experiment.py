@@ -10,6 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from lm.attention.catalogue import make_normalizer
+from lm.attention.normalizer import LayerSpec
+from lm.attention.options import Options
 from lm.attention.plugins import PLUGINS
 from lm.config.load import merge, parse
 from lm.config.tree import Config, effect_of
@@ -17,10 +20,11 @@ from lm.config.yaml_text import MAX_DEPTH, interpolated
 from lm.errors import ConfigError, Problem, abbreviated
 from lm.experiments.run_outcome import SELECTION
 from lm.schema import Plain, build, flatten, is_block, key, to_plain
-from lm.statistics.tuning import FEWEST_TUNING_SEEDS
+from lm.statistics.tuning import FEWEST_TUNING_SEEDS, Rate, coordinates, rates_of
 
 SHARED = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
 MINUTES = "minutes.json"  # in the experiment's folder: which seeds `--minutes` has dropped
+_OF_NORMALIZER = "optim.groups.normalizer."
 _OWN = ("name", "runs", "seed")  # keys of a run that no other key of its configuration depends on
 
 
@@ -63,19 +67,47 @@ class Arm:
 class Tune:
     """The grid every arm is tuned on."""
 
-    grid: list[int | float] = key([], "its values, e.g. [1e-3, 2e-3, 4e-3]; []: the arms are taken as they are", gt=0)
+    grid: list[int | float] | list[list[int | float]] = key(
+        [], "its values, e.g. [1e-3, 2e-3, 4e-3], of several keys a list for each; []: the arms are taken as they are", gt=0
+    )
     table: str | None = key(None, "a file as `tuning.csv`, relative to the experiment's, of which rates are chosen instead of a grid")
     seeds: list[int] = key([101, 102], "seeds of the tuning runs; none of the final ones", ge=0, lt=2**31)
     metric: Literal["val/loss", "primary"] = key("val/loss", "what its value is chosen by: the validation loss, or the primary metric")
-    key: str = key("optim.lr", "the configuration key that is tuned")
+    key: str | list[str] = key("optim.lr", "the configuration key that is tuned, or a list of keys that are tuned together")
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys that are tuned."""
+        return (self.key,) if isinstance(self.key, str) else tuple(self.key)
+
+    @property
+    def axes(self) -> list[list[int | float]]:
+        """The planned values of each key; none without a grid."""
+        return [self.grid] if self.grid and isinstance(self.key, str) else self.grid
+
+    @property
+    def rates(self) -> list[Rate]:
+        """The planned rates: the values of all keys together; none without a grid."""
+        return rates_of(self.axes) if self.grid else []
+
+    @property
+    def heading(self) -> str:
+        """The tuned keys as the heading of their values."""
+        return " / ".join(self.keys)
 
     def problems(self) -> list[Problem]:
         """Contradictions between keys."""
         problems = []
+        if not self.keys or len(set(self.keys)) < len(self.keys):
+            problems.append(Problem("key", self.key, "must be a key, or a list of different keys"))
         if self.table is not None and not self.table.strip():
             problems.append(Problem("table", self.table, "names no file", "name one as `tuning.csv`, or leave it out"))
-        if self.grid and (len(set(self.grid)) < len(self.grid) or len(self.grid) < 2):
-            problems.append(Problem("grid", self.grid, "must be at least 2 different values"))
+        several = isinstance(self.key, list)
+        if self.grid and (any(isinstance(values, list) != several for values in self.grid) or len(self.axes) != len(self.keys)):
+            reason = f"must be a list of values for each of {', '.join(self.keys)}" if several else "must be a list of values"
+            problems.append(Problem("grid", self.grid, reason, "" if several else "of several keys name them all: `key: [KEY, ...]`"))
+        elif any(len(set(values)) < len(values) or len(values) < 2 for values in self.axes):
+            problems.append(Problem("grid", self.grid, "must be at least 2 different values" + " of each key" * several))
         if self.grid and len(set(self.seeds)) < FEWEST_TUNING_SEEDS:
             problems.append(Problem("seeds", self.seeds, f"tuning needs at least {FEWEST_TUNING_SEEDS} seeds"))
         if self.grid and self.table:
@@ -110,7 +142,7 @@ class Tried:
     """One tuning run.
 
     Attributes:
-        key: the configuration key that is tuned.
+        key: the configuration keys that are tuned, as `Tune.heading` gives them.
         selection, primary: means of SELECTION and of the primary metric on the selection text; infinite if the run diverged; None: not
             known.
         configuration: what was tuned, as `described` gives it.
@@ -119,7 +151,7 @@ class Tried:
     size: str
     arm: str
     key: str
-    rate: float
+    rate: Rate
     seed: int
     selection: float | None
     primary: float | None
@@ -153,7 +185,7 @@ class Original:
     name: str
     seeds: int
     intervals: int
-    rates: dict[str, float] | None
+    rates: dict[str, Rate] | None
 
 
 @dataclass(frozen=True)
@@ -241,15 +273,26 @@ class Experiment:
         """The value of a tuning run that chooses rates; infinite if it diverged; None: not known."""
         return tried.selection if self.tune.metric == SELECTION else tried.primary
 
-    def costs_of(self, tried: Iterable[Tried], size: str) -> dict[str, dict[float, list[float]]]:
+    def costs_of(self, tried: Iterable[Tried], size: str) -> dict[str, dict[Rate, list[float]]]:
         """The costs to be minimized, of the tuning runs of a size, by arm, rate and seed (ascending)."""
         values = by_arm_and_rate(tried, size, "selection" if self.tune.metric == SELECTION else "primary")
         return {arm: {rate: [self.cost(value) for value in some] for rate, some in rates.items()} for arm, rates in values.items()}
 
     @property
-    def first_rate(self) -> float | None:
+    def first_rate(self) -> Rate | None:
         """A value that the tuned key may have; None without tuning."""
-        return self.tune.grid[0] if self.tune.grid else self.table[0].rate if self.table else None
+        return self.tune.rates[0] if self.tune.grid else self.table[0].rate if self.table else None
+
+    def tuned_keys(self, size: str, arm: Arm, rate: Rate | None) -> dict[str, Plain]:
+        """The tuned keys at a rate with their values; without those of the normalizer's parameters in an arm that has none."""
+        if rate is None:
+            return {}
+        values = dict(zip(self.tune.keys, coordinates(rate), strict=True))
+        if not any(key.startswith(_OF_NORMALIZER) for key in values):
+            return values
+        plan = self.config(size, arm, self.seeds[0], None, {"name": "any"}).plan
+        learned = any(_has_parameters(options) for phase in plan for options in phase.normalizer.layer_options())
+        return {key: value for key, value in values.items() if learned or not key.startswith(_OF_NORMALIZER)}
 
     @property
     def folder(self) -> Path:
@@ -261,12 +304,11 @@ class Experiment:
         """The configuration of the baseline's first run."""
         return self.config(next(iter(self.sizes)), self.arms[0], self.seeds[0], self.first_rate, {"name": "any"})
 
-    def config(self, size: str, arm: Arm, seed: int, rate: float | None, changes: Mapping[str, Plain]) -> Config:
+    def config(self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]) -> Config:
         """The configuration of one run; `rate` is the value of the tuned key. Runs that differ in `_OWN` alone share one that was parsed
         once, as do experiments that were made of each other. Raises ConfigError."""
-        tuned = {} if rate is None else nested({self.tune.key: rate})
         plain = self.base
-        for more in (self.sizes[size], arm.changes, tuned, {"seed": seed + arm.offset}, changes):
+        for more in (self.sizes[size], arm.changes, nested(self.tuned_keys(size, arm, rate)), {"seed": seed + arm.offset}, changes):
             plain = merge(plain, more)
         plain = interpolated(plain)
         own = {name: plain[name] for name in _OWN if name in plain}
@@ -288,6 +330,14 @@ class Experiment:
     def evaluate_overrides(self) -> list[str]:
         """`evaluate` as the `KEY=VALUE` of `lm eval`."""
         return [f"{path}={json.dumps(value)}" for path, value in _leaves(self.evaluate)]
+
+
+def _has_parameters(options: Options) -> bool:
+    """Whether the normalizer with these options has parameters."""
+    import torch  # takes seconds
+
+    with torch.device("meta"):
+        return any(True for _ in make_normalizer(options, LayerSpec(1, 2, 2, 2)).parameters())
 
 
 def _leaves(plain: dict[str, Plain], above: str = "") -> Iterator[tuple[str, Plain]]:
@@ -325,8 +375,8 @@ def nested(changes: Mapping[str, Plain]) -> dict[str, Plain]:
     return plain
 
 
-def described(config: Config, tuned_key: str, start: str) -> str:
-    """The settings of a run but for seed, precision and tuned key: the keys that are not at their defaults, `KEY=VALUE; KEY=VALUE`.
+def described(config: Config, tuned_keys: Iterable[str], start: str) -> str:
+    """The settings of a run but for seed, precision and tuned keys: the keys that are not at their defaults, `KEY=VALUE; KEY=VALUE`.
 
     `start`: the arm whose weights it starts from, in place of their path.
     """
@@ -334,7 +384,7 @@ def described(config: Config, tuned_key: str, start: str) -> str:
     settings = {
         path: value
         for path, value in changed.items()
-        if path not in (tuned_key, "init_from", "branch_from") and effect_of(path).affects in ("model", "training")
+        if path not in (*tuned_keys, "init_from", "branch_from") and effect_of(path).affects in ("model", "training")
     } | ({"from": start} if start else {})
     return "; ".join(f"{path}={value}" for path, value in sorted(settings.items()))
 
@@ -349,9 +399,9 @@ def differing_keys(ours: str, theirs: str) -> list[str]:
     return sorted({setting.partition("=")[0] for setting in {*ours.split("; ")} ^ {*theirs.split("; ")}})
 
 
-def by_arm_and_rate(tried: Iterable[Tried], size: str, value: str) -> dict[str, dict[float, list[float]]]:
+def by_arm_and_rate(tried: Iterable[Tried], size: str, value: str) -> dict[str, dict[Rate, list[float]]]:
     """The numbers of a size, `selection` or `primary`, by arm, rate and seed (ascending); None are left out."""
-    numbers: dict[str, dict[float, list[float]]] = {}
+    numbers: dict[str, dict[Rate, list[float]]] = {}
     for run in sorted((run for run in tried if run.size == size), key=lambda run: (run.rate, run.seed)):
         number = getattr(run, value)
         if number is not None:

@@ -20,7 +20,7 @@ from lm.experiments.experiment import Arm, Experiment, Primary, Swap, Tried, Tun
 from lm.experiments.run_outcome import SELECTION
 from lm.runs.folder import CONFIG, DIVERGED, SWAPPED
 from lm.schema import Plain, Unavailable, build, flatten, is_block, key, own_problems, section, suggest, to_plain
-from lm.statistics.tuning import FEWEST_TUNING_SEEDS
+from lm.statistics.tuning import FEWEST_TUNING_SEEDS, Rate, coordinates, rate_words, read_rate
 
 
 @dataclass
@@ -80,12 +80,11 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
         problems.append(Problem("tune.seeds", both, "are also final seeds", "the runs that choose a rate must not judge it"))
     fixed = {"seed", "data.seed", "name", "runs", "resume", "init_from", "branch_from"}
     fixed |= {*(f"experiment.{spec.name}" for spec in fields(ExperimentConfig))}
-    if keys.tune.key in fixed:
-        problems.append(Problem("tune.key", keys.tune.key, "is set by the experiment", "name a key of the optimizer, such as optim.lr"))
-    elif not is_learned(keys.tune.key):
-        reason = "is nothing that training depends on"
-        problems.append(Problem("tune.key", keys.tune.key, reason, "name a key of the optimizer, such as optim.lr"))
-    fixed |= {keys.tune.key} if keys.tune.grid or keys.tune.table else set()
+    for tuned_key in keys.tune.keys:
+        if tuned_key in fixed or not is_learned(tuned_key):
+            reason = "is set by the experiment" if tuned_key in fixed else "is nothing that training depends on"
+            problems.append(Problem("tune.key", tuned_key, reason, "name a key of the optimizer, such as optim.lr"))
+    fixed |= {*keys.tune.keys} if keys.tune.grid or keys.tune.table else set()
     blocks = {f"arms.{arm.name}": arm.changes for arm in arms} | {f"sizes.{name}": changes for name, changes in sizes.items()}
     for where, changes in blocks.items():
         for path in sorted(fixed & set(flatten(changes))):
@@ -102,6 +101,8 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     base = merge(base, read_overrides(overrides))
     sizes, seeds = sizes or {"": {}}, tuple(keys.seeds)
     table = read_table(file.parent / keys.tune.table, keys.primary.quantity) if keys.tune.table else ()
+    if wrong := {run.key for run in table} - {keys.tune.heading}:
+        raise ConfigError([Problem("tune.key", keys.tune.heading, f"the table {keys.tune.table} is of {', '.join(sorted(wrong))}")])
     return Experiment(
         file.stem,
         base,
@@ -223,8 +224,9 @@ def read_table(path: Path, metric: str) -> tuple[Tried, ...]:
                 try:
                     selection = _number(line[SELECTION]) if line[SELECTION] else None
                     primary = _number(line[metric]) if metric in line and selection is not None else None
-                    rate, seed = int(line["rate"]) if line["rate"].isdecimal() else float(line["rate"]), int(line["seed"])
-                    if not 0 < rate < math.inf:
+                    rate, seed = read_rate(line["rate"]), int(line["seed"])
+                    values, keys = coordinates(rate), line["key"].split(" / ")
+                    if not all(0 < value < math.inf for value in values) or len(values) != len(keys):
                         raise ValueError
                     runs.append(Tried(line["size"], line["arm"], line["key"], rate, seed, selection, primary, line["configuration"] or ""))
                 except (ValueError, TypeError, AttributeError):
@@ -476,12 +478,10 @@ def _check_table(experiment: Experiment) -> list[Problem]:
     """Check that a tuning table has a finished run of every arm and size, at several rates, with several seeds that are the same of all
     arms and none of them final."""
     where, problems = experiment.tune.table, []
-    if wrong := {run.key for run in experiment.table} - {experiment.tune.key}:
-        problems.append(Problem("tune.key", experiment.tune.key, f"the table {where} is of {', '.join(sorted(wrong))}"))
     if both := sorted({*experiment.seeds} & {run.seed for run in experiment.table}):
         problems.append(Problem("tune.table", both, "are final seeds", "the runs that choose a rate must not judge it"))
     remedy, base = "make it again by `lm compare` with a grid: it writes tuning.csv", experiment.arms[0].name
-    tried: dict[tuple[str, str], dict[float, set[int]]] = {}  # seeds of each arm and size at each rate
+    tried: dict[tuple[str, str], dict[Rate, set[int]]] = {}  # seeds of each arm and size at each rate
     for run in experiment.table:
         tried.setdefault((run.size, run.arm), {}).setdefault(run.rate, set()).add(run.seed)
     for size, arm in product(experiment.sizes if where else (), (arm for arm in experiment.arms if arm.tuned)):
@@ -497,6 +497,6 @@ def _check_table(experiment: Experiment) -> list[Problem]:
             reason = f"has fewer than 2 rates of {name}, or fewer than {FEWEST_TUNING_SEEDS} seeds at one"
             problems.append(Problem("tune.table", where, reason, remedy))
         elif apart := sorted(rate for rate in ours.keys() & theirs.keys() if ours[rate] != theirs[rate]):
-            reason = f"has other seeds of {name} than of {base} at {', '.join(f'{rate:g}' for rate in apart)}"
+            reason = f"has other seeds of {name} than of {base} at {', '.join(map(rate_words, apart))}"
             problems.append(Problem("tune.table", where, reason, "give all arms the same seeds at a rate"))
     return problems

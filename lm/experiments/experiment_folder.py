@@ -25,6 +25,7 @@ from lm.files import write_new
 from lm.machine import threads_each
 from lm.runs.folder import CHECKPOINTS, CONFIG, EVALUATIONS, RESOLVED, json_bytes, read_json, step_path, write_json
 from lm.schema import Plain, build, convert, to_plain
+from lm.statistics.tuning import Rate, rate_cell, rate_of, read_rate
 from lm.statistics.verdicts import ALPHA, POWER, detectable
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 AA = "-aa"  # behind the name of an experiment of the baseline against itself
 PLAN = "plan"  # in RESOLVED: what was settled when it was written; null: it was lost
-Rates = dict[str, float]  # of the baseline, by size
+Rates = dict[str, Rate]  # of the baseline, by size
 _OVERRIDES = "overrides"  # in RESOLVED: those of the first start
 _RATES = "rates"  # in RESOLVED of an A/A experiment: the baseline's
 
@@ -55,7 +56,7 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
     first = experiment.folder / RESOLVED
     if aa:
         own = folder_of(experiment, aa) / RESOLVED
-        settled_rates = read_json(own).get(_RATES) if own.exists() else baseline_rates(open_experiment(path, overrides, jobs, anew=True))
+        settled_rates = _settled_rates(own) if own.exists() else baseline_rates(open_experiment(path, overrides, jobs, anew=True))
         if experiment.tuned and settled_rates and (missing := experiment.sizes.keys() - settled_rates.keys()):
             raise RunError(f"{own}: has no rate of size {', '.join(sorted(missing))}; delete it, or rename the experiment")
         experiment = equal_arms(experiment, settled_rates if experiment.tuned else None)
@@ -79,6 +80,12 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
     if not anew and not any(run.config.run_folder.is_dir() for run in procedure.known()) and (others := other_runs(procedure)):
         raise RunError(f"{experiment.folder}: {others}; to train what is asked for now, add --anew")
     return next_look(procedure)
+
+
+def _settled_rates(path: Path) -> Rates | None:
+    """The baseline's rates as the first start of an A/A experiment has settled them."""
+    rates = read_json(path).get(_RATES)
+    return rates and {size: read_rate(rate) for size, rate in rates.items()}
 
 
 def folder_of(experiment: Experiment, aa: bool) -> Path:
@@ -110,7 +117,9 @@ def start(
         settled["compile"] = compiled.value == "true"
         print(f"trainer.compile of all runs: {compiled}", flush=True)
     settled |= {"seeds": list(experiment.all_seeds), _OVERRIDES: list(overrides), PLAN: None if late else plan}
-    settled |= {_RATES: experiment.equal_to.rates} if aa else {}
+    if aa:
+        rates = experiment.equal_to.rates
+        settled[_RATES] = rates and {size: rate_cell(rate) for size, rate in rates.items()}
     if not write_new(kept, json_bytes(settled)) and not late and is_another(read_json(kept).get(PLAN), plan):
         write_json(kept, read_json(kept) | {PLAN: plan})  # nothing that it could be chosen by was measured yet
     if read_json(kept).get("data_fingerprint") != store.fingerprint:
@@ -124,7 +133,8 @@ def other_runs(procedure: Procedure) -> str:
     which keys, and the command that goes on with them; empty if there are none. Arms that start from others are left out, as these tell."""
     experiment, known = procedure.experiment, {run.config.run_folder for run in procedure.known()}
     count, differences = 0, list[dict[str, tuple[Plain, Plain]]]()
-    name = re.compile(r"(.+?)" + (r"-([\d.]+(?:e[+-]\d+)?)" if experiment.tuned else "()") + r"-seed(\d+)-[0-9a-f]{8}")
+    number = r"[\d.]+(?:e[+-]\d+)?"
+    name = re.compile(r"(.+?)" + (rf"-({number}(?:_{number})*)" if experiment.tuned else "()") + r"-seed(\d+)-[0-9a-f]{8}")
     arms = {arm.name: arm for arm in experiment.arms if not arm.start}
     for size in experiment.sizes:
         by_rate: dict[tuple[str, str], list[tuple[Path, int]]] = {}
@@ -132,10 +142,10 @@ def other_runs(procedure: Procedure) -> str:
             if (match := name.fullmatch(folder.name)) and match[1] in arms and folder not in known and (folder / CONFIG).is_file():
                 by_rate.setdefault((match[1], match[2]), []).append((folder, int(match[3])))
         for (arm, rate), runs in by_rate.items():
-            value, offset = float(rate) if rate else None, arms[arm].offset
+            value, offset = rate_of(map(float, rate.split("_"))) if rate else None, arms[arm].offset
             configs = [procedure.run(size, arms[arm], "final", value, seed - offset, {}).config for _, seed in runs]
             others = [(run[0], config) for run, config in zip(runs, configs, strict=True) if run[0] != config.run_folder]
-            ended, differing = _ended_otherwise(others, experiment.tune.key)
+            ended, differing = _ended_otherwise(others, experiment.tune.keys)
             count, differences = count + ended, [*differences, differing] if differing else differences
     if not count:
         return ""
@@ -148,7 +158,7 @@ def other_runs(procedure: Procedure) -> str:
     return f"{count} ended runs here are of another configuration: {words}{more}{remedy}"
 
 
-def _ended_otherwise(runs: list[tuple[Path, Config]], tuned_key: str) -> tuple[int, dict[str, tuple[Plain, Plain]]]:
+def _ended_otherwise(runs: list[tuple[Path, Config]], tuned_keys: tuple[str, ...]) -> tuple[int, dict[str, tuple[Plain, Plain]]]:
     """How many of the folders of one arm's runs at one rate have ended, and the keys in which the first of them differs from the
     configuration that is asked for in its place: (theirs, the one asked for), null where a key is not set."""
     for folder, config in runs:
@@ -159,7 +169,7 @@ def _ended_otherwise(runs: list[tuple[Path, Config]], tuned_key: str) -> tuple[i
         differing = {
             key: (theirs.get(key), ours.get(key)) for key in sorted(theirs.keys() | ours.keys()) if theirs.get(key) != ours.get(key)
         }
-        differing.pop(tuned_key, None)
+        differing = {key: pair for key, pair in differing.items() if key not in tuned_keys}
         return (ended, differing) if differing and ended else (0, {})
     return 0, {}
 
@@ -206,7 +216,7 @@ def _compiled(experiment: Experiment, seconds: float | None = None) -> "Resolved
     from lm.model.device import gpus_of, resolve_compile  # torch takes seconds to import
 
     config, tune = experiment.first_config, experiment.tune
-    runs = len(experiment.seeds) + len(tune.grid) * len(tune.seeds)
+    runs = len(experiment.seeds) + len(tune.rates) * len(tune.seeds)
     flops = cost(config, vocabulary(config.data) or 1).flops
     return resolve_compile(config, flops, "gpu" if gpus_of(config) else "cpu", {}, runs, seconds)
 
@@ -314,7 +324,7 @@ def equal_arms(experiment: Experiment, rates: Rates | None) -> Experiment:
     )
     if rates is None:
         return against_itself
-    sizes = {size: merge(changes, nested({tune.key: rates[size]})) for size, changes in experiment.sizes.items()}
+    sizes = {size: merge(changes, nested(experiment.tuned_keys(size, baseline, rates[size]))) for size, changes in experiment.sizes.items()}
     return replace(against_itself, sizes=sizes, tune=replace(tune, grid=[], table=None), table=())
 
 

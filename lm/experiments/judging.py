@@ -15,13 +15,13 @@ from lm.runs.folder import DIVERGED
 from lm.schema import Plain
 from lm.statistics.intervals import ALPHA, Interval, over_seeds_and_documents
 from lm.statistics.learned import Counts, LearnedCounts, clopper_pearson, factor, has_learned, learned_verdicts, log_tokens
-from lm.statistics.tuning import FEWEST_TUNING_SEEDS, best_rate, chosen
+from lm.statistics.tuning import FEWEST_TUNING_SEEDS, Rate, best_rate, chosen, coordinates, rate_cell, rate_words, read_rate
 from lm.statistics.verdicts import FEWEST_SEEDS, MOST_SEEDS, POWER, Comparison, Verdict, power, seeds_needed, verdicts
 
 _RUN = ["size", "arm", "rate", "seed"]
 JUDGED_COLUMNS = (*_RUN, "state", "note", "sample", "group", "weight", "value")
 Place = tuple[str, str]  # size and arm
-Pair = tuple[float | None, float | None]  # the rates of an arm and of the baseline
+Pair = tuple[Rate | None, Rate | None]  # the rates of an arm and of the baseline
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Question:
     primary: Primary
     arms: tuple[str, ...]
     seeds: tuple[int, ...]
-    rates: Mapping[str, Mapping[str, float | None] | None]
+    rates: Mapping[str, Mapping[str, Rate | None] | None]
     every: bool = False
     looks: int = 1
     sources: Mapping[str, list[str]] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class JudgedRun:
         return float(np.average(self.values, weights=self.weights)) if self.state == "finished" else math.inf
 
 
-ByRate = dict[float | None, list[JudgedRun]]  # runs of an arm by seed, at each rate; first the one that tuning chose
+ByRate = dict[Rate | None, list[JudgedRun]]  # runs of an arm by seed, at each rate; first the one that tuning chose
 
 
 class Judged:
@@ -99,9 +99,9 @@ class Judged:
 
     def __init__(self, table: pd.DataFrame, question: Question):
         self.table, self.question = table, question
-        by_seed: dict[Place, dict[float | None, dict[int, JudgedRun]]] = {}
+        by_seed: dict[Place, dict[Rate | None, dict[int, JudgedRun]]] = {}
         for (size, arm, rate, seed), lines in table.groupby(_RUN, sort=False, dropna=False):
-            runs = by_seed.setdefault((size, arm), {}).setdefault(None if pd.isna(rate) else rate, {})
+            runs = by_seed.setdefault((size, arm), {}).setdefault(None if pd.isna(rate) else read_rate(rate), {})
             first, groups = lines.iloc[0], lines["group"]
             known = None if groups.isna().any() else groups.to_numpy()
             values, weights = (lines[name].to_numpy(float) for name in ("value", "weight"))
@@ -239,12 +239,13 @@ class Judged:
         reach, by_rate = primary.reach is not None, self.runs.get((size, arm), {})
         values = [run.value for run in runs if run.state == "finished"]
         line: dict[str, Plain] = {
-            "size": size, "arm": arm, "rate": (question.rates[size] or {}).get(arm), "runs": len(values), "of": len(question.seeds),
+            "size": size, "arm": arm, "rate": rate_cell((question.rates[size] or {}).get(arm)),
+            "runs": len(values), "of": len(question.seeds),
             "mean": _mean([run.value for run, has in zip(runs, common, strict=False) if has and run.state == "finished"], reach),
         }  # fmt: skip
         if len(by_rate) > 1:
             line["means_by_rate"] = {
-                f"{rate:g}": _mean([run.value for run in tried if run.ended], reach) for rate, tried in by_rate.items()
+                rate_words(rate): _mean([run.value for run in tried if run.ended], reach) for rate, tried in by_rate.items()
             }
         line |= {"reached": sum(map(math.isfinite, values))} if reach else {}
         if primary.learned is not None:
@@ -292,7 +293,7 @@ def _decisive(at: Pair, ours: ByRate, theirs: ByRate) -> list[JudgedRun]:
     return list(dict.fromkeys((*ours[at[0]], *theirs[at[1]], *next(iter(ours.values())), *next(iter(theirs.values())))))
 
 
-def _usable(runs: ByRate, judged: float | None, reach: bool) -> ByRate:
+def _usable(runs: ByRate, judged: Rate | None, reach: bool) -> ByRate:
     """Without the other rates at which one of the runs diverged, or never reached the level: they can't be an arm's best."""
 
     def lost(run: JudgedRun) -> bool:
@@ -371,7 +372,7 @@ def judge_table(
         reason = f"no arm {baseline}" if baseline not in arms else "a verdict takes two arms"
         raise RunError(f"{source}: {reason}; there is {', '.join(map(str, arms))}")
     seeds = tuple(sorted(set(reporting["seed"]), key=lambda seed: (isinstance(seed, str), seed)))
-    rates: dict[str, dict[str, float | None]] = {}
+    rates: dict[str, dict[str, Rate | None]] = {}
     kept = []
     for name in dict.fromkeys(reporting["size"]):
         here, tried = reporting[reporting["size"] == name], selecting[selecting["size"] == name]
@@ -382,13 +383,13 @@ def judge_table(
             who = f"{source}: {', '.join(filter(None, (str(arm), name)))}"
             for rate, some in final.groupby("rate", dropna=False) if len(final) else ():
                 if missing := [str(seed) for seed in seeds if seed not in set(some["seed"])]:
-                    at = "" if pd.isna(rate) else f" at {rate:g}"
+                    at = "" if pd.isna(rate) else f" at {rate_words(rate)}"
                     raise RunError(f"{who}: no seed {', '.join(missing)}{at}; every arm needs the same seeds")
             if final.empty:
                 raise RunError(f"{who}: no line")
             order, judged = _rates(final, tried[tried["arm"] == arm], primary, f"{source}: {arm}")
             rates[name] |= {} if judged is _NOT_TUNED else {arm: judged}
-            kept += [final[final["rate"].isna() if at is None else final["rate"] == at] for at in order]
+            kept += [final[final["rate"].isna() if at is None else final["rate"] == rate_cell(at)] for at in order]
     question = Question(replace(primary, metric=metric), (baseline, *(arm for arm in arms if arm != baseline)), seeds, rates)
     return Judged(pd.concat(kept).sort_values("sample", kind="stable", ignore_index=True)[[*JUDGED_COLUMNS]], question)
 
@@ -416,19 +417,22 @@ def _asked_lines(table: pd.DataFrame, source: str, metric: str, where: str, name
 def _check_lines(runs: pd.DataFrame, source: str, others: list[str]) -> None:
     """Raises RunError: no number, no arm or seed, or a unit of a run twice; `others`: columns in which these may differ."""
     rated = runs["rate"].notna()
-    for name in ("value", "rate", "weight"):
+    for name in ("value", "weight"):
         runs[name] = pd.to_numeric(runs[name], errors="coerce")
+    runs["rate"] = runs["rate"].map(_finite_rate)
     total = runs.groupby(_RUN, dropna=False)["weight"].transform("sum")
     for name, wrong in (
         ("arm", runs["arm"].isna()),
         ("seed", runs["seed"].isna()),
         ("finite value", ~np.isfinite(runs["value"]) & (runs["state"] == "finished")),
-        ("finite rate", rated & ~np.isfinite(runs["rate"])),
+        ("finite rate", rated & runs["rate"].isna()),
         ("weight above 0", ~((runs["weight"] >= 0) & (total > 0))),
     ):
         if wrong.any():
             run = runs[wrong].iloc[0]
             raise RunError(f"{source}: {int(wrong.sum())} lines have no {name}, the first of {run['arm']} seed {run['seed']}")
+    if len({len(coordinates(read_rate(rate))) for rate in runs["rate"].dropna().unique()}) > 1:
+        raise RunError(f"{source}: rates are of one tuned key in some lines, and of several in others")
     twice = runs.duplicated([*_RUN, "sample", *(name for name in ("part", "stage") if name in runs)], keep=False)
     if twice.any():
         run = runs[twice].iloc[0]
@@ -436,6 +440,15 @@ def _check_lines(runs: pd.DataFrame, source: str, others: list[str]) -> None:
         differ = [name for name in others if same[name].nunique(dropna=False) > 1]
         how = f"they differ in {', '.join(differ)}: choose by a condition, or judge apart by it" if differ else "drop all but one"
         raise RunError(f"{source}: {len(same)} lines are of {run['arm']} seed {run['seed']}; {how}")
+
+
+def _finite_rate(cell: float | str) -> float | str:
+    """The cell of a rate with its values as numbers; NaN: one of them is none, or not finite."""
+    try:
+        rate = read_rate(cell)
+        return rate_cell(rate) if all(map(math.isfinite, coordinates(rate))) else math.nan
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def _parts(runs: pd.DataFrame, source: str) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -461,11 +474,12 @@ def _check_alike(reporting: pd.DataFrame, selecting: pd.DataFrame, source: str) 
     tuning = _tuning(selecting)
     grids = {arm: frozenset(rates) for arm, rates in tuning.groupby("arm")["rate"] if rates.nunique() > 1}
     if len(set(grids.values())) > 1:
-        words = "; ".join(f"{arm} {', '.join(f'{rate:g}' for rate in sorted(grid))}" for arm, grid in grids.items())
+        words = "; ".join(f"{arm} {', '.join(map(rate_words, sorted(map(read_rate, grid))))}" for arm, grid in grids.items())
         raise RunError(f"{source}: arms are tuned over different rates: {words}")
     seeds = tuning[tuning["arm"].isin(grids)].groupby(["arm", "rate"])["seed"].nunique()
     if (seeds < FEWEST_TUNING_SEEDS).any():
-        raise RunError(f"{source}: {seeds.idxmin()[0]} has {seeds.min()} seed at {seeds.idxmin()[1]:g}; tuning takes {FEWEST_TUNING_SEEDS}")
+        arm, rate = seeds.idxmin()
+        raise RunError(f"{source}: {arm} has {seeds.min()} seed at {rate_words(rate)}; tuning takes {FEWEST_TUNING_SEEDS}")
 
 
 def _tuning(selecting: pd.DataFrame) -> pd.DataFrame:
@@ -477,9 +491,9 @@ def _tuning(selecting: pd.DataFrame) -> pd.DataFrame:
 _NOT_TUNED = object()
 
 
-def _rates(final: pd.DataFrame, selecting: pd.DataFrame, primary: Primary, who: str) -> tuple[list[float | None], object]:
+def _rates(final: pd.DataFrame, selecting: pd.DataFrame, primary: Primary, who: str) -> tuple[list[Rate | None], object]:
     """The rates of an arm's runs, first the one that tuning chose, and the one that it is judged at. Raises RunError: nothing chooses."""
-    rates = [None if pd.isna(rate) else float(rate) for rate in final["rate"].unique()]
+    rates = [None if pd.isna(rate) else read_rate(rate) for rate in final["rate"].unique()]
     tuning = _tuning(selecting)
     first = _costs(tuning, primary)
     if len(first) < 2:
@@ -490,16 +504,16 @@ def _rates(final: pd.DataFrame, selecting: pd.DataFrame, primary: Primary, who: 
     if best is None:
         return rates, _NOT_TUNED
     if best not in rates:
-        raise RunError(f"{who}: {best:g} is the best rate, but no line at it reports")
+        raise RunError(f"{who}: {rate_words(best)} is the best rate, but no line at it reports")
     order = [best, *(rate for rate in rates if rate != best)]
     after = (_costs(selecting.drop(tuning.index), primary) or _costs(final, primary)) if "stage" in tuning else first
     return order, best_rate(after, rates) if set(rates) <= after.keys() else best
 
 
-def _costs(lines: pd.DataFrame, primary: Primary) -> dict[float, list[float]]:
+def _costs(lines: pd.DataFrame, primary: Primary) -> dict[Rate, list[float]]:
     """The numbers that the choice of a rate minimizes, by rate and seed; infinite of a run that diverged."""
-    costs: dict[float, list[float]] = {}
+    costs: dict[Rate, list[float]] = {}
     for (rate, _), run in lines.groupby(["rate", "seed"]):
         mean = float(np.average(run["value"], weights=run["weight"])) * (-1 if primary.better == "higher" else 1)
-        costs.setdefault(float(rate), []).append(math.inf if (run["state"] == DIVERGED).any() else mean)
+        costs.setdefault(read_rate(rate), []).append(math.inf if (run["state"] == DIVERGED).any() else mean)
     return costs

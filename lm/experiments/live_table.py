@@ -22,6 +22,7 @@ from lm.experiments.run_outcome import SELECTION
 from lm.experiments.slots import named
 from lm.report.tables import from_lines, grid
 from lm.runs.folder import METRICS, MetricTail
+from lm.statistics.tuning import Rate, rate_words
 
 REFRESH_SECONDS = 1.0
 MOST_RUNS = 20  # runs are shown one by one up to so many, else in groups
@@ -49,7 +50,7 @@ class RunLine:
     size: str
     arm: str
     stage: str
-    rate: float | None
+    rate: Rate | None
     seed: int
     state: str = "waiting"
     step: int = 0
@@ -143,7 +144,7 @@ class LiveTable:
                 continue
             for arm in experiment.arms:
                 if arm.tuned and arm.name not in begun:
-                    for rate, seed in product(experiment.tune.grid, experiment.tune.seeds):
+                    for rate, seed in product(experiment.tune.rates, experiment.tune.seeds):
                         lines.append(RunLine(size, arm.name, "tune", rate, seed, note="for the rates of earlier arms"))
             for arm in experiment.arms:
                 without_rate = final and (not experiment.tune.grid or (arm.name if arm.tuned else arm.start) in tuned)
@@ -191,7 +192,7 @@ class LiveTable:
         first, each = group[0], names == _EACH
         absent = {"size"} if "" in self.experiment.sizes else set()
         absent |= set() if self.experiment.tuned else {"rate"}
-        place = {"size": first.size, "arm": first.arm, "rate": "" if first.rate is None else f"{first.rate:g}", "stage": first.stage}
+        place = {"size": first.size, "arm": first.arm, "rate": "" if first.rate is None else rate_words(first.rate), "stage": first.stage}
         row = {name: str(first.seed) if name == "seed" else place[name] for name in names if name not in absent}
         steps = [f"{line.step} of {line.last_step}" for line in group if line.state == "running" or (each and line.last_step)]
         losses = [line.loss for line in group if line.loss is not None and (each or line.state == "finished")]
@@ -213,7 +214,7 @@ class LiveTable:
         words[0] += "".join(f", {counts[state]} {state}" for state in ("failed", "running") if counts[state])
         if experiment.tune.grid:
             remaining = sum(line.stage == "tune" and line.state not in ENDED for line in lines)
-            rates = {(line.size, line.rate) for line in lines if line.stage == "tune" and line.rate not in experiment.tune.grid}
+            rates = {(line.size, line.rate) for line in lines if line.stage == "tune" and line.rate not in experiment.tune.rates}
             more = max(Counter(size for size, _ in rates).values(), default=0)
             grown = f", whose grid has grown by {more}" if more else ""
             words.append(f"tuning{grown}: {f'{remaining} runs left' if remaining else 'done'}")

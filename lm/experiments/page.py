@@ -23,7 +23,7 @@ from lm.report.tables import DIFFERENCE, Column, show
 from lm.runs.evaluations import selects
 from lm.runs.folder import TOKENIZER
 from lm.statistics.intervals import ALPHA
-from lm.statistics.tuning import EXTENSIONS
+from lm.statistics.tuning import EXTENSIONS, rate_words
 
 FACTOR = Column("factor", kind="mean", decimals=2)
 BASIS = (
@@ -176,7 +176,7 @@ def _lost(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
     for each in sizes:
         of, tried = f"{each.size}: " if each.size else "", procedure.tried(each.size)
         values = [(run, experiment.choosing(run)) for run in tried]
-        if diverged := _joined([f"{run.arm} at {run.rate:g} seed {run.seed}" for run, value in values if value == float("inf")]):
+        if diverged := _joined([f"{run.arm} at {rate_words(run.rate)} seed {run.seed}" for run, value in values if value == float("inf")]):
             infinite.append(f"{of}tuning runs that diverged: {diverged}")
         if each.rates is None:
             ended = sum(value is not None for _, value in values)
@@ -241,16 +241,14 @@ def _tuning(procedure: Procedure, size: str) -> str:
     tune, grows = experiment.tune, f"a best rate at an edge extends the grid, at most {EXTENSIONS} times"
     seeds, rates = (
         ", ".join(map(str, sorted({run.seed for run in tried}))),
-        ", ".join(f"{rate:g}" for rate in sorted({run.rate for run in tried})),
+        ", ".join(map(rate_words, sorted({run.rate for run in tried}))),
     )
-    origin = f"from {tune.table}" if tune.table else f"planned: {', '.join(f'{rate:g}' for rate in tune.grid)}; {grows}"
+    origin = f"from {tune.table}" if tune.table else f"planned: {', '.join(map(rate_words, tune.rates))}; {grows}"
     best = "lowest" if experiment.cost(1.0) > 0 else "highest"
-    how = (
-        f"{tune.key} was chosen for each arm by the {best} mean {experiment.chosen_by} on the selection text over seeds {seeds} at {rates} "
-    )
-    how += f"({origin}): {', '.join(f'{arm} {some[0]:g}' for arm, some in choice.final.items())}."
+    how = f"{tune.heading} was chosen for each arm by the {best} mean {experiment.chosen_by} on the selection text over seeds {seeds} "
+    how += f"at {rates} ({origin}): {', '.join(f'{arm} {rate_words(some[0])}' for arm, some in choice.final.items())}."
     if choice.crossed:
-        judged = ", ".join(f"{arm} at {rate:g}" for arm, rate in (choice.rates or {}).items())
+        judged = ", ".join(f"{arm} at {rate_words(rate)}" for arm, rate in (choice.rates or {}).items())
         how += " Where rates differed, an arm's final seeds were trained at its own and at the baseline's, those of the baseline at all; "
         how += (
             f"each arm is judged at the one of the best mean on the selection text ({judged}), and p is that of both at their best rates."

@@ -20,6 +20,7 @@ from lm.runs.folder import CONFIG, ENVIRONMENT
 from lm.runs.record import RunRecord
 from lm.schema import Plain
 from lm.statistics.intervals import Interval, over_seeds
+from lm.statistics.tuning import Rate, coordinates, rate_words
 
 
 class SizeResults:
@@ -75,7 +76,7 @@ def summary_table(judged: Judged, lines: list[dict[str, Plain]]) -> Table:
     primary, base = question.primary, question.arms[0]
     columns = column("size", [line["size"] or None for line in lines], kind="label")
     columns += column("arm", [line["arm"] for line in lines], kind="label")
-    columns += column(question.key, [None if line["rate"] is None else f"{line['rate']:g}" for line in lines])
+    columns += column(question.key, [None if line["rate"] is None else rate_words(line["rate"]) for line in lines])
     columns += column("seeds", [f"{line['runs']} of {line['of']}" for line in lines])
     kind = "mean" if primary.reach is None else "geometric mean,"
     columns += column(f"{kind} {primary.quantity}", [_amount(primary, line["mean"]) for line in lines], question.measured_on)
@@ -145,7 +146,7 @@ def crossed_table(procedure: Procedure, size: str) -> Table | None:
         return None
     values = {at: {each.seed: procedure.quantity(each.outcome) for each in some} for at, some in finished.items()}
 
-    def apart(arm: str, rate: float) -> Interval | None:
+    def apart(arm: str, rate: Rate) -> Interval | None:
         theirs = values.get((base, rate), {}) if arm != base else {}
         both = [value - theirs[seed] for seed, value in values[arm, rate].items() if seed in theirs]
         return over_seeds(np.array(both)).interval() if len(both) > 1 else None
@@ -159,7 +160,7 @@ def crossed_table(procedure: Procedure, size: str) -> Table | None:
     chosen_by = [mean([procedure.choosing(run.outcome) for run in some]) for some in finished.values()]
     columns: list[Filled] = [
         (Column("arm", kind="label"), [arm for arm, _ in finished]),
-        (Column(experiment.tune.key), [f"{rate:g}" for _, rate in finished]),
+        (Column(experiment.tune.heading), [rate_words(rate) for _, rate in finished]),
         (Column("use", kind="words"), [used[arm].get(rate) for arm, rate in finished]),
         (Column("seeds"), [f"{len(some)} of {len(experiment.seeds)}" for some in finished.values()]),
         (Column(f"mean {experiment.chosen_by}", "selection text"), chosen_by),
@@ -176,42 +177,70 @@ def crossed_table(procedure: Procedure, size: str) -> Table | None:
 
 
 def rates_picture(procedure: Procedure, size: str) -> Picture | None:
-    """Selection loss of each tuning run by rate, and the differences with both arms at the same rate; None without tuning."""
+    """Selection loss of each tuning run by rate, and the differences with both arms at the same rate, two panels for each tuned key; None
+    without tuning."""
     experiment, tried, primary = procedure.experiment, procedure.tried(size), procedure.experiment.primary
-    names = [arm.name for arm in experiment.arms]
     if not any(experiment.choosing(each) is not None for each in tried):
         return None
-    chosen = {arm: tried[0] for arm, tried in procedure.choice(size).final.items()}
-    ticks = {rate: f"{rate:g}" for rate in sorted({each.rate for each in tried})}
-    losses = experiment.costs_of(tried, size)
-    traces, rings, apart = [], [], []
-    for number, arm in enumerate(names):
+    panels: list[Panel] = []
+    for number, key in enumerate(experiment.tune.keys):
+        ticks = {value: f"{value:g}" for value in sorted({coordinates(each.rate)[number] for each in tried})}
+        first, second = _tuning_panel(procedure, size, number, ticks), _differences_panel(procedure, size, number, ticks)
+        by = f", by {key}" if len(experiment.tune.keys) > 1 else ""
+        panels += [replace(panel, title=f"{panel.title}{by}") for panel in (first, *([second] if any(map(_drawn, second.traces)) else []))]
+    of_key = " of the best other values" if len(experiment.tune.keys) > 1 else ""
+    caption = f"Left: dots are single tuning seeds, lines their means{of_key}, rings the rates that were chosen."
+    if any(trace.kind == "diverged" for panel in panels for trace in panel.traces):
+        caption += " Crosses at the top: a seed diverged there, and the rate is not chosen."
+    caption += " Right: of the tuning seeds, once every tuning run has ended."
+    small = 0.0 if primary.learned is not None else primary.matters
+    caption += f" Shaded: differences below {small:g}." if small else ""
+    return Picture(panels, [arm.name for arm in experiment.arms], caption)
+
+
+def _drawn(trace: Trace) -> bool:
+    return len(trace.x) > 0
+
+
+def _tuning_panel(procedure: Procedure, size: str, number: int, ticks: dict[float, str]) -> Panel:
+    """The tuning runs over the value of the tuned key of this number, with the means at the best values of the others."""
+    experiment, tried, traces, rings = procedure.experiment, procedure.tried(size), [], []
+    chosen, losses = {arm: rates[0] for arm, rates in procedure.choice(size).final.items()}, experiment.costs_of(tried, size)
+    for index, arm in enumerate(each.name for each in experiment.arms):
         values = [(each.rate, value) for each in tried if each.arm == arm and (value := experiment.choosing(each)) is not None]
-        traces.append(_dots(number, f"{arm}, single seeds", [pair for pair in values if math.isfinite(pair[1])]))
-        diverged = np.array([rate for rate, value in values if not math.isfinite(value)])
-        traces += [Trace(number, f"{arm}, diverged", diverged, np.full(len(diverged), np.nan), "diverged")] if len(diverged) else []
-        finite = {rate: some for rate, some in sorted(losses.get(arm, {}).items()) if all(map(math.isfinite, some))}
-        mean = {rate: experiment.cost(float(np.mean(some))) for rate, some in finite.items()}
-        traces.append(Trace(number, f"{arm}, mean", np.array([*mean]), np.array([*mean.values()]), "mean"))
-        rings += [(chosen[arm], mean[chosen[arm]], number)] if chosen.get(arm) in mean else []
-    first = Panel("Tuning runs", experiment.tune.key, f"{experiment.chosen_by}, selection text", traces, ticks, log=10, rings=rings)
-    for number, arm in enumerate(experiment.arms[1:], 1):
-        by_rate = {rate: np.array(some)[np.isfinite(some)] for rate, some in differences_by_rate(procedure, size, arm).items()}
-        by_rate = {rate: np.expm1(some) if primary.reach is not None else some for rate, some in by_rate.items() if len(some)}
-        label, means = f"{arm.name} - {names[0]}", np.array([np.mean(some) for some in by_rate.values()])
-        apart.append(_dots(number, f"{label}, single seeds", [(rate, value) for rate, some in by_rate.items() for value in some]))
-        apart.append(Trace(number, f"{label}, mean", np.array([*by_rate]), means, "mean"))
+        values = [(coordinates(rate)[number], value) for rate, value in values]
+        traces.append(_dots(index, f"{arm}, single seeds", [pair for pair in values if math.isfinite(pair[1])]))
+        diverged = np.array([x for x, value in values if not math.isfinite(value)])
+        traces += [Trace(index, f"{arm}, diverged", diverged, np.full(len(diverged), np.nan), "diverged")] if len(diverged) else []
+        means: dict[float, list[float]] = {}
+        for rate, some in sorted(losses.get(arm, {}).items()):
+            if all(map(math.isfinite, some)):
+                means.setdefault(coordinates(rate)[number], []).append(float(np.mean(some)))
+        mean = {x: experiment.cost(min(some)) for x, some in means.items()}
+        traces.append(Trace(index, f"{arm}, mean", np.array([*mean]), np.array([*mean.values()]), "mean"))
+        x = coordinates(chosen[arm])[number] if arm in chosen else None
+        rings += [(x, mean[x], index)] if x in mean else []
+    label = f"{experiment.chosen_by}, selection text"
+    return Panel("Tuning runs", experiment.tune.keys[number], label, traces, ticks, log=10, rings=rings)
+
+
+def _differences_panel(procedure: Procedure, size: str, number: int, ticks: dict[float, str]) -> Panel:
+    """Differences to the baseline at the same rate, over the value of the tuned key of this number."""
+    experiment, primary, traces = procedure.experiment, procedure.experiment.primary, []
+    base = experiment.arms[0].name
+    for index, arm in enumerate(experiment.arms[1:], 1):
+        by_value: dict[float, list[float]] = {}
+        for rate, some in differences_by_rate(procedure, size, arm).items():
+            by_value.setdefault(coordinates(rate)[number], []).extend(filter(math.isfinite, some))
+        by_value = {x: np.expm1(some).tolist() if primary.reach is not None else some for x, some in by_value.items() if some}
+        label, means = f"{arm.name} - {base}", np.array([np.mean(some) for some in by_value.values()])
+        traces.append(_dots(index, f"{label}, single seeds", [(x, value) for x, some in by_value.items() for value in some]))
+        traces.append(Trace(index, f"{label}, mean", np.array([*by_value]), means, "mean"))
     measured, small = _difference(experiment), primary.matters
     if primary.learned is not None:
         measured, small = "fraction of runs that have learned", 0.0
-    title = f"Difference to {names[0]}, both at the same rate"
-    second = Panel(title, experiment.tune.key, f"{measured}, selection text", apart, ticks, log=10, zero=True, small=small)
-    caption = "Left: dots are single tuning seeds, lines their means, rings the rates that were chosen."
-    if any(trace.kind == "diverged" for trace in traces):
-        caption += " Crosses at the top: a seed diverged there, and the rate is not chosen."
-    caption += " Right: of the tuning seeds, once every tuning run has ended."
-    caption += f" Shaded: differences below {small:g}." if small else ""
-    return Picture([first, *([second] if any(len(each.x) for each in apart) else [])], names, caption)
+    title, label = f"Difference to {base}, both at the same rate", f"{measured}, selection text"
+    return Panel(title, experiment.tune.keys[number], label, traces, ticks, log=10, zero=True, small=small)
 
 
 def _dots(number: int, label: str, points: list[tuple[float, float]]) -> Trace:

@@ -107,8 +107,12 @@ def plan(procedure: Procedure, taken: Costs | None, time: str, where: str = "") 
     for (size, arm), each in (taken or {}).items():
         name = " ".join(filter(None, (size, arm)))
         yield f"  {name}: {each.parameters / 1e6:.2f} M parameters, {each.tokens / 1e6:.2f} M tokens, {_bytes(each.disk)} on disk a run"
-    tuned = f"tuning {tune.key} over {', '.join(f'{rate:g}' for rate in tune.grid)} with seeds {', '.join(map(str, tune.seeds))}"
-    tuned = tuned if tune.grid else f"{tune.key} as chosen from {tune.table}" if tune.table else "no tuning"
+    tuned = f"{tune.heading} as chosen from {tune.table}" if tune.table else "no tuning"
+    if tune.grid:
+        values = [", ".join(f"{value:g}" for value in axis) for axis in tune.axes]
+        over = " and ".join(f"{key} over {some}" for key, some in zip(tune.keys, values, strict=True))
+        together = f" ({len(tune.rates)} together)" if len(tune.keys) > 1 else ""
+        tuned = f"tuning {over}{together} with seeds {', '.join(map(str, tune.seeds))}"
     yield f"{tuned}; final seeds {', '.join(map(str, experiment.seeds))}"
     counts = {(size, arm): number for size in sizes for arm, number in procedure.n_runs(size, len(experiment.seeds)).items()}
     number, more = (

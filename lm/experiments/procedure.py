@@ -1,7 +1,7 @@
 """The procedure of docs/statistics.md on run folders: which runs an experiment needs next, and what the finished ones show."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, product
@@ -17,7 +17,7 @@ from lm.experiments.run_outcome import SELECTION, Outcome, unequal
 from lm.report.frame import Lines, frame
 from lm.runs.folder import CHECKPOINTS, SWAPPED, step_path
 from lm.schema import Plain
-from lm.statistics.tuning import Tuned, best_rate, chosen, crossed_rates, tuned
+from lm.statistics.tuning import Rate, Tuned, best_rate, chosen, crossed_rates, rate_cell, rate_words, tuned
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Run:
     size: str
     arm: str
     stage: str
-    rate: float | None
+    rate: Rate | None
     seed: int
     config: Config
     outcome: Outcome
@@ -47,7 +47,7 @@ class Run:
     @property
     def label(self) -> str:
         """The run's size, arm, rate and seed in words."""
-        at = "" if self.rate is None else f"at {self.rate:g}"
+        at = "" if self.rate is None else f"at {rate_words(self.rate)}"
         return " ".join(filter(None, (self.size, self.arm, at, f"seed {self.config.seed}")))
 
 
@@ -62,13 +62,13 @@ class Choice:
         settled: False while final runs at several rates have not ended: then `rates` are those that tuning chose.
     """
 
-    runs: dict[str, dict[float, list[Run]]]
-    final: dict[str, tuple[float | None, ...]]
-    rates: dict[str, float | None] | None
+    runs: dict[str, dict[Rate, list[Run]]]
+    final: dict[str, tuple[Rate | None, ...]]
+    rates: dict[str, Rate | None] | None
     settled: bool = True
 
     @property
-    def crossed(self) -> dict[str, tuple[float | None, ...]]:
+    def crossed(self) -> dict[str, tuple[Rate | None, ...]]:
         """The arms whose final seeds are trained at several rates."""
         return {arm: rates for arm, rates in self.final.items() if len(rates) > 1}
 
@@ -88,7 +88,7 @@ class Procedure:
         self._choices: dict[str, Choice] = {}
         self._evaluated: dict[tuple[str, str], dict[str, dict[str, Plain]]] = {}
 
-    def run(self, size: str, arm: Arm, stage: str, rate: float | None, seed: int, rates: dict[str, float | None]) -> Run:
+    def run(self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, rates: dict[str, Rate | None]) -> Run:
         """One run; `rates` are those of the arms before it, of which it may start from one."""
         before = None
         if arm.start:
@@ -109,13 +109,14 @@ class Procedure:
         start, overrides = before and before.config.run_folder, tuple(self.experiment.evaluate_overrides)
         return Run(size, arm.name, stage, rate, seed, config, outcome, start, arm.swap, arm.trained, overrides)
 
-    def _config(self, size: str, arm: Arm, stage: str, rate: float | None, seed: int, before: Config | None) -> Config:
+    def _config(self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, before: Config | None) -> Config:
         """The configuration of a run that starts from another (None: from random weights), made once."""
         start = before and before.run_folder
         known = size, arm.name, stage, rate, seed, start
         if known not in self._configs:
             changes: dict[str, Plain] = {"runs": str(self._folder / size), "name": "run"}
-            at = "-".join([arm.name, *([] if rate is None else [f"{rate:g}"]), f"seed{seed + arm.offset}"])
+            values = "_".join(f"{value:g}" for value in self.experiment.tuned_keys(size, arm, rate).values())
+            at = "-".join(filter(None, (arm.name, values, f"seed{seed + arm.offset}")))
             if start and arm.swap and arm.trained:
                 digest = hashlib.sha256(f"{start.name} {arm.swap}".encode()).hexdigest()[:8]
                 changes["init_from"] = str(self._folder / size / SWAPPED / f"{at}-{digest}")
@@ -129,7 +130,7 @@ class Procedure:
                 paths = {name: path for name in ("init_from", "branch_from") if (path := getattr(config, name))}
                 below = Path(Config().runs, self.experiment.name)
                 unmoved = replace(config, **{name: str(below / Path(path).relative_to(self._folder)) for name, path in paths.items()})
-            place = ExperimentConfig(self.experiment.name, arm.name, size or None, stage, rate)
+            place = ExperimentConfig(self.experiment.name, arm.name, size or None, stage, rate_cell(rate))
             self._configs[known] = replace(config, name=f"{at}-{config_hash(unmoved)}", experiment=place)
         return self._configs[known]
 
@@ -156,9 +157,9 @@ class Procedure:
 
     def _choice(self, size: str) -> Choice:
         """The result of `choice`, by the run folders as they are now."""
-        runs: dict[str, dict[float, list[Run]]] = {}
-        rates: dict[str, float | None] = {}
-        final: dict[str, tuple[float | None, ...]] = {}
+        runs: dict[str, dict[Rate, list[Run]]] = {}
+        rates: dict[str, Rate | None] = {}
+        final: dict[str, tuple[Rate | None, ...]] = {}
         if not self.experiment.tuned:
             rates = dict.fromkeys((arm.name for arm in self.experiment.arms), None)
             return Choice(runs, dict.fromkeys(rates, (None,)), rates)
@@ -177,14 +178,14 @@ class Procedure:
                 return Choice(runs, final, self._with_untrained(rates) if depth == depths[-1] else None, settled=False)
         return Choice(runs, final, self._with_untrained(rates))
 
-    def _tuned(self, size: str, arms: list[Arm], rates: dict[str, float], runs: dict[str, dict[float, list[Run]]]) -> Tuned:
+    def _tuned(self, size: str, arms: list[Arm], rates: dict[str, Rate], runs: dict[str, dict[Rate, list[Run]]]) -> Tuned:
         """The rates by the tuning runs of arms, or by the table in place of them; they start from others at `rates`, and are added to
         `runs`."""
         experiment = self.experiment
         if experiment.table:
             losses = experiment.costs_of(experiment.table, size)
             return chosen({arm.name: losses[arm.name] for arm in arms})
-        outcome, missing = Tuned({}), tuple(experiment.tune.grid) if arms else ()
+        outcome, missing = Tuned({}), tuple(experiment.tune.rates) if arms else ()
         while missing:
             for arm, rate in product(arms, missing):
                 runs.setdefault(arm.name, {})[rate] = [self.run(size, arm, "tune", rate, seed, rates) for seed in experiment.tune.seeds]
@@ -194,11 +195,11 @@ class Procedure:
             for of_arm in of_arms:
                 check_alike(of_arm, experiment.primary.metric if experiment.tune.metric == "primary" else SELECTION)
             losses = {arm.name: self._costs(runs[arm.name]) for arm in arms}
-            outcome = tuned(experiment.tune.grid, losses, partial(self._possible, size, arms))
+            outcome = tuned(experiment.tune.axes, losses, partial(self._possible, size, arms))
             missing = outcome.missing
         return outcome
 
-    def _best(self, size: str, crossed: dict[str, tuple[float, ...]]) -> dict[str, float] | None:
+    def _best(self, size: str, crossed: dict[str, tuple[Rate, ...]]) -> dict[str, Rate] | None:
         """The rate that each arm is judged at: of those that its final seeds are trained at, the best on the selection text, as in
         tuning. None while runs at several rates have not ended."""
         rates = {}
@@ -213,7 +214,7 @@ class Procedure:
                 rates[arm.name] = tried[0]
         return rates
 
-    def _with_untrained(self, rates: dict[str, float]) -> dict[str, float]:
+    def _with_untrained(self, rates: dict[str, Rate]) -> dict[str, Rate]:
         """Rates, and for arms without one of their own the rates of those that they start from."""
         origins = {arm.name: arm.start for arm in self.experiment.arms if not arm.tuned}
         known = dict(rates)
@@ -221,8 +222,8 @@ class Procedure:
             known |= {name: known[start]} if start in known else {}
         return known
 
-    def _possible(self, size: str, arms: list[Arm], rate: float) -> bool:
-        """Whether the tuned key may have this value in all of these arms."""
+    def _possible(self, size: str, arms: list[Arm], rate: Rate) -> bool:
+        """Whether the tuned keys may have these values in all of these arms."""
         try:
             for arm in arms:
                 self.experiment.config(size, arm, self.experiment.seeds[0], rate, {"name": "any"})
@@ -237,13 +238,14 @@ class Procedure:
         if experiment.table:
             mine = (run for run in experiment.table if run.size == size and run.arm in names)
             return sorted(mine, key=lambda run: names.index(run.arm))
-        starts, key, lines = {arm.name: arm.start for arm in experiment.arms}, experiment.tune.key, []
+        starts, tune, lines = {arm.name: arm.start for arm in experiment.arms}, experiment.tune, []
         for arm, by_rate in self.choice(size).runs.items():
             for tried, run in ((rate, run) for rate in sorted(by_rate) for run in by_rate[rate]):
                 ended = run.outcome.ended
                 selection = run.outcome.mean(SELECTION, selection=True) if ended else None
                 primary = self.quantity(run.outcome, selection=True) if ended else None
-                lines.append(Tried(size, arm, key, tried, run.seed, selection, primary, described(run.config, key, starts[arm])))
+                settings = described(run.config, tune.keys, starts[arm])
+                lines.append(Tried(size, arm, tune.heading, tried, run.seed, selection, primary, settings))
         return lines
 
     def notes(self) -> list[str]:
@@ -252,7 +254,7 @@ class Procedure:
         notes = [experiment.dropped_note] if experiment.dropped else []
         for size, arm in product(experiment.sizes if experiment.table else (), (arm for arm in experiment.arms if arm.tuned)):
             config = experiment.config(size, arm, experiment.seeds[0], experiment.first_rate, {"name": "any"})
-            ours = described(config, experiment.tune.key, arm.start)
+            ours = described(config, experiment.tune.keys, arm.start)
             theirs = {run.configuration for run in experiment.table if (run.size, run.arm) == (size, arm.name)}
             if keys := sorted({key for configuration in theirs for key in differing_keys(ours, configuration)}):
                 name = " ".join(filter(None, (size, arm.name)))
@@ -272,8 +274,8 @@ class Procedure:
         for size in experiment.sizes:
             choice, seeds = self.choice(size), {arm.name: [] for arm in experiment.arms}
             for arm, tried in choice.crossed.items():
-                name, rates = ", ".join(filter(None, (arm, size))), " and ".join(f"{rate:g}" for rate in sorted(tried))
-                at = f"; judged at {choice.rates[arm]:g}" if choice.settled else ""
+                name, rates = ", ".join(filter(None, (arm, size))), " and ".join(map(rate_words, sorted(tried)))
+                at = f"; judged at {rate_words(choice.rates[arm])}" if choice.settled else ""
                 notes.append(f"{name}: final seeds are trained at {rates}, as tuning chose different rates for the arms{at}")
             for run in self.final(size):
                 seeds[run.arm] += [str(run.seed)] if run.outcome.state == "finished" else []
@@ -293,7 +295,7 @@ class Procedure:
             return []
         return [arm.start, *self.sources(next(other for other in self.experiment.arms if other.name == arm.start))]
 
-    def rates(self, size: str) -> dict[str, float | None] | None:
+    def rates(self, size: str) -> dict[str, Rate | None] | None:
         """The rate that each arm is judged at, of those that have one; None: not known yet."""
         return self.choice(size).rates
 
@@ -322,7 +324,7 @@ class Procedure:
             looks=experiment.looks,
             sources={arm.name: self.sources(arm) for arm in experiment.arms if arm.start},
             exploratory={place: self.exploratory(*place) for place in places},
-            key=experiment.tune.key,
+            key=experiment.tune.heading,
             measured_on="report text",
         )
         return Judged(frame((block for size in experiment.sizes for block in self._blocks(size)), JUDGED_COLUMNS), question)
@@ -344,7 +346,7 @@ class Procedure:
         """The lines of a run: one for each unit of held-out text, or a single one of the `whole`."""
         outcome = run.outcome
         note = outcome.divergence if outcome.state == "diverged" else outcome.not_learned if outcome.state == "finished" else ""
-        block = {"size": run.size, "arm": run.arm, "rate": run.rate, "seed": run.seed, "state": outcome.state}
+        block = {"size": run.size, "arm": run.arm, "rate": rate_cell(run.rate), "seed": run.seed, "state": outcome.state}
         block["note"] = note and f"{run.label}: {note}"
         units = outcome.values(self.experiment.primary.metric) if outcome.state == "finished" and not whole else None
         if not units or not units.fingerprint:
@@ -373,10 +375,14 @@ class Procedure:
         choice, tune, counts = self.choice(size), self.experiment.tune, {}
         crossed = {arm.name for arm in self.experiment.arms if arm.trained and not arm.start} if tune.grid else set()
         for arm in self.experiment.arms:
-            grid = max(len(tune.grid), len(choice.runs.get(arm.name, ()))) if arm.tuned else 0
-            rates = len(choice.final.get(arm.name, ())) or (2 if len(crossed) > 1 and arm.name in crossed else 1)
+            grid = self._distinct(size, arm, {*tune.rates, *choice.runs.get(arm.name, ())}) if arm.tuned else 0
+            rates = self._distinct(size, arm, choice.final.get(arm.name, ())) or (2 if len(crossed) > 1 and arm.name in crossed else 1)
             counts[arm.name] = n_seeds * rates + grid * len(tune.seeds)
         return counts
+
+    def _distinct(self, size: str, arm: Arm, rates: Iterable[Rate | None]) -> int:
+        """How many different runs of a seed an arm has at these rates."""
+        return len({str(self.experiment.tuned_keys(size, arm, rate)) for rate in rates})
 
     @property
     def added(self) -> tuple[int, ...]:
@@ -405,7 +411,7 @@ class Procedure:
         """The value of a run that chooses rates; infinite of a run that has not finished."""
         return self.quantity(outcome, True) if self.experiment.tune.metric == "primary" else outcome.mean(SELECTION, True)
 
-    def _costs(self, by_rate: dict[float, list[Run]]) -> dict[float, list[float]]:
+    def _costs(self, by_rate: dict[Rate, list[Run]]) -> dict[Rate, list[float]]:
         """The costs that the choice of a rate minimizes, by rate and seed."""
         return {rate: [self.experiment.cost(self.choosing(run.outcome)) for run in runs] for rate, runs in by_rate.items()}
 

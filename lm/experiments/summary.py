@@ -14,7 +14,7 @@ from lm.runs.folder import DIVERGED
 from lm.schema import Plain
 from lm.statistics.intervals import Interval
 from lm.statistics.learned import has_learned, log_tokens
-from lm.statistics.tuning import mean_loss, rate_differences
+from lm.statistics.tuning import Rate, mean_loss, rate_cell, rate_differences, rate_words
 
 
 def summary_lines(procedure: Procedure, judged: Judged | None = None) -> list[dict[str, Plain]]:
@@ -24,7 +24,7 @@ def summary_lines(procedure: Procedure, judged: Judged | None = None) -> list[di
     lines, arms = judged.lines(), {arm.name: arm for arm in procedure.experiment.arms[1:]}
     for line in (line for line in lines if line["arm"] in arms):
         apart = differences_by_rate(procedure, line["size"], arms[line["arm"]])
-        means = {f"{rate:g}": float(np.mean(some)) for rate, some in apart.items() if some}
+        means = {rate_words(rate): float(np.mean(some)) for rate, some in apart.items() if some}
         finite = {rate: mean if math.isfinite(mean) else None for rate, mean in means.items()}
         line["factors_by_rate" if reach else "differences_by_rate"] = {
             rate: math.exp(mean) if reach and mean is not None else mean for rate, mean in finite.items()
@@ -32,7 +32,7 @@ def summary_lines(procedure: Procedure, judged: Judged | None = None) -> list[di
     return lines
 
 
-def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[float, list[float]]:
+def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate, list[float]]:
     """Arm minus baseline of the tuning seeds at every rate that both have: of the primary metric on the selection text, or of 1 for a
     run that has learned and 0 else, or of the logarithm of tokens. Infinite where one of them diverged, or did not reach its level."""
     experiment = procedure.experiment
@@ -110,7 +110,7 @@ def tuning_table(procedure: Procedure) -> list[dict[str, Plain]]:
         return value if value is None or math.isfinite(value) else DIVERGED
 
     return [
-        {"size": size, "arm": run.arm, "key": run.key, "rate": run.rate, "seed": run.seed, SELECTION: cell(run.selection)}
+        {"size": size, "arm": run.arm, "key": run.key, "rate": rate_cell(run.rate), "seed": run.seed, SELECTION: cell(run.selection)}
         | ({} if metric == SELECTION else {metric: cell(run.primary)})
         | {"configuration": run.configuration}
         for size in procedure.experiment.sizes
@@ -122,13 +122,13 @@ def tuning_means(procedure: Procedure) -> list[dict[str, Plain]]:
     """The mean of what chooses rates, of every arm at every rate that was tried; null where a run diverged or is not done."""
     experiment, lines = procedure.experiment, []
     for size in experiment.sizes:
-        values: dict[tuple[str, float], list[float]] = {}
+        values: dict[tuple[str, Rate], list[float]] = {}
         for run in procedure.tried(size):
             value = experiment.choosing(run)
             values.setdefault((run.arm, run.rate), []).append(math.inf if value is None else value)
         means = {place: mean_loss(some) for place, some in values.items()}
         lines += [
-            {"size": size, "arm": arm, "rate": rate, experiment.chosen_by: mean if math.isfinite(mean) else None}
+            {"size": size, "arm": arm, "rate": rate_cell(rate), experiment.chosen_by: mean if math.isfinite(mean) else None}
             for (arm, rate), mean in means.items()
         ]
     return lines

@@ -1,14 +1,50 @@
-"""Choosing each arm's learning rate by its loss on the selection text, over one grid that all arms share."""
+"""Choosing each arm's learning rate, or several keys together, by its loss on the selection text, over one grid that all arms share."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import fmean
 
 EXTENSIONS = 2  # how often a grid may grow
 FEWEST_TUNING_SEEDS = 2  # that a rate is tuned on
 
-Losses = Mapping[float, Sequence[float]]  # one arm's: by learning rate, the final selection loss of each tuning seed; inf: diverged
+Rate = float | tuple[float, ...]  # the value of the tuned key; of several keys theirs, in their order
+Losses = Mapping[Rate, Sequence[float]]  # one arm's: by learning rate, the final selection loss of each tuning seed; inf: diverged
+_BETWEEN = " / "  # values of several keys
+
+
+def rate_of(values: Iterable[float]) -> Rate:
+    """The rate of these values, one for each tuned key."""
+    first, *others = values
+    return (first, *others) if others else first
+
+
+def coordinates(rate: Rate) -> tuple[float, ...]:
+    """The value of each tuned key."""
+    return rate if isinstance(rate, tuple) else (rate,)
+
+
+def rates_of(axes: Iterable[Iterable[float]]) -> list[Rate]:
+    """The rates of a grid, from the values of each tuned key."""
+    return [rate_of(values) for values in product(*axes)]
+
+
+def rate_words(rate: Rate | str) -> str:
+    """A rate or its cell as it is shown, such as `0.002`, or `0.002 / 0.1` of two keys."""
+    return _BETWEEN.join(f"{value:g}" for value in coordinates(read_rate(rate)))
+
+
+def rate_cell(rate: Rate | None) -> float | str | None:
+    """A rate as files and tables hold it: a number, or of several keys the text of their exact values."""
+    return _BETWEEN.join(map(repr, rate)) if isinstance(rate, tuple) else rate
+
+
+def read_rate(cell: Rate | str) -> Rate:
+    """The rate of a cell; a rate as it is. Raises ValueError: it is none."""
+    if not isinstance(cell, str):
+        return cell
+    return rate_of(int(text) if text.isdecimal() else float(text) for text in cell.split(_BETWEEN))
 
 
 @dataclass(frozen=True)
@@ -18,59 +54,63 @@ class Tuned:
     Attributes:
         rates: by arm, that of the lowest mean loss; arms still at an edge have none.
         missing: rates to measure for every arm before anything is chosen; then `rates` is empty.
-        at_edge: arms whose best rate is at an edge of the grid that may not grow again, or that diverged at every rate: no verdict on them.
+        at_edge: arms whose best rate is at an edge of the grid, of any key, that may not grow again, or that diverged at every rate: no
+            verdict on them.
     """
 
-    rates: dict[str, float]
-    missing: tuple[float, ...] = ()
+    rates: dict[str, Rate]
+    missing: tuple[Rate, ...] = ()
     at_edge: tuple[str, ...] = ()
 
 
-def tuned(grid: Sequence[float], losses: Mapping[str, Losses], possible: Callable[[float], bool] = lambda rate: True) -> Tuned:
-    """The outcome by the losses so far, where `grid` is the one that was planned.
+def tuned(axes: Sequence[Sequence[float]], losses: Mapping[str, Losses], possible: Callable[[Rate], bool] = lambda rate: True) -> Tuned:
+    """The outcome by the losses so far, where `axes` are the planned values of each tuned key, which every arm is trained at all of.
 
-    A rate at which any seed diverged has mean loss infinite. Where the best rate of some arm is the highest (lowest) measured, the grid
-    grows by twice the highest (half the lowest) for every arm. It grows at most `EXTENSIONS` times, and not where that is not `possible`.
+    A rate at which any seed diverged has mean loss infinite. Where the best value of some arm is the highest (lowest) measured of a key,
+    the grid grows there by twice the highest (half the lowest) for every arm. It grows at most `EXTENSIONS` times, and not where that is
+    not `possible`.
 
     Args:
-        grid: values above 0; of whole numbers it grows by whole numbers.
+        axes: values above 0; of whole numbers a key's grow by whole numbers.
         losses: by arm; each arm's at least at the rates of the grid, with `FEWEST_TUNING_SEEDS` seeds or more.
-        possible: whether the tuned key may have a value.
+        possible: whether the tuned keys may have the values of a rate.
 
     Raises:
         ValueError: a grid or losses that are not as described.
     """
-    if not grid or not losses or any(not rate > 0 for rate in grid):
+    if not axes or not losses or any(not values or min(values) <= 0 for values in axes):
         raise ValueError("needs a grid of learning rates above 0, and an arm")
-    asked = sorted(set(grid))
+    axes = [sorted(set(values)) for values in axes]
     grown = 0
     while True:
+        asked = rates_of(axes)
         for arm, by_rate in losses.items():
             for rate in asked:
                 if rate in by_rate and len(by_rate[rate]) < FEWEST_TUNING_SEEDS:
-                    raise ValueError(f"arm {arm}: {len(by_rate[rate])} seeds at {rate:g}; tuning needs {FEWEST_TUNING_SEEDS}")
+                    raise ValueError(f"arm {arm}: {len(by_rate[rate])} seeds at {rate_words(rate)}; tuning needs {FEWEST_TUNING_SEEDS}")
         if missing := tuple(rate for rate in asked if not all(rate in by_rate for by_rate in losses.values())):
             return Tuned({}, missing)
         outcome = chosen(losses, asked)
-        more = [rate for rate in _beyond(asked, {arm: best_rate(losses[arm], asked) for arm in outcome.at_edge}, losses) if possible(rate)]
-        if grown == EXTENSIONS or not more:
+        grown_axes = _grown(axes, {arm: best_rate(losses[arm], asked) for arm in outcome.at_edge}, losses, possible)
+        if grown == EXTENSIONS or grown_axes == axes:
             return outcome
-        asked = sorted([*asked, *more])
+        axes = grown_axes
         grown += 1
 
 
-def chosen(losses: Mapping[str, Losses], rates: Iterable[float] | None = None) -> Tuned:
+def chosen(losses: Mapping[str, Losses], rates: Iterable[Rate] | None = None) -> Tuned:
     """The rate of the lowest mean loss of each arm among those measured, or among `rates`; none of an arm whose best is at an edge."""
-    rate_of, at_edge = {}, []
+    rate_by_arm, at_edge = {}, []
     for arm, by_rate in losses.items():
-        asked = sorted(by_rate if rates is None else rates)
-        rate_of[arm] = best_rate(by_rate, asked)
-        if rate_of[arm] in (asked[0], asked[-1]) or mean_loss(by_rate[rate_of[arm]]) == math.inf:
+        asked = list(by_rate if rates is None else rates)
+        best = rate_by_arm[arm] = best_rate(by_rate, asked)
+        edges = [(values[0], values[-1]) for values in _axes(asked)]
+        if any(value in ends for value, ends in zip(coordinates(best), edges, strict=True)) or mean_loss(by_rate[best]) == math.inf:
             at_edge.append(arm)
-    return Tuned({arm: rate for arm, rate in rate_of.items() if arm not in at_edge}, at_edge=tuple(at_edge))
+    return Tuned({arm: rate for arm, rate in rate_by_arm.items() if arm not in at_edge}, at_edge=tuple(at_edge))
 
 
-def crossed_rates(base: str, rates: Mapping[str, float]) -> dict[str, tuple[float, ...]]:
+def crossed_rates(base: str, rates: Mapping[str, Rate]) -> dict[str, tuple[Rate, ...]]:
     """The rates that the final seeds of each arm are trained at: its own first, then the baseline's; the baseline's seeds at those of all
     arms. Tuning seeds are few; what they chose for one arm of a comparison is tried with the other before a difference is believed.
 
@@ -82,18 +122,35 @@ def crossed_rates(base: str, rates: Mapping[str, float]) -> dict[str, tuple[floa
     return {arm: tuple(dict.fromkeys((rate, *others.get(arm, ())))) for arm, rate in rates.items()}
 
 
-def best_rate(by_rate: Losses, asked: Iterable[float]) -> float:
+def best_rate(by_rate: Losses, asked: Iterable[Rate]) -> Rate:
     """The rate of the lowest mean loss; of several, as where a task is solved at all of them, the one nearest the middle of the grid."""
     asked = sorted(asked)
-    middle = (len(asked) - 1) / 2
-    return min(asked, key=lambda rate: (mean_loss(by_rate[rate]), abs(asked.index(rate) - middle)))
+    axes = _axes(asked)
+
+    def off_middle(rate: Rate) -> float:
+        return sum(abs(values.index(value) - (len(values) - 1) / 2) for value, values in zip(coordinates(rate), axes, strict=True))
+
+    return min(asked, key=lambda rate: (mean_loss(by_rate[rate]), off_middle(rate)))
 
 
-def _beyond(asked: Sequence[float], best: Mapping[str, float], losses: Mapping[str, Losses]) -> list[float]:
-    """The rates by which a grid grows for arms whose best is at an edge; those that diverged everywhere ask for none."""
-    growing = {rate for arm, rate in best.items() if mean_loss(losses[arm][rate]) < math.inf}
-    half = asked[0] // 2 if isinstance(asked[0], int) else asked[0] / 2
-    return [half] * (asked[0] in growing and half > 0) + [asked[-1] * 2] * (asked[-1] in growing)
+def _axes(rates: Iterable[Rate]) -> list[list[float]]:
+    """The values of each tuned key at these rates, ascending."""
+    return [sorted(set(values)) for values in zip(*map(coordinates, rates), strict=True)]
+
+
+def _grown(
+    axes: list[list[float]], best: Mapping[str, Rate], losses: Mapping[str, Losses], possible: Callable[[Rate], bool]
+) -> list[list[float]]:
+    """The axes, grown for arms whose best is at an edge; those that diverged everywhere ask for nothing."""
+    growing = [coordinates(rate) for arm, rate in best.items() if mean_loss(losses[arm][rate]) < math.inf]
+    grown = []
+    for number, values in enumerate(axes):
+        at = {rate[number] for rate in growing}
+        half = values[0] // 2 if isinstance(values[0], int) else values[0] / 2
+        more = [half] * (values[0] in at and half > 0) + [values[-1] * 2] * (values[-1] in at)
+        allowed = [value for value in more if all(map(possible, rates_of([*axes[:number], [value], *axes[number + 1 :]])))]
+        grown.append(sorted([*values, *allowed]))
+    return grown
 
 
 def mean_loss(losses: Sequence[float]) -> float:
@@ -101,7 +158,7 @@ def mean_loss(losses: Sequence[float]) -> float:
     return fmean(losses) if all(map(math.isfinite, losses)) else math.inf
 
 
-def rate_differences(arm: str, base: str, losses: Mapping[str, Losses]) -> dict[float, list[float]]:
+def rate_differences(arm: str, base: str, losses: Mapping[str, Losses]) -> dict[Rate, list[float]]:
     """Arm minus baseline at every learning rate that both were measured at: by rate, one value a tuning seed. Infinite where only
     one of them diverged; seeds of which both did are left out."""
     pairs = {rate: zip(losses[arm][rate], losses[base][rate], strict=True) for rate in sorted(losses[arm].keys() & losses[base].keys())}

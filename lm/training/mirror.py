@@ -15,6 +15,7 @@ from lm.config.tree import Config
 from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.runs.evaluations import Evaluation
 from lm.schema import Plain, to_plain
+from lm.statistics.tuning import rate_words
 
 if TYPE_CHECKING:
     import trackio
@@ -257,7 +258,7 @@ def send_report(log: LogConfig, name: str, folder: Path, verdicts: list[dict[str
 def _in_experiment(config: Config) -> dict[str, str | list[str] | None]:
     """Group, job type and tags of a run of an experiment; none of any other run."""
     place = config.experiment
-    named = {"arm": place.arm, "size": place.size, "seed": config.seed, "rate": None if place.rate is None else f"{place.rate:g}"}
+    named = {"arm": place.arm, "size": place.size, "seed": config.seed, "rate": None if place.rate is None else rate_words(place.rate)}
     return {
         "group": "/".join(filter(None, (place.name, place.size))) or None,
         "job_type": place.stage,

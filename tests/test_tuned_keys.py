@@ -1,0 +1,192 @@
+"""Experiments that tune two keys together: their grid, its edges, tables, pages, and what goes on after the file has changed."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT
+from fabricated import finish_all
+from test_experiment_page import FILE as PAGE_FILE
+from test_experiment_page import finish_all as build_all
+from test_experiment_page import rows, text_of
+
+import lm
+from lm.config.load import to_yaml
+from lm.errors import ConfigError, RunError
+from lm.experiments.experiment_file import read_experiment
+from lm.experiments.experiment_folder import open_experiment, other_runs, start
+from lm.experiments.page import write_page
+from lm.experiments.plan import plan
+from lm.experiments.procedure import Procedure, Run
+from lm.experiments.summary import summary_lines, tuning_means, tuning_table
+from lm.report.tables import csv_text
+from lm.runs.folder import CONFIG, RESOLVED, read_json
+
+DECAY = "optim.optimizer.weight_decay"
+TUNE = {"key": ["optim.lr", DECAY], "grid": [[1e-2, 2e-2, 4e-2], [0.05, 0.1, 0.2, 0.4]], "seeds": [101, 102]}
+FILE = {
+    "base": str(ROOT / "tests" / "tiny.yaml"),
+    "arms": {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}},
+    "seeds": [1, 2, 3],
+    "tune": TUNE,
+}
+BEST = {"softmax": (2e-2, 0.1), "ssmax": (2e-2, 0.2)}
+
+
+def loss(run: Run, best: dict[str, tuple[float, float]] = BEST) -> float:
+    """A bowl over both keys for each arm; SSMax is better by 0.1."""
+    optim = run.config.optim
+    away = [math.log2(value / at) ** 2 for value, at in zip((optim.lr, optim.optimizer.weight_decay), best[run.arm], strict=True)]
+    return 5 - 0.1 * (run.arm == "ssmax") + 0.2 * sum(away) + 1e-3 * run.seed * (1 + (run.arm == "ssmax"))
+
+
+def experiment(folder: Path, *overrides: str, **changes: object) -> Procedure:
+    """The experiment of FILE with some keys changed, its runs in `folder`."""
+    return Procedure(read_experiment(written(folder, **changes), [*given(folder), *overrides]))
+
+
+def written(folder: Path, **changes: object) -> Path:
+    path = folder / "trial.yaml"
+    path.write_text(yaml.safe_dump(FILE | changes, sort_keys=False))
+    return path
+
+
+def given(folder: Path) -> list[str]:
+    return ["data.source.paths=[.]", f"runs={folder / 'runs'}"]
+
+
+@pytest.fixture(scope="module")
+def on_a_grid(tmp_path_factory) -> Procedure:
+    """An experiment that was tuned on a grid of 3 rates and 4 weight decays."""
+    procedure = finish_all(experiment(tmp_path_factory.mktemp("grid")), loss)
+    for run in procedure.known():
+        (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
+    return procedure
+
+
+def test_each_arm_is_judged_at_its_best_pair(on_a_grid):
+    assert on_a_grid.rates("") == BEST
+    tuning = [run for run in on_a_grid.known() if run.stage == "tune"]
+    assert len(tuning) == 2 * 3 * 4 * 2
+    assert {(run.config.optim.lr, run.config.optim.optimizer.weight_decay) for run in tuning} == {run.rate for run in tuning}
+    softmax, ssmax = summary_lines(on_a_grid)
+    assert (softmax["rate"], ssmax["rate"], ssmax["verdict"]) == ("0.02 / 0.1", "0.02 / 0.2", "better")
+    assert set(ssmax["means_by_rate"]) == {"0.02 / 0.2", "0.02 / 0.1"}
+    assert "ssmax: final seeds are trained at 0.02 / 0.1 and 0.02 / 0.2, as tuning chose" in "\n".join(on_a_grid.notes())
+
+
+def test_the_plan_counts_the_runs_of_all_pairs(tmp_path):
+    lines = "\n".join(plan(experiment(tmp_path), None, "unknown"))
+    values = "0.05, 0.1, 0.2, 0.4 (12 together)"
+    assert f"tuning optim.lr over 0.01, 0.02, 0.04 and {DECAY} over {values} with seeds 101, 102; final seeds 1, 2, 3" in lines
+    assert f"{2 * (12 * 2 + 2 * 3)} runs; the grid may grow twice" in lines
+    assert "done: 0 of the 48 runs known so far" in lines
+
+
+def test_the_table_of_tuning_has_both_keys_and_chooses_the_same_pairs(tmp_path, on_a_grid):
+    table = tuning_table(on_a_grid)
+    assert {(line["key"], type(line["rate"])) for line in table} == {(f"optim.lr / {DECAY}", str)}
+    (tmp_path / "rates.csv").write_text(csv_text(table))
+    again = finish_all(experiment(tmp_path, tune={"key": TUNE["key"], "table": "rates.csv"}), loss)
+    assert again.rates("") == BEST
+    assert {run.stage for run in again.known()} == {"final"}
+    assert (again.tried(""), tuning_means(again)) == (on_a_grid.tried(""), tuning_means(on_a_grid))
+    assert not [note for note in again.notes() if "another configuration" in note]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text.replace(f" / {DECAY}", ""), r"rates.csv: line \d+ needs a rate above 0"),
+        (lambda text: text.replace(" / 0.1,", " / -0.1,"), r"rates.csv: line \d+ needs a rate above 0"),
+        (lambda text: text.replace(DECAY, "optim.grad_clip"), f"tune.key = 'optim.lr / {DECAY}': the table rates.csv is of optim.lr / "),
+        (
+            lambda text: re.sub(r"(ssmax,.*0.02 / 0.1),102", r"\1,103", text),
+            "tune.table = 'rates.csv': has other seeds of ssmax than of softmax at 0.02 / 0.1",
+        ),
+    ],
+)
+def test_a_wrong_table_of_two_keys_is_refused(tmp_path, on_a_grid, change, message):
+    (tmp_path / "rates.csv").write_text(change(csv_text(tuning_table(on_a_grid))))
+    with pytest.raises(ConfigError, match=message):
+        experiment(tmp_path, tune={"key": TUNE["key"], "table": "rates.csv"})
+
+
+def test_the_grid_grows_where_the_second_key_is_best_at_its_edge(tmp_path):
+    procedure = finish_all(experiment(tmp_path), lambda run: loss(run, BEST | {"ssmax": (2e-2, 0.8)}))
+    assert procedure.rates("") == BEST | {"ssmax": (2e-2, 0.8)}
+    tried = {run.rate for run in procedure.known() if (run.arm, run.stage) == ("softmax", "tune")}
+    assert {decay for _, decay in tried} == {0.05, 0.1, 0.2, 0.4, 0.8, 1.6}, "for every arm"
+    assert {rate for rate, _ in tried} == {1e-2, 2e-2, 4e-2}
+
+
+def test_an_arm_that_stays_at_the_edge_of_the_second_key_is_not_tuned(tmp_path):
+    procedure = finish_all(experiment(tmp_path), lambda run: loss(run, BEST | {"ssmax": (2e-2, 1e3)}))
+    (line,) = summary_lines(procedure)[1:]
+    assert (line["verdict"], line["rate"]) == ("not tuned", None)
+
+
+def test_a_grid_that_changed_keeps_the_runs_that_it_still_has(tmp_path, on_a_grid):
+    folder = tmp_path / "runs"
+    folder.symlink_to(on_a_grid.experiment.folder.parent)
+    before = {run.config.name for run in on_a_grid.known() if run.outcome.ended}
+    coarser = experiment(tmp_path, tune=TUNE | {"grid": [[1e-2, 2e-2, 4e-2], [0.1, 0.2, 0.3]]})
+    unfinished = {run.rate for run in coarser.known() if not run.outcome.ended}
+    assert unfinished == {(rate, 0.3) for rate in (1e-2, 2e-2, 4e-2)}, "the others were trained"
+    assert {run.config.name for run in coarser.known() if run.outcome.ended} < before
+    assert not other_runs(coarser), "another rate is no other configuration"
+    with pytest.raises(RunError, match=r"\d+ ended runs here are of another configuration: trainer.max_steps=8 \(asked for: 6\)"):
+        open_experiment(tmp_path / "trial.yaml", [*given(tmp_path), "trainer.max_steps=6"])
+
+
+def test_a_changed_grid_is_said_beside_the_verdicts(tmp_path, arguments):
+    procedure = start(written(tmp_path), arguments[1:])
+    finish_all(procedure, loss)
+    for run in procedure.known():
+        (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
+    changed = TUNE | {"grid": [[1e-2, 2e-2, 4e-2], [0.05, 0.1, 0.2]]}
+    (departure,) = open_experiment(written(tmp_path, tune=changed), arguments[1:]).experiment.departures
+    assert departure.words.startswith("tune.grid was [[0.01, 0.02, 0.04], [0.05, 0.1, 0.2, 0.4]] when it was settled")
+    assert not departure.exploratory
+    again = start(written(tmp_path), arguments[1:], aa=True)
+    assert read_json(again.experiment.folder / RESOLVED)["rates"] == {"": "0.02 / 0.1"}
+    reopened = open_experiment(written(tmp_path), arguments[1:], aa=True)
+    assert {(run.config.optim.lr, run.config.optim.optimizer.weight_decay) for run in reopened.known()} == {BEST["softmax"]}
+
+
+def test_an_arm_without_parameters_of_a_normalizer_has_one_run_for_all_their_rates(tmp_path):
+    key = "optim.groups.normalizer.lr_factor"
+    tune = TUNE | {"key": ["optim.lr", key], "grid": [[1e-2, 2e-2, 4e-2], [1, 10, 100]]}
+    procedure = experiment(tmp_path, tune=tune)
+    assert procedure.n_runs("", 0) == {"softmax": 3 * 2, "ssmax": 3 * 3 * 2}
+    names = {arm: {run.config.name for run in procedure.known() if run.arm == arm} for arm in BEST}
+    assert {arm: len(some) for arm, some in names.items()} == procedure.n_runs("", 0)
+    factors = {arm: {run.config.optim.groups.normalizer.lr_factor for run in procedure.known() if run.arm == arm} for arm in BEST}
+    assert factors == {"softmax": {1.0}, "ssmax": {1.0, 10.0, 100.0}}
+    finish_all(
+        procedure, lambda run: 5 + abs(math.log(run.config.optim.groups.normalizer.lr_factor / 10)) + abs(run.config.optim.lr - 2e-2)
+    )
+    assert procedure.rates("") == {"softmax": (2e-2, 10), "ssmax": (2e-2, 10)}
+
+
+def test_the_page_has_a_panel_for_each_key(tmp_path, monkeypatch):
+    monkeypatch.setattr("lm.report.pictures._drawn", lambda *given: "<svg />")
+    file = PAGE_FILE | {"arms": FILE["arms"], "tune": TUNE}
+    (tmp_path / "trial.yaml").write_text(yaml.safe_dump(file, sort_keys=False))
+    keys = ["data.source.paths=[texts]", "trainer.max_steps=200", "data.seq_len=64", "optim.batch_tokens=8192", f"runs={tmp_path / 'runs'}"]
+    procedure = build_all(Procedure(read_experiment(tmp_path / "trial.yaml", keys)), loss)
+    page = write_page([procedure], tmp_path / "out")
+    words = text_of(page)
+    assert f"optim.lr / {DECAY} was chosen for each arm by the lowest mean val/loss" in words
+    assert "softmax 0.02 / 0.1, ssmax 0.02 / 0.2" in words
+    panels = rows(page.parent / "rates.csv")
+    first, second = "Tuning runs, by optim.lr", f"Tuning runs, by {DECAY}"
+    assert {first, second} < {row["panel"] for row in panels}
+    means = {float(row["x"]): float(row["y"]) for row in panels if (row["panel"], row["of"]) == (second, "ssmax, mean")}
+    assert min(means, key=means.get) == 0.2
+    frame = lm.results(tmp_path / "runs")
+    assert "0.02 / 0.2" in set(frame["rate"])
+    line = lm.judge(frame, metric="val loss", matters=0.02).set_index("arm").loc["ssmax"]
+    assert (line["rate"], line["verdict"]) == ("0.02 / 0.2", "better")
