@@ -130,7 +130,7 @@ def main() -> None:
         _discard_output()
         _fail((f"{error.filename}: " if error.filename else "") + (error.strerror or str(error)), 1)
     except BaseException as error:
-        if not (isinstance(error, Exception) or panicked(error)) or not (text := _of_others(error)):
+        if not (isinstance(error, Exception) or panicked(error)) or not (text := _known_failure(error)):
             raise
         _fail(text, 1)
 
@@ -162,8 +162,8 @@ _SMALLER = {  # by command: what needs less memory
 }
 
 
-def _of_others(error: BaseException) -> str:
-    """One line for memory that ran out, or for code of others that failed; empty for any other error, which is a defect of lm."""
+def _known_failure(error: BaseException) -> str:
+    """A message of one line for memory that ran out or code from outside that failed; empty for other errors, which are defects of lm."""
     if out_of_memory(error):
         amount = re.search(r"allocate ([\d.]+ ?\w+)", str(error))
         remedy = _SMALLER.get(sys.argv[1], "") if len(sys.argv) > 1 else ""

@@ -16,7 +16,7 @@ from lm.attention.layout import AttentionLayout
 from lm.attention.options import Options
 from lm.config.model_config import Learned, ModelConfig
 from lm.data.batches import Batch
-from lm.evaluation.attention_text import attention_maps, printable
+from lm.evaluation.attention_text import attention_maps, token_label
 from lm.model import attention_stream
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
@@ -132,5 +132,5 @@ def test_a_model_without_a_tokenizer_draws_no_text(model: Path, tmp_path: Path):
 
 
 def test_labels_show_what_can_not_be_seen():
-    assert printable(" a\n") == "\u00b7a\\n"
-    assert printable("") == "-"
+    assert token_label(" a\n") == "\u00b7a\\n"
+    assert token_label("") == "-"

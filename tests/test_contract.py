@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lm.attention import contract
 from lm.attention.catalogue import Softmax
-from lm.attention.contract import CHECKS, results
+from lm.attention.contract import CHECKS, checked_promises
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, Normalizer, SoftmaxNormalizer
 from lm.attention.options import Options
@@ -148,7 +148,7 @@ def test_each_broken_promise_fails_its_check(broken: type[Normalizer], monkeypat
         return broken(options, layer) if isinstance(options, OfBroken) else make_normalizer(options, layer)
 
     monkeypatch.setattr(contract, "make_normalizer", make)
-    found = {check.__name__: how for check, (_, how) in zip(CHECKS, results(OfBroken()), strict=True)}
+    found = {check.__name__: how for check, (_, how) in zip(CHECKS, checked_promises(OfBroken()), strict=True)}
     assert {name for name, how in found.items() if how} >= BROKEN[broken], found
     for name in BROKEN[broken]:  # a sentence that names what fails, where numbers are compared an entry, and what to do
         how, _, hint = found[name].partition("; hint: ")

@@ -398,8 +398,8 @@ CHECKS: tuple[Callable[[Options], None], ...] = (
 )  # fmt: skip
 
 
-def results(options: object, checks: Iterable[Callable[..., None]] = CHECKS) -> Iterator[tuple[str, str]]:
-    """Each promise in words, and how code with these options (a normalizer's) breaks it, with a hint, on one line; empty if it is kept."""
+def checked_promises(options: object, checks: Iterable[Callable[..., None]] = CHECKS) -> Iterator[tuple[str, str]]:
+    """Check each promise of code with these options (a normalizer's): its words, and how it is broken, with a hint; empty if it is kept."""
     for check in checks:
         promise, _, hint = check.__doc__.partition("\n\n")
         try:

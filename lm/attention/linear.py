@@ -54,7 +54,7 @@ class LinearNormalizer(DividedNormalizer):
         return "identity" if self.options.features == "identity" else "features"
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """phi(q), phi(k)."""
+        """The feature maps phi of queries and keys, of the shapes of `q` and `k`."""
         from torch.nn.functional import elu
 
         maps = {

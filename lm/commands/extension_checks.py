@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from lm.attention.contract import require, results
+from lm.attention.contract import checked_promises, require
 from lm.attention.plugins import PLUGINS, Table
 from lm.config.data_config import SOURCES, OutsideSource
 from lm.config.eval_config import EVALUATIONS, EvaluationConfig
@@ -251,4 +251,4 @@ def check_extension(noun: str, name: str, overrides: list[str]) -> Iterator[tupl
     if problems := problems or own_problems(named):
         raise ConfigError(problems)
     (options,) = getattr(named, noun)
-    return results(options, checks)
+    return checked_promises(options, checks)

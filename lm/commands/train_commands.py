@@ -93,9 +93,9 @@ def check_normalizer(
     from lm.config.load import load_normalizer
 
     normalizer = load_normalizer(name, options or [])
-    from lm.attention.contract import results
+    from lm.attention.contract import checked_promises
 
-    _print_promises((part.label(), *result) for part in normalizer.layer_options() for result in results(part))
+    _print_promises((part.label(), *result) for part in normalizer.layer_options() for result in checked_promises(part))
 
 
 def check_extension(

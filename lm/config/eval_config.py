@@ -87,8 +87,8 @@ def too_large(path: str, value: Plain, factor: float, sequences: int, data: Data
     return [Problem(path, value, reason, "measure fewer or shorter sequences")] if tokens > MOST_TOKENS else []
 
 
-def no_tokens(path: str, factors: list[float], data: DataConfig) -> list[Problem]:
-    """A problem at `path` for each of `factors`, in training lengths, that is less than a token."""
+def empty_sequences(path: str, factors: list[float], data: DataConfig) -> list[Problem]:
+    """A problem of the key `path` for each of its `factors` of the training length that comes to less than a token."""
     return [Problem(path, factor, "makes sequences of no tokens", "set it higher") for factor in factors if factor * data.seq_len < 1]
 
 
@@ -136,7 +136,7 @@ class LongContextConfig(EvaluationConfig):
             reason = "there is no text to read beyond the training length"
             remedy = "set it to 0; eval.recall has longer sequences of the tasks"
             problems.append(Problem("length_factor", self.length_factor, reason, remedy))
-        problems += no_tokens("length_factor", [self.longest_factor], data)
+        problems += empty_sequences("length_factor", [self.longest_factor], data)
         problems += too_large("length_factor", self.length_factor, self.longest_factor, self.sequences, data)
         longest = 1 if self.length_factor == "auto" else self.length_factor  # which fits itself to learned positions, too
         return problems + beyond_positions(model, "length_factor", self.length_factor, longest)

@@ -12,7 +12,7 @@ from pathlib import Path
 from lm.attention.options import Options
 from lm.attention.plugins import PLUGINS
 from lm.config import presets
-from lm.config.eval_config import no_tokens
+from lm.config.eval_config import empty_sequences
 from lm.config.model_config import ModelConfig
 from lm.config.training_config import WSD
 from lm.config.tree import Config
@@ -94,7 +94,7 @@ def check(config: Config) -> list[Problem]:
     )  # fmt: skip
     if trainer.max_steps:
         problems += check_steps(config)
-    problems += no_tokens("eval.swap_lengths", config.eval.swap_lengths, data)
+    problems += empty_sequences("eval.swap_lengths", config.eval.swap_lengths, data)
     normalizers = [phase.normalizer for phase in config.plan]
     for kind, options in config.eval.kinds.items():
         conflicts = options.misspelt(normalizers) + (options.conflicts(data, model) if options.wanted(data) else [])

@@ -327,7 +327,7 @@ class LogConfig:
     def problems(self) -> list[Problem]:
         """A name that is given twice."""
         given = {"dynamics": self.dynamics, "to": self.to}
-        return [Problem(name, some, "names something twice", "name it once") for name, some in given.items() if len(set(some)) < len(some)]
+        return [Problem(key, names, "names something twice", "name it once") for key, names in given.items() if len({*names}) < len(names)]
 
     def is_due(self, step: int, max_steps: int) -> bool:
         """Whether metrics are logged after optimizer step `step` (1-based)."""

@@ -406,7 +406,7 @@ def _builder(source: Hub) -> "DatasetBuilder":
 
 
 def _call(source: Hub, call: Callable[[], T]) -> T:
-    """`call()`; any error of the library or the network becomes a DataError of one line."""
+    """Return `call()`; any error of the library or the network becomes a DataError of one line."""
     if source.dataset.startswith((".", "/", "~")) and not Path(source.dataset).is_dir():
         raise DataError(f"data.source.dataset: '{source.dataset}': no such folder")
     try:

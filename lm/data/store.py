@@ -302,9 +302,9 @@ def _check_large(folder: Path, files: Mapping[str, Mapping[str, Plain]]) -> None
 
 @contextmanager
 def locked(path: Path, waiting: Callable[[], object] = lambda: None) -> Iterator[str]:
-    """Lock the file `path`, which the system releases when the process dies; `waiting` is called if another process has it.
+    """Lock the file `path` while the body runs; `waiting` is called if another process has it. A process that dies gives it up.
 
-    Yields why there is no lock, on a file system without locks; else nothing. Raises OSError if the file can't be written.
+    Yields what `lock` returns. Raises OSError if the file can't be written.
     """
     with open(path, "w") as file:
         try:

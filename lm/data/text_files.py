@@ -178,7 +178,7 @@ def files_in(folder: Path) -> Iterator[Path]:
 def _missing(path: Path) -> str:
     if glob.has_magic(str(path)):
         return "matches no file"
-    names = [near.name for near in path.parent.iterdir()] if path.parent.is_dir() else []
+    names = [neighbour.name for neighbour in path.parent.iterdir()] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, names, n=1)
     return "no such file or folder" + (f"; did you mean '{path.parent / close[0]}'?" if close else "")
 

@@ -276,10 +276,14 @@ class Measures:
 
     @torch.no_grad()
     def of(self, decoder: Decoder, batch: Batch, index: int = 0, order: Tensor | None = None) -> list[Tensor]:
-        """The vector (numbers,) of a batch of one sequence; and with `order` (queries, tokens), random numbers, of the shuffled scores.
+        """All statistics of a sequence, (numbers,); and with `order` those of its shuffled scores, a second vector.
 
-        Scores and weights are fp32. Holds those of some queries of a layer at a time. `index`: which sequence it is, the seed of what
-        statistics draw.
+        Scores and weights are fp32. Memory holds those of some queries of a layer at a time.
+
+        Args:
+            batch: of one sequence.
+            index: number of the sequence, the seed of what statistics draw.
+            order: random numbers, (queries, tokens), by which scores are shuffled.
         """
         vectors = [[torch.full(self.shapes[0], torch.nan), *map(torch.zeros, self.shapes[1:])] for _ in range(1 if order is None else 2)]
         device, done = batch.tokens.device, [0] * self.shapes[0][1]
@@ -346,7 +350,7 @@ def half_octaves(n: np.ndarray, train_length: int) -> list[tuple[int, int]]:
     steps = np.arange(math.floor(2 * math.log2(known.min() / train_length)) - 1, math.ceil(2 * math.log2(known.max() / train_length)) + 1)
     edges = np.unique(np.rint(train_length * 2.0 ** (steps / 2)).astype(int))
     ranges = ((max(a + 1, int(known.min())), min(b, int(known.max()))) for a, b in pairwise(edges.tolist()))
-    return [(a, b) for a, b in ranges if ((known >= a) & (known <= b)).any()]
+    return [(first, last) for first, last in ranges if ((known >= first) & (known <= last)).any()]
 
 
 def exponent(values: np.ndarray, n: np.ndarray, log: bool = False) -> tuple[np.ndarray, np.ndarray]:

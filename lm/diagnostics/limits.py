@@ -125,7 +125,7 @@ def random_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[in
 
 
 def counts_up_to(most: int) -> list[int]:
-    """Numbers of keys from 1 to `most`: all up to 10, then a tenth farther each."""
+    """Numbers of keys at which curves are measured: 1 to 10, then each a tenth larger than the last, up to `most`."""
     counts = [1]
     while counts[-1] < most:
         counts.append(min(most, max(counts[-1] + 1, round(counts[-1] * 1.1))))
@@ -133,7 +133,7 @@ def counts_up_to(most: int) -> list[int]:
 
 
 def _largest_first(weights: Tensor, visible: Tensor, counts: Sequence[int]) -> Tensor:
-    """The keys of the largest |weights| of each row, (R, N) int64, those that are not visible after the others."""
+    """Indices of the keys of each row from the largest |weight| on, (R, N) int64; invisible keys come last."""
     return weights.abs().masked_fill(~visible, -1.0).topk(min(counts[-1], weights.size(1)), -1).indices
 
 
@@ -361,7 +361,7 @@ class Theorems:
 
 
 def _generator(rows: AttentionRows) -> torch.Generator:
-    """A generator that is the same for each model of the same sequence and layer."""
+    """A random generator from which all models draw the same numbers of a sequence and layer."""
     return torch.Generator().manual_seed(1_000 * rows.seed + rows.layer)
 
 

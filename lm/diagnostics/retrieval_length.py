@@ -48,7 +48,7 @@ class Retrieval:
 
     @property
     def margin(self) -> np.ndarray:
-        """z* - ln mean of e^z over filler, (Q,) nats: e^margin keys of filler have as much weight as the needle."""
+        """The needle's score minus the log of filler's mean e^score, (Q,) nats: e^margin keys of filler weigh as much as the needle."""
         filler = np.where(self.is_filler, np.exp(self.others - self.needle[:, None]), 0.0)
         return -np.log(filler.sum(1) / self.is_filler.sum(1))
 

@@ -90,7 +90,7 @@ DECADES = 4  # of weights that colours tell apart, below the largest
 
 
 @dataclass(frozen=True, eq=False)
-class Shown:
+class ShownModel:
     """One model's attention on the text, under one inference setting."""
 
     name: str  # the name of the run or model, and its setting where there are several
@@ -103,7 +103,7 @@ class Shown:
     heads: list[tuple[int, int]]  # (layer, head) of those that are shown
 
 
-def attention_picture(models: Sequence[Shown]) -> Picture:
+def attention_picture(models: Sequence[ShownModel]) -> Picture:
     """A map of each head, on one scale of colours: logarithmic, on both sides of 0 where weights are negative."""
     shown = np.concatenate([model.maps.weights[layer, head].ravel() for model in models for layer, head in model.heads])
     shown = shown[np.isfinite(shown)]
@@ -125,20 +125,20 @@ def attention_picture(models: Sequence[Shown]) -> Picture:
     return Picture(cells, [], "", sum(wide), (side, side), shared="xy" if same_tokens else "x")
 
 
-def _labels(model: Shown) -> list[str]:
+def _labels(model: ShownModel) -> list[str]:
     """Each token's text if they are few, else some positions: of the token, and in brackets of its first character in the text."""
     count, size = len(model.tokens), model.maps.size
     if count <= LABELLED:
-        return [printable(token) for token in model.tokens]
+        return [token_label(token) for token in model.tokens]
     labels = [""] * -(-count // size)
     for mark in np.linspace(0, count - 1, 5).round().astype(int) // size * size:
         labels[mark // size] = f"{number(mark)} ({number(model.characters[mark])})"
     return labels
 
 
-def printable(token: str) -> str:
+def token_label(token: str) -> str:
     """A token's text as a label shows it."""
-    return "".join("\u00b7" if letter == " " else letter if letter.isprintable() else repr(letter)[1:-1] for letter in token) or "-"
+    return "".join("\u00b7" if letter == " " else letter if letter.istoken_label() else repr(letter)[1:-1] for letter in token) or "-"
 
 
 # ---------------------------------------------------------------- lm diagnose --text
@@ -200,7 +200,9 @@ def read_text(asked: str) -> str:
     return text
 
 
-def _of_model(loaded: Loaded, text: str, layers: list[int] | None, heads: list[int] | None, changes: dict[str, Plain]) -> Iterator[Shown]:
+def _of_model(
+    loaded: Loaded, text: str, layers: list[int] | None, heads: list[int] | None, changes: dict[str, Plain]
+) -> Iterator[ShownModel]:
     """A model's attention, once for each inference setting."""
     config, (tokenizer, start) = config_of(loaded, changes), loaded.tokenizer_and_start()
     encoded = encoding_of(tokenizer, text)
@@ -228,11 +230,11 @@ def _of_model(loaded: Loaded, text: str, layers: list[int] | None, heads: list[i
             amount = f"{len(ids):,} tokens, {len(text):,} characters; " + f"{len(chosen)} of " * (len(chosen) < every) + f"{every} heads"
             amount += f"; a cell is the largest of {maps.size} x {maps.size} weights" if maps.size > 1 else ""
             name = loaded.folder.name + (f", {setting.label}" if len(settings) > 1 else "")
-            yield Shown(name, amount, loaded.folder, setting.label, tokens, characters, maps, chosen)
+            yield ShownModel(name, amount, loaded.folder, setting.label, tokens, characters, maps, chosen)
             advance(1)
 
 
-def cells_of(model: Shown) -> Iterator[dict[str, Plain]]:
+def cells_of(model: ShownModel) -> Iterator[dict[str, Plain]]:
     """A line of the table for each cell of each head that is shown: the weight, its query and its key."""
     for layer, head in model.heads:
         place = {"run": str(model.source), "setting": model.setting, "layer": layer, "head": head}

@@ -87,7 +87,7 @@ class Measurement(ABC):
         return all(each.is_finite for each in series)
 
     def precision(self, where: Device) -> str:
-        """The precision it computes in, as recorded."""
+        """Name of the precision that it computes in, as results record it."""
         return where.precision
 
     def series(self, metric: str, unit: str, better: Better, means: np.ndarray | float, **fields: object) -> Series:

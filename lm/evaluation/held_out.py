@@ -275,7 +275,7 @@ class Validation(Measurement):
         return series
 
     def _loss(self, nll: np.ndarray, chosen: np.ndarray) -> tuple[float, Sample]:
-        """The loss of the sequences where `chosen` (sequences,) is true, and of each of them."""
+        """The mean loss of the sequences where `chosen` (sequences,) is true, and the loss of each as a sample."""
         loss, counts = nll[chosen], self.held_out.counts[chosen]
         means = loss.mean(1, dtype=np.float64, where=counts)[:, None]
         sample = Sample(self.held_out.sha256, means, counts.sum(1), self.held_out.document_labels[chosen])

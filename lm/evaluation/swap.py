@@ -304,7 +304,7 @@ def _swapped_config(loaded: Loaded, to: str, init: str | None, out: Path, overri
 
 
 def _write_run(folder: Path, config: Config, loaded: Loaded, decoder: Decoder, environment: dict[str, Plain]) -> None:
-    """A run folder with one checkpoint of weights."""
+    """Write a run folder with one checkpoint of weights, from which nothing can be resumed."""
     own = {"format": FORMAT, "config": to_yaml(config), "phase": 0, "best": None, "plugins": PLUGINS.versions(config.normalizer_names)}
     path = step_path(folder / CHECKPOINTS, loaded.metadata["step"])
     save_checkpoint({"state_dict": decoder.state_dict(), "lm": {**loaded.metadata, **own}}, path)

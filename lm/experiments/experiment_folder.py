@@ -342,8 +342,8 @@ def noise(procedure: Procedure, judged: Judged) -> list[str]:
             spread, ratio = float(np.std(single, ddof=1)), experiment.primary.reach is not None
             smallest = detectable(original.seeds, spread, ALPHA / original.intervals)
             what = f"a factor of {math.exp(smallest):.3g}" if ratio else f"a difference of {smallest:.2g}"
-            of = "logarithms of " if ratio else ""
-            parts.append(f"single differences between {of}equal arms have a standard deviation of {spread:.2g} over {len(single)} seeds")
+            scale = "logarithms of " if ratio else ""
+            parts.append(f"single differences between {scale}equal arms have a standard deviation of {spread:.2g} over {len(single)} seeds")
             parts.append(f"by it the {original.seeds} seeds of {original.name} find {what} with probability {POWER:g}")
         held = {"undecided": "held", "no difference above margin": "held"}
         held |= dict.fromkeys(("better", "worse", "difference below margin"), "is false")

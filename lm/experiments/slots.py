@@ -86,7 +86,7 @@ def slots_of(experiment: Experiment, jobs: int | None, per_gpu: int) -> Slots:
     """The slots for an experiment on this machine.
 
     Args:
-        jobs: that are asked for; None: `per_gpu` on each GPU, or one if all runs compute on the CPU.
+        jobs: how many slots; None: `per_gpu` on each GPU, or one if all runs compute on the CPU.
 
     Raises:
         ConfigError: there are too few GPUs for that, or for a run.

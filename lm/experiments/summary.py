@@ -18,8 +18,8 @@ from lm.statistics.tuning import Rate, mean_loss, rate_cell, rate_differences, r
 
 
 def summary_lines(procedure: Procedure, judged: Judged | None = None) -> list[dict[str, Plain]]:
-    """One entry for each size and arm (`Judged.lines`), with the mean difference over the tuning seeds at each rate. `judged`: what the
-    run folders hold, if that is known already."""
+    """One entry for each size and arm (`Judged.lines`), with the mean difference over the tuning seeds at each rate. `judged`: the
+    verdicts, if they are known already."""
     judged, reach = judged or procedure.judged(), procedure.experiment.primary.reach is not None
     lines, arms = judged.lines(), {arm.name: arm for arm in procedure.experiment.arms[1:]}
     for line in (line for line in lines if line["arm"] in arms):

@@ -195,7 +195,7 @@ class Device:
 
     @property
     def precision(self) -> str:
-        """The name under which results record it."""
+        """Name of the precision, as results record it."""
         return "bf16-mixed" if self.bf16 else "32"
 
     def autocast(self) -> torch.autocast:

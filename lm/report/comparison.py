@@ -16,7 +16,7 @@ from lm.errors import RunError
 from lm.report.tables import printable, show
 from lm.runs.evaluations import Series, Shape, Units, number, series_names
 from lm.runs.record import RunRecord
-from lm.statistics.intervals import FEWEST, Interval, interval_of, over_seeds, paired_difference, sampled
+from lm.statistics.intervals import FEWEST_DOCUMENTS, Interval, interval_of, over_seeds, paired_difference, sampled
 
 WILSON = (
     "Wilson's over questions or the sequences that ask several, for several seeds each end of Student's t over seeds that lies farther out"
@@ -356,7 +356,7 @@ def mean_interval(differences: list[Units]) -> Interval | None:
     first = differences[0]
     if len(differences) > 1:
         return over_seeds(np.array([each.mean for each in differences])).interval()
-    if len(np.unique(first.groups)) < FEWEST:
+    if len(np.unique(first.groups)) < FEWEST_DOCUMENTS:
         return None
     interval = paired_difference(first.values, np.zeros_like(first.values), first.weights, first.groups)
     return replace(interval, over=f"{sampled(first.groups)}, 1 seed")
@@ -420,7 +420,7 @@ def _difference(arm: ArmRuns, base: ArmRuns, section: Section, line: Line, place
         return interval, f"mean over {len(shared)} paired seeds, Student t interval over seeds, on these evaluation sequences"
     sequences, documents = len(every[0].values), len(np.unique(every[0].groups))
     if interval is None:
-        return None, f"sequences of {documents} documents: an interval takes at least {FEWEST}"
+        return None, f"sequences of {documents} documents: an interval takes at least {FEWEST_DOCUMENTS}"
     over = f"{sequences} sequences" if documents == sequences else f"{documents} documents ({sequences} sequences)"
     note = f"paired by sequence, Student t over {over}: covers the choice of what was evaluated on, not training noise"
     alone = "one seed per arm" if len(ours) == len(theirs) == 1 else f"seed {seeds_shown(shared[0])} alone is in both arms"

@@ -9,10 +9,10 @@ from pathlib import Path
 from lm.files import write_together
 from lm.report.tables import Column, Filled, Table, digits, print_tables, table_bytes
 from lm.runs.evaluations import Evaluation, Series, number, series_names
-from lm.statistics.intervals import FEWEST, interval_of
+from lm.statistics.intervals import FEWEST_DOCUMENTS, interval_of
 
 SETTING = "inference setting"  # heading of the column that says how the model was used
-TOO_FEW = f"no interval: fewer than {FEWEST} documents"
+TOO_FEW = f"no interval: fewer than {FEWEST_DOCUMENTS} documents"
 NO_SPREAD = "no interval: all agree"
 MOST_COLUMNS = 12  # metrics in one table; of more than these each has a line
 MOST_NUMBERS = 24  # numbers without an interval in one table; of curves with more than these the ends are printed

@@ -156,7 +156,7 @@ def to_csv(tables: tuple[Table, ...]) -> str:
 
 
 def from_lines(title: str, lines: Sequence[dict[str, Cell]], numbers: Sequence[str] = ()) -> Table:
-    """The table of lines by column; all columns but `numbers` are labels."""
+    """A table with a row for each line, whose cells are given by column; all columns but `numbers` are labels."""
     names = dict.fromkeys(name for line in lines for name in line)
     kinds = {name: "number" if name in numbers else "label" for name in names}
     return Table(title, "", tuple((Column(name, kind=kind), [line.get(name, "") for line in lines]) for name, kind in kinds.items()))

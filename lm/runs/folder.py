@@ -252,15 +252,15 @@ class MetricTail:
 def curve(lines: list[dict[str, Plain]], name: str) -> Curve:
     """A loss that was logged as `name`; of a step that a resumed run logged twice the last counts."""
     by_step = {line["step"]: line for line in lines if name in line}
-    ordered = [by_step[step] for step in sorted(by_step)]
-    return Curve(*(np.array([line.get(key) for line in ordered], dtype=float) for key in ("tokens", name)))
+    points = [by_step[step] for step in sorted(by_step)]
+    return Curve(*(np.array([line.get(key) for line in points], dtype=float) for key in ("tokens", name)))
 
 
 def step_seconds(path: Path) -> float | None:
     """Median seconds of a step of a run that logs every step, without the first ones; None before the first."""
     ends = [line["elapsed_s"] for line in read_metrics(path).lines if "elapsed_s" in line]
-    took = [after - before for before, after in itertools.pairwise(ends)][_WARM_UP:]
-    return statistics.median(took or [ends[-1] / len(ends)]) if ends else None
+    durations = [after - before for before, after in itertools.pairwise(ends)][_WARM_UP:]
+    return statistics.median(durations or [ends[-1] / len(ends)]) if ends else None
 
 
 def _read(text: bytes) -> dict[str, Plain] | None:

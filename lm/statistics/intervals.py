@@ -10,7 +10,7 @@ import numpy as np
 from lm.runs.evaluations import Series
 
 ALPHA = 0.05  # the chance that an interval, or any of several that hold together, does not hold what it is of
-FEWEST = 3  # documents; below, an interval over them says nothing
+FEWEST_DOCUMENTS = 3  # documents; below, an interval over them says nothing
 FEWEST_CROSSED = 8  # documents, for an interval over seeds and documents at once
 _Z = 1.959963984540054  # 97.5 % quantile of the normal distribution
 
@@ -91,7 +91,7 @@ class Estimate:
 
 
 def _estimate(mean: np.ndarray, variance: np.ndarray, degrees: np.ndarray, largest: np.ndarray, over: str = "") -> Estimate:
-    """The estimate from the variance of a mean; a spread that rounding alone makes, beside the `largest` of the values, is none."""
+    """The estimate of a mean from its variance; a spread that is mere rounding of the `largest` value counts as none."""
     error = np.sqrt(variance)
     return Estimate(mean, np.where(error <= 1e-9 * largest, 0.0, error), np.broadcast_to(degrees, np.shape(mean)), over)
 
@@ -111,7 +111,7 @@ def interval_of(series: Series, column: int, mean: float | None = None) -> Inter
         right, asked = by_group(values * sample.weights, sample.groups), by_group(sample.weights, sample.groups)
         trials, unit = effective_trials(right, asked), "sequences" if asked.max() > 1 else "questions"
         return replace(wilson(mean * trials, trials), over=f"{unit}, 1 seed")
-    if len(np.unique(sample.groups[sample.weights > 0])) < FEWEST:
+    if len(np.unique(sample.groups[sample.weights > 0])) < FEWEST_DOCUMENTS:
         return None
     (low,), (high,) = mean_ends(values[:, None], sample.weights, sample.groups)
     return Interval(mean, float(low), float(high), f"{sampled(sample.groups)}, 1 seed")

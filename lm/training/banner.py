@@ -32,9 +32,9 @@ from lm.training.optimizers import parameter_groups
 from lm.training.starting import PhaseStart
 
 # Below a quarter of the 20 tokens a parameter that use compute best (Hoffmann et al. 2022) a run is warned.
-FEWEST = 5
+FEWEST_TOKENS = 5
 FEW = (
-    f"fewer than {FEWEST} tokens a parameter: with the same compute, a smaller model on more tokens reaches a lower loss; "
+    f"fewer than {FEWEST_TOKENS} tokens a parameter: with the same compute, a smaller model on more tokens reaches a lower loss; "
     "best are about 20 (arXiv 2203.15556): trainer.tokens_per_parameter=20"
 )
 # Four times as often as text may be read without loss (Muennighoff et al. 2023) a run is warned.
@@ -59,7 +59,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     source = "its maker" if device == "cuda" else "of a matrix product"
     peak = f"peak {machine.peak_flops:.2e} FLOP/s ({source})" if machine.peak_flops else "the device's peak is not known"
     epochs, warmup = _epochs(store, config), optim.warmup(config.trainer.max_steps)
-    few = _ratio(config, parameters) < FEWEST and not (config.init_from or data.symbolic)
+    few = _ratio(config, parameters) < FEWEST_TOKENS and not (config.init_from or data.symbolic)
     notes = few * [FEW] + any(number > MOST_EPOCHS for _, number in epochs) * [MANY]
     documents = validation_sequences(store, config).document_labels
     if warmup < optim.warmup_steps:
@@ -167,7 +167,7 @@ def _epochs(store: Store, config: Config) -> list[tuple[str, float]]:
 
 
 def _tasks(store: Store, config: Config) -> str:
-    """The fraction of sequences of each task, and which of them must repeat."""
+    """The fraction of sequences of each task, and of which tasks more sequences are drawn than there are different ones."""
     texts, tokens, fractions = [], config.trainer.max_steps * config.optim.batch_tokens, _length_fractions(store, config)
     for weighted in config.data.tasks:
         text = f"{weighted.task.name} {weighted.weight:.0%}"

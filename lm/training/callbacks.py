@@ -122,7 +122,7 @@ class StepCallback(L.Callback):
             self.on_step(trainer, module, trainer.global_step)
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
-        """Optimizer step `step` (1-based) is done, on every rank."""
+        """Act after optimizer step `step` (1-based), on every rank."""
 
 
 class StopOnSignal(StepCallback):
