@@ -240,7 +240,7 @@ def plain_sha256(plain: Plain) -> str:
 
 
 def _state(path: Path) -> list[int]:
-    """Size, times and inode: what changes with the content of a file."""
+    """Size, times and inode of a file, which change with its content."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 

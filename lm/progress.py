@@ -84,13 +84,13 @@ class StepProgress(Progress):
         self.started, self.first, self.step, self._bars = 0.0, 0, 0, ExitStack()
 
     def start(self, step: int) -> None:
-        """Training starts or continues at `step`."""
+        """Show that training starts or continues at `step`."""
         self.started, self.first, self.step = time.perf_counter(), step, step
         columns = (TextColumn("{task.completed}/{task.total}  {task.fields[text]}"), TimeElapsedColumn(), TextColumn("ETA"))
         self._show = self._bars.enter_context(self.bar("step", self.max_steps, step, *columns, TimeRemainingColumn()))
 
     def advance(self, step: int, loss: float | None = None, speed: float = 0.0) -> None:
-        """`step` is done, with its loss and tokens/s if they were measured."""
+        """Show that `step` is done, with its loss and tokens/s if they were measured."""
         text = {} if loss is None else {"text": f"loss {loss:.4f}  {speed:,.0f} tokens/s"}
         self._show(step - self.step, **text)
         self.step = step
@@ -105,7 +105,7 @@ class StepProgress(Progress):
 
 
 class _Rate:
-    """Bytes done, and their rate."""
+    """The number of bytes done, and their rate."""
 
     def __init__(self, name: str, total: int | None, done: int):
         self.name, self.total, self.before, self.done = name, total, done, done

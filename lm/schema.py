@@ -412,7 +412,7 @@ def reference(schema: type, path: str = "", described: set[type] | None = None) 
 
 
 def _yaml_flow(value: Plain) -> str:
-    """A value as YAML on one line, a block with nothing but a name by that name."""
+    """A value as YAML on one line; a block that has only a name is written as that name."""
     if isinstance(value, list):
         return f"[{', '.join(map(_yaml_flow, value))}]"
     if isinstance(value, dict):

@@ -49,7 +49,7 @@ def inputs(
 
 
 def with_features(heads: Tensor, features: Tensor | None) -> Tensor:
-    """Heads and their features, as inputs: without a gradient to what made these."""
+    """Heads with their features appended, detached from what computed these."""
     return heads if features is None else torch.cat((heads, features.detach().to(heads.dtype)), -1)
 
 

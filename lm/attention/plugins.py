@@ -99,7 +99,7 @@ class Plugins:
 
     @contextmanager
     def trusted(self) -> Iterator[None]:
-        """While the user's own words are read: what they name is imported."""
+        """A context for reading the user's own words: code from outside that they name is imported."""
         before, self._trusting = self._trusting, True
         try:
             yield

@@ -69,7 +69,7 @@ def evaluate(
 
 
 def _print_evaluations(results: list["Evaluated"], out: Path | None, as_json: bool = False) -> None:
-    """Tables of evaluations, or their numbers as JSON, and all of their numbers in a file."""
+    """Print tables of evaluations, or their numbers as JSON, and write all numbers to the file `out`."""
     from lm.report.evaluation_tables import print_results, results_bytes, write_table
 
     if as_json:
@@ -266,7 +266,7 @@ def harness(
 
 
 def print_tasks(result: dict[str, Plain], source: Path) -> None:
-    """A table of metrics with their standard errors, an arrow where more (or less) is better, and what was cut."""
+    """Print a table of metrics with their standard errors, an arrow where more (or less) is better, and what was cut."""
     from lm.report.tables import Column, Table, print_tables
 
     rows: list[tuple[str, ...]] = []

@@ -184,7 +184,7 @@ def judged_table(
 
 
 def _run(folder: Path) -> dict[str, object]:
-    """The columns of the run in a folder, or of a model without one."""
+    """The run's columns of `lm.results` for a run folder; for a model folder its name and path alone."""
     if (folder / CONFIG).is_file():
         return run_columns(read_run(folder))
     return {"run": folder.resolve().name, "folder": str(folder)}

@@ -115,7 +115,7 @@ def check_extension(
 
 
 def _print_promises(results: Iterable[tuple[str, str, str]]) -> None:
-    """A line for each (label, promise, how it is broken). Raises typer.Exit: one is broken."""
+    """Print a line for each (label, promise, how it is broken). Raises typer.Exit: one is broken."""
     broken = 0
     for label, promise, how in results:
         broken += bool(how)

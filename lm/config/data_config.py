@@ -115,7 +115,7 @@ class Curriculum(SequenceLengths):
         return {round(fraction * max_steps): length for fraction, length in sorted(self.starts.items())}
 
     def problems(self) -> list[Problem]:
-        """Fractions that are none, or no first one."""
+        """Fractions outside of 0 to 1, or none that is 0, from which the first length holds."""
         if not all(0 <= fraction < 1 for fraction in self.starts):
             return [Problem("starts", self.starts, "a length must start at a fraction of the run of 0 or more and below 1")]
         missing = [Problem("starts", self.starts, "no length starts at 0.0", "give the first one, e.g. {0.0: 64, 0.5: 256}")]
@@ -194,7 +194,7 @@ class Files:
         return self.paths[0]
 
     def problems(self) -> list[Problem]:
-        """No files, or suffixes that are none or mean something else."""
+        """No files, or suffixes that are malformed or already mean a format."""
         if not self.paths or not all(path.strip() for path in self.paths):
             return [Problem("paths", self.paths, "no files given", "list files, folders or globs (. is the working directory)")]
         return [
@@ -249,7 +249,7 @@ class Tokens:
         return self.paths[0]
 
     def problems(self) -> list[Problem]:
-        """No format, no files, or files that are trained on and held out."""
+        """A missing format, missing files, or files that are both trained on and held out."""
         if self.format is None:
             return [Problem("format", None, "no format given", "name the one that the files are in")]
         if not self.paths or not all(path.strip() for path in self.paths + self.validation_paths):
@@ -350,7 +350,7 @@ class InFiles:
     files: ClassVar[dict[str, str]]
 
     def problems(self) -> list[Problem]:
-        """Files that are not given."""
+        """Files that the tokenizer needs and that are not named."""
         return [Problem(name, "", "no file given", f"name {what}") for name, what in self.files.items() if not getattr(self, name)]
 
 

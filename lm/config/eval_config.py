@@ -33,7 +33,7 @@ class Timing:
     max_seconds: float | None = key(None, "give an evaluation up, and say so, when it takes longer; null: never", gt=0)
 
     def is_due(self, step: int, max_steps: int) -> bool:
-        """True every so many steps, and at those fractions of the run."""
+        """True every `every` steps, and at the fractions `at` of the run."""
         return step in {max(1, round(fraction * max_steps)) for fraction in self.at} or bool(self.every and step % self.every == 0)
 
 
@@ -196,7 +196,7 @@ class TextsConfig(EvaluationConfig):
         return bool(self.of)
 
     def problems(self) -> list[Problem]:
-        """Names that are none."""
+        """Names of texts that can't be names of metrics."""
         wrong = [name for name in self.of if name == "name" or not name.replace("-", "").replace("_", "").replace(".", "").isalnum()]
         return [Problem(f"of.{name}", name, "can't be the name of a text", "use letters, digits, - _ and .") for name in wrong]
 
@@ -353,7 +353,7 @@ class LimitsConfig:
     directions: int = key(16, "random directions of the finite differences; the paper has one", ge=1, le=10**4)
 
     def problems(self) -> list[Problem]:
-        """Lists that are empty, or whose order is none."""
+        """Empty lists, and lists that do not ascend."""
         lists = {"temperatures": self.temperatures, "steps": self.steps}
         names = [name for name, items in lists.items() if not items or sorted(set(items)) != list(items)]
         return [Problem(name, list(lists[name]), "must ascend, with at least one number") for name in names]

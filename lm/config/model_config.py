@@ -433,7 +433,7 @@ class ModelConfig:
         return self.n_embd / width, self.n_layer / depth
 
     def _transfer_problems(self) -> list[Problem]:
-        """A base model that there can't be."""
+        """Problems of the base model of `transfer`: sizes that no model can have."""
         if self.transfer is None:
             return []
         if self.block.name != AttentionBlock.name:

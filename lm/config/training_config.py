@@ -225,9 +225,9 @@ class OptimConfig:
         problems = [
             Problem(f"groups.{name}.eps", eps, reason, "drop it") for name, eps in epsilons.items() if not self.optimizer.has_eps(name)
         ]
-        return problems + list(self._decays_of_too_much().values())
+        return problems + list(self._excessive_decays().values())
 
-    def _decays_of_too_much(self) -> dict[str, Problem]:
+    def _excessive_decays(self) -> dict[str, Problem]:
         """Weight decays, by key, with which a step would take more than the whole of a weight."""
         problems = {}
         for name, group in vars(self.groups).items():

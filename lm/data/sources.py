@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 def fail(error: Unreadable) -> NoReturn:
-    """`data.on_error: fail`."""
+    """Raise the error of what can't be read (`data.on_error: fail`)."""
     raise error
 
 
@@ -64,7 +64,7 @@ class SourceReader:
 
 
 def reader(source: Source) -> SourceReader:
-    """How a source is read."""
+    """The functions that read a source."""
     return SOURCE_READERS.get(type(source), OUTSIDE)
 
 

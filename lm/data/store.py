@@ -41,7 +41,7 @@ FULL_CHECK_BYTES = 2**28  # a slow core hashes this in less than a second
 
 @dataclass(frozen=True)
 class SourceCounts:
-    """The share of one source in a split. Its documents follow those of the sources before it."""
+    """Counts of one source in a split. Its documents follow those of the sources before it."""
 
     label: str
     licence: str

@@ -171,7 +171,7 @@ def later(layout: AttentionLayout, tokens: int) -> AttentionLayout:
 
 
 def _plane(values: Tensor) -> Tensor:
-    """A tensor (T, S), from one that is that or, of one sequence, (1, 1, T, S)."""
+    """A tensor (T, S) or (1, 1, T, S) as (T, S)."""
     return values.reshape(values.shape[-2:])
 
 
@@ -198,7 +198,7 @@ class Statistic:
 
     @property
     def without_first(self) -> "Statistic":
-        """The same without the first token of the document; in no report."""
+        """The same statistic without the first token of the document, which reports leave out."""
         return replace(self, name=self.name + NO_FIRST, of=lambda rows: self.of(rows.without_first), shown=False)
 
 
@@ -314,7 +314,7 @@ class Measures:
                 total[layer] += value.float().cpu()
 
     def values(self, vectors: np.ndarray, train_length: int) -> Values:
-        """Vectors (N, numbers) of N sequences, by the names of what they are."""
+        """Divide vectors (N, numbers) of N sequences into the statistics that they hold, by name."""
         parts = np.split(vectors, np.cumsum([math.prod(shape) for shape in self.shapes])[:-1], axis=1)
         by_query, *sums = (part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
         n, *others = np.moveaxis(by_query, 1, 0)

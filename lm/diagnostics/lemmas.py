@@ -123,8 +123,11 @@ def jacobian_norm(rows: AttentionRows, generator: torch.Generator) -> Tensor:
 
 
 def jacobian_ceiling(rows: AttentionRows) -> Tensor | None:
-    """A bound on it: 1 / 2 of softmax, with or without a sink. Of another function F of each score: max |F'| times the row's factor, and,
-    where that is 1 / Z, Z the sum of F, times sqrt(n) |weights|. None of weights that are no function of each score."""
+    """A bound on `jacobian_norm`: 1 / 2 of softmax, with or without a sink; None of weights that are no function of each score.
+
+    Of another function F of each score it is max |F'| times the row's factor, and, where that is 1 / Z, Z the sum of F, times
+    sqrt(n) |weights|.
+    """
     name = rows.normalizer.score_map
     if name == "exp":
         return torch.full_like(rows.weights[..., 0], 0.5)

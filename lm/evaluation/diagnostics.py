@@ -358,7 +358,7 @@ class _Described:
         return (f"{KIND}/{statistic.name}",) if statistic.shown and setting == self.first else ()
 
     def _shown(self, statistic: Statistic | Derived) -> Shown | None:
-        """How reports show it; None if they don't."""
+        """How reports show a statistic; None if they leave it out."""
         amount = f"{len(self.held_out.sequences):,} %sof {self.held_out.length:,} tokens, {len(self.measures.queries)} queries "
         return None if not statistic.shown else Shown(
             f"Attention: {statistic.name}", "held-out sequences of diagnostics", f"{amount % ''}each",
@@ -449,5 +449,5 @@ def config_of(loaded: Loaded, changes: dict[str, Plain]) -> Config:
 
 
 def _only(diagnostics: DiagnosticsConfig | None = None) -> EvalConfig:
-    """Diagnostics alone: the model may not be capable of other evaluations."""
+    """An `eval` block of diagnostics alone: the model may not be capable of other evaluations."""
     return EvalConfig(long_context=LongContextConfig(length_factor=0), diagnostics=diagnostics)

@@ -31,7 +31,7 @@ Advance = Callable[[int], None]  # called with the units of work done
 
 
 def ignore(units: int) -> None:
-    """Shows no progress."""
+    """Show no progress."""
 
 
 class Measurement(ABC):
@@ -74,7 +74,7 @@ class Measurement(ABC):
 
     @abstractmethod
     def measure(self, decoder: Decoder, where: Device, progress: Advance) -> list[Series]:
-        """The numbers. Collective; the decoder and the random state stay as they are."""
+        """Measure a decoder. Collective; the decoder and the random state stay as they are."""
 
     def picture(self, series: Sequence[Series]) -> bytes | None:
         """A PNG file of its result; None if there is nothing to draw."""

@@ -215,7 +215,7 @@ def _fitted(procedures: list[Procedure], timed: list[tuple[Times, str]], minutes
 
 
 def _times(procedure: Procedure, taken: Costs | None, slots: Slots, budget: float) -> tuple[Times, str]:
-    """Seconds of the runs and their source in words; no times, and why. `budget`: seconds that timing them may take."""
+    """Seconds of the runs and their source in words, or no times and the reason. `budget`: seconds that timing them may take."""
     if taken is None:
         return {}, "not known before the text is there: lm prepare makes it"
     try:

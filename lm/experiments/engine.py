@@ -175,7 +175,7 @@ def _read(path: Path) -> Failure | None:
 
 
 def forget_failure(experiment: Path, run: Run) -> None:
-    """Let it be tried again."""
+    """Delete the record of a failure, so that the run is tried again."""
     log_path(experiment, run, "failed.json").unlink(missing_ok=True)
 
 
@@ -301,7 +301,7 @@ class Cluster:
         return (-signal.SIGKILL, 0.0) if error and not isinstance(error, self._errors.FailedJobError) else self.result(job)
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """Wait for no job any more; they go on."""
+        """Stop waiting for jobs, which go on."""
         self._stopping.set()
 
     def _lives(self, job: "Job", since: Plain) -> bool:
@@ -440,7 +440,7 @@ class Jobs:
                 yield run
 
     def _ended(self, run: Run, devices: Devices, status: int, seconds: float) -> None:
-        """Say how a run has ended, and what is left."""
+        """Print how a run has ended, and how many runs remain."""
         outcome, folder = replace(run.outcome), run.config.run_folder  # read anew
         if outcome.ended:
             forget_failure(self.folder, run)

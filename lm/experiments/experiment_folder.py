@@ -245,7 +245,7 @@ def is_measured(experiment: Experiment) -> bool:
 
 
 def is_another(plan: dict[str, Plain] | None, now: dict[str, Plain]) -> bool:
-    """True if a plan that is known says something else than another, whenever they were made."""
+    """True if a plan is known and differs from the one now in more than its time."""
     return bool(plan) and {**plan, "at": now["at"]} != now
 
 

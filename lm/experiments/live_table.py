@@ -81,7 +81,7 @@ class _Followed:
             self.last_seen = now
 
     def left(self, last_step: int, now: float, expected: float | None) -> float | None:
-        """Seconds until the last step at the speed seen here; before it is known, what is left of the expected time."""
+        """Seconds until the last step at the speed seen here, or before that is known by the expected time of the run."""
         steps = self.log.step - self.first_step
         if self.first_seen and steps > 0:
             return max(0.0, (self.last_seen - self.first_seen) / steps * (last_step - self.log.step) - (now - self.last_seen))
@@ -153,7 +153,7 @@ class LiveTable:
         return lines
 
     def _expected(self, line: RunLine) -> float | None:
-        """Seconds of a run, as those that ended here took, else as the plan says."""
+        """Expected seconds of a run: the mean of those that ended here, else the plan's."""
         took = self.jobs.seconds.get((line.size, line.arm))
         return statistics.fmean(took) if took else self.times.get((line.size, line.arm))
 
@@ -207,7 +207,7 @@ class LiveTable:
         return row | {"state": state, "step": "; ".join(steps)} | loss | {"done in": "" if latest is None else duration(latest)}
 
     def _whole(self, lines: list[RunLine]) -> str:
-        """The line below: how far the experiment is."""
+        """The line below the table: how far the experiment is."""
         experiment, counts = self.experiment, Counter(line.state for line in lines)
         ended = sum(counts[state] for state in ENDED)
         words = [f"{experiment.name}: {ended} of {len(lines)} runs ended"]

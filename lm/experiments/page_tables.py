@@ -127,7 +127,7 @@ def seeds_table(results: SizeResults) -> Table:
 
 
 def _reached(tokens: float | None) -> bool:
-    """Whether it is a number of tokens at which a run has reached its level."""
+    """Whether `tokens` say when a run reached its level: not never, and not before its first evaluation."""
     return tokens is not None and 0 < tokens < math.inf
 
 
@@ -248,7 +248,7 @@ def _dots(number: int, label: str, points: list[tuple[float, float]]) -> Trace:
 
 
 def _difference(experiment: Experiment) -> str:
-    """The quantity that differences are of, as beside an axis."""
+    """The label of an axis of differences."""
     primary = experiment.primary
     return primary.metric if primary.reach is None else f"relative difference of {primary.quantity}"
 

@@ -152,7 +152,7 @@ def _settings(experiment: Experiment) -> str:
 
 
 def _seeds(primary: Primary, alpha: float) -> str:
-    """How many seeds a difference takes."""
+    """How many seeds it takes to find a difference of interest, in words."""
     if primary.learned is not None:
         return f"a run has learned if it reaches {primary.learned:g}; a difference can be shown from {fewest_seeds(alpha)} seeds on"
     runs = "single runs" if primary.reach is None else "the logarithms of single runs"
@@ -338,7 +338,7 @@ def _start(place: Path, names: list[str], devices: Devices) -> subprocess.Popen:
 
 
 def _wait(pilots: list[subprocess.Popen], places: list[Path], begin: float, budget: float) -> None:
-    """Until all have ended, or `budget` seconds have passed since the last one began; starting takes at most as long twice."""
+    """Wait until all have ended, or `budget` seconds after the last one began; starting may take twice as long."""
     while any(process.poll() is None for process in pilots):
         begun = [lines[0]["begun"] for place in places if (lines := _lines(place))]
         if time.time() > (max(begun) + budget if len(begun) == len(places) else begin + 2 * budget):
@@ -352,7 +352,7 @@ def _lines(place: Path) -> list[dict[str, float]]:
 
 
 def total_seconds(procedure: Procedure, times: Times, n_seeds: int, slots: Slots) -> float:
-    """How long what is left takes with so many final seeds, in these slots."""
+    """Seconds that the runs without a result take in these slots, with so many final seeds."""
     experiment = procedure.experiment
     known = procedure.known()
     counts = {size: procedure.n_runs(size, n_seeds) for size in experiment.sizes}
@@ -389,7 +389,7 @@ def limited(experiment: Experiment, n_seeds: int, minutes: float, estimated: flo
 
 
 def write_limit(experiment: Experiment, minutes: float) -> None:
-    """Keep what was decided, for later calls of the same command."""
+    """Record the final seeds that `minutes` leave, for later calls of the same command."""
     kept = {"minutes": minutes, "dropped": list(experiment.dropped), "note": experiment.dropped_note, "late": experiment.dropped_late}
     write_json(experiment.folder / MINUTES, kept)
 

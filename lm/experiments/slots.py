@@ -48,7 +48,7 @@ class Slots:
     wanted: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     def taken(self, size: str, arm: str) -> int:
-        """Slots that a run of an arm takes."""
+        """The number of slots that a run of an arm takes."""
         return max(1, self.wanted.get((size, arm), 0))
 
     def devices(self, size: str, arm: str, under_way: Iterable[Devices]) -> Devices | None:

@@ -109,7 +109,7 @@ def resolve_precision(config: Config, accelerator: str, before: dict[str, Plain]
 
 @cache
 def has_native_bf16(accelerator: str) -> str:
-    """The unit that computes in bf16 here; empty if nothing does (emulation is slower than fp32)."""
+    """Name of the hardware that computes in bf16 here; empty if none does (emulation is slower than fp32)."""
     if accelerator == "gpu":
         return "the GPU has bf16" if torch.cuda.get_device_capability()[0] >= 8 else ""
     try:
@@ -199,7 +199,7 @@ class Device:
         return "bf16-mixed" if self.bf16 else "32"
 
     def autocast(self) -> torch.autocast:
-        """The precision's context."""
+        """An autocast context of the device's precision."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
 
     def with_time_limit(self, seconds: float | None) -> "Device":

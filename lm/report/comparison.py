@@ -35,7 +35,7 @@ class ArmRuns:
 
 @dataclass(frozen=True)
 class Line:
-    """The parts of a name that the series of several runs share that are one line of a picture, one row of a table."""
+    """The name that series of several runs share: they are one line of a picture, and one row of a table."""
 
     metric: str
     what: str  # with its options where they tell it apart from others of its name
@@ -56,7 +56,7 @@ class Section:
 
     @property
     def first(self) -> Series:
-        """A series from which is read what all share."""
+        """A series from which to read what all of the section share."""
         return next(iter(self.series.values()))
 
     @cached_property
@@ -71,7 +71,7 @@ class Section:
 
     @property
     def of(self) -> list[str]:
-        """Words for what is measured and how, likewise."""
+        """Words for what is measured and how, in the order of its lines."""
         return list(dict.fromkeys(", ".join(line.of) for line in self.lines))
 
     @property
@@ -98,7 +98,7 @@ class Section:
 
     @property
     def how(self) -> str:
-        """How its intervals are made, in words, where `interval` has two ways; else empty."""
+        """How intervals are made, in words, where some are Wilson's; else empty."""
         return WILSON if any(each.interval == "wilson" for each in self.series.values()) else ""
 
     def of_run(self, run: RunRecord) -> list[Series]:
@@ -106,15 +106,15 @@ class Section:
         return [each for (owner, _), each in self.series.items() if owner is run]
 
     def by_seed(self, arm: ArmRuns, line: Line) -> dict[tuple[int, ...], Series]:
-        """A line of an arm, by the seeds of the runs that have it."""
+        """The series of a line of an arm, by the seeds of the runs that have it."""
         return {run.seeds: self.series[run, line] for run in arm.runs if (run, line) in self.series}
 
     def of_arm(self, arm: ArmRuns, line: Line) -> list[Series]:
-        """A line of an arm, a series each run that has it."""
+        """The series of a line of an arm, one for each run that has it."""
         return [*self.by_seed(arm, line).values()]
 
     def sha256(self, run: RunRecord) -> str | None:
-        """The sha256 of the sequences that a run was measured on; of several sets one of all their sums. None if it wasn't."""
+        """The sha256 of the sequences that a run was measured on, or of the list of several; None if it was not measured."""
         sums = sorted({sha256 for _, sha256 in identities(self.of_run(run))})
         return sums[0] if len(sums) == 1 else hashlib.sha256(", ".join(sums).encode()).hexdigest() if sums else None
 
@@ -125,7 +125,7 @@ class Section:
         return ", ".join(f"{tokens:,}" for tokens in sorted(seen)) or None
 
     def alike(self, arm: ArmRuns, line: Line, place: str) -> list[Series]:
-        """The series of a line of an arm that have a place; none if they were measured on different sequences there."""
+        """The series of a line of an arm that have a mean at a place; [] if they were measured on different sequences there."""
         series = [each for each in self.of_arm(arm, line) if place in each.places]
         return series if len(identities(series, place)) < 2 else []
 
@@ -303,7 +303,7 @@ def arm_label(run: RunRecord) -> str:
 
 
 def _config_diff(arms: Sequence[ArmRuns]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """A key that is null (off) is as one that a run lacks: keys added since a run was trained are no difference."""
+    """Keys in which arms differ, with the value in each. Null (off) equals a missing key: keys that were added later are no difference."""
     keys = dict.fromkeys(key for arm in arms for run in arm.runs for key in run.flat if key not in ("name", "seed"))
 
     def written(run: RunRecord, key: str) -> str:

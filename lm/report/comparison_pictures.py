@@ -197,7 +197,7 @@ def _traces(seeds: Iterable[tuple[int, ...]], values: Mapping[float, list[float]
 
 
 def _places(series: Sequence[Series]) -> dict[float, tuple[float, float]]:
-    """Where all series have values, (start, stop), by where that is drawn: their common points, or bins between their common edges."""
+    """Places (start, stop) where all series have values, by the x at which they are drawn: common points, or bins between common edges."""
     shared = reduce(np.intersect1d, [np.array(each.axis.values, dtype=float) for each in series]) if series else np.empty(0)
     if not series or not series[0].bins:
         return {x: (x, x) for x in shared.tolist()}
@@ -214,7 +214,7 @@ def _axis_panel(
     y_range: tuple[float, float] | None = None,
     levels: Mapping[float, str] | None = None,
 ) -> Panel:
-    """`levels`: reference levels of values, None: they are differences."""
+    """A panel of lines over the section's axis. `levels`: reference levels of values; None: the lines are differences."""
     numbers = {arm: comparison.names.index(arm) for arm in along}
     traces = [replace(each, arm=numbers[arm], label=f"{arm}, {each.label}") for arm, some in along.items() for each in some]
     axis, x = section.first.axis, np.concatenate([each.x for each in traces] or [np.ones(1)])
@@ -293,7 +293,7 @@ def layer_curves(lines: Iterable[dict[str, Plain]]) -> dict[str, dict[int, Layer
 
 
 def _order(quantity: str) -> list[tuple[bool, int, str]]:
-    """Sort key of quantities: their names, in which numbers count as numbers."""
+    """Sort key of a quantity: its name, with the numbers in it compared as numbers."""
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", quantity)]
 
 

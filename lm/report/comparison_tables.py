@@ -57,13 +57,13 @@ def _table(comparison: RunComparison, section: Section) -> Table:
 
 
 def _mean_of(values: Sequence[float | None], unit: float = 1.0) -> str | None:
-    """The mean of what is known, in a unit, with four digits."""
+    """The mean of the values that are not None, in a unit, with four digits."""
     known = [value for value in values if value is not None]
     return four_digits(np.mean(known) / unit) if known else None
 
 
 def _summary(section: Section, rows: list[tuple[ArmRuns, Line]]) -> str:
-    """Rows of numbers at points, each arm's at the last point, the best first, under the first inference setting; empty of others."""
+    """A sentence with each arm's number at the last point, best first, under the first inference setting; empty without points."""
     if section.shape != "points" or len(section.places) < 2:
         return ""
     (_, first), place, series = rows[0], list(section.places)[-1], section.first
@@ -115,17 +115,17 @@ def covered(intervals: Iterable[Interval | None]) -> list[str]:
 
 
 def _of_cover(over: str, intervals: list[Interval | None]) -> list[Cell]:
-    """The intervals that cover it: the cells of its column."""
+    """The cells of a column of intervals over `over`, with None in place of all others."""
     return [each if each and each.over == over else None for each in intervals]
 
 
 def _unit(unit: str) -> str:
-    """In the little room of a heading."""
+    """A unit as short as a heading needs it."""
     return unit.replace(" per ", "/")
 
 
 def _with_interval(unit: str, over: str) -> str:
-    """The unit of numbers that have an interval."""
+    """The heading's unit of numbers with a 95% interval over `over`."""
     return f"{unit}, 95% interval" + (f" over {over}" if over else "")
 
 
@@ -194,7 +194,7 @@ def cost_table(arms: Sequence[ArmRuns], concurrent: Sequence[RunRecord], title: 
 
 
 def _costs(run: RunRecord, spans: Mapping[Path, Span | None]) -> tuple[float | None, ...]:
-    """In the order and units of the table; None where the run folder does not say."""
+    """The costs of a run in the order and units of `cost_table`; None where the run folder does not say."""
     tokens, seconds, memory = run.tokens_seen, training_seconds(run.logged), peak_memory(run.logged)
     total, normalizer, flops = (run.measured(name) for name in ("parameters.total", "parameters.normalizer", "flops_per_token"))
     concurrent = None
@@ -215,7 +215,7 @@ def _costs(run: RunRecord, spans: Mapping[Path, Span | None]) -> tuple[float | N
 
 
 def _under_way(run: RunRecord) -> Span | None:
-    """From when to when the last start of a run trained at least."""
+    """Begin and end of the training of a run's last start; None if the run folder does not say."""
     begun = starts(run.environment)
     seconds = training_seconds(run.logged, begun[-1]["step"]) if begun else None
     if not seconds or not begun[-1].get("time"):
@@ -420,7 +420,7 @@ def _say(comparison: RunComparison, value: Callable[[RunRecord], object]) -> str
 
 
 def _key(comparison: RunComparison, path: str) -> str:
-    """The value of a configuration key, likewise."""
+    """The value of a configuration key in all runs, by arm where arms differ."""
     return _say(comparison, lambda run: run.flat.get(path))
 
 

@@ -53,7 +53,7 @@ class Row:
 
 
 def rows_of(series: Iterable[Series]) -> list[Row]:
-    """All means of series, with their intervals and the levels to compare them with; of bins those of the whole axis and of octaves."""
+    """Rows of all means of series, with intervals and reference levels; of bins the means of octaves and of the whole axis."""
     return [row for each, name in series_names(series).items() for row in _rows(each, name)]
 
 
@@ -72,7 +72,7 @@ def _rows(series: Series, name: str) -> Iterator[Row]:
 
 
 def _has_intervals(series: Series) -> bool:
-    """Whether its means are given with intervals where they have units enough."""
+    """Whether means of a series have intervals where there are enough units."""
     return series.interval != "none" and not series.bins
 
 
@@ -84,7 +84,7 @@ def _place(series: Series, start: float, stop: float) -> str:
 
 
 def logged(evaluation: Evaluation) -> dict[str, float]:
-    """The numbers that belong among a run's metrics, by their names there."""
+    """The numbers of an evaluation that are logged among a run's metrics, by their names there."""
     return {name: value for series in evaluation.series for name, value in series.scores.items()}
 
 
@@ -150,7 +150,7 @@ def _with_intervals(rows: list[list[Row]]) -> Cells:
 
 
 def _by_metric(title: str, metrics: list[str], evaluated: list[Evaluated]) -> Table:
-    """A line for each of many metrics, of what they are of all places together, and a column for each model and setting."""
+    """A table of many metrics, each over all places together: a row for each metric, a column for each model and setting."""
     columns: dict[tuple[str, str], dict[str, Row]] = {}
     for model, row in ((each, row) for each in evaluated for row in each.rows if row.metric in metrics and not row.where):
         columns.setdefault((model.label, row.setting), {})[row.metric] = row
@@ -163,7 +163,7 @@ def _by_metric(title: str, metrics: list[str], evaluated: list[Evaluated]) -> Ta
 
 
 def _together(rows: Iterable[Row]) -> list[list[str]]:
-    """The metrics that belong in one table: those that are given of the same place."""
+    """Groups of metrics for one table each: those that were measured at the same places."""
     by_place: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         by_place.setdefault((row.setting, row.where), []).append(row.metric)

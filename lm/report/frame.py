@@ -47,7 +47,7 @@ def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
 
 
 def frame(blocks: Iterable[Lines], names: Sequence[str] = COLUMNS) -> pd.DataFrame:
-    """The data frame of blocks of lines, without their columns that it doesn't have."""
+    """The data frame of blocks of lines, with the columns `names` alone."""
     known = list(blocks)
     sizes = [len(_column(block["value"], 1)) for block in known]
     columns = {}
@@ -85,7 +85,7 @@ def _series_blocks(series: Series) -> Iterator[Lines]:
 
 
 def _column(value: object, size: int) -> np.ndarray:
-    """A column of a block, (size,): an array as it is, anything else repeated."""
+    """A column of a block, (size,): an array as it is, any other value repeated."""
     if isinstance(value, np.ndarray):
         return value
     column = np.empty(size, dtype=object)

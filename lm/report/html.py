@@ -44,13 +44,13 @@ class PageBlock:
 
 @dataclass
 class PageSection:
-    """A heading and what stands under it."""
+    """A heading and the blocks under it."""
 
     title: str
     blocks: list[PageBlock] = field(default_factory=list)
 
     def add(self, kind: BlockKind, content: str | list[str] | Table | Picture | tuple[str, str] | None, name: str = "") -> None:
-        """Append a block; nothing if there is no content."""
+        """Append a block, if there is content."""
         if content:
             self.blocks.append(PageBlock(kind, content, name))
 

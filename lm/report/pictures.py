@@ -174,13 +174,13 @@ class Picture:
 
     @property
     def shown(self) -> list[int]:
-        """Numbers of the arms that are drawn, but for those that a panel names."""
+        """Numbers of the arms that are drawn and named above all panels."""
         traces = [trace for panel in self.panels if isinstance(panel, Panel) for trace in panel.traces if len(trace.x)]
         return sorted({trace.arm for trace in traces if not trace.keyed and trace.arm >= 0})
 
     @property
     def mapped(self) -> bool:
-        """Whether it has maps, which share a scale."""
+        """Whether the picture has maps, which share a scale."""
         return any(isinstance(panel, Map) for panel in self.panels)
 
     @property
@@ -225,7 +225,7 @@ class Picture:
 
     @cached_property
     def csv(self) -> str:
-        """A line a point: panel, whose it is, what it is, x, y and the ends of its interval."""
+        """A line for each point: its panel, arm or seed, kind, x, y and the ends of its interval."""
         return _csv(self.panels)
 
     def file(self, suffix: str) -> bytes:
@@ -237,7 +237,7 @@ class Picture:
 
 
 def dark_style() -> str:
-    """CSS rules that give the colours of an SVG file of ours their dark counterparts on dark pages."""
+    """CSS rules that replace the colours of our SVG files by their dark counterparts on dark pages."""
     rules = "".join(f'[style*="{what}: {light}"]{{{what}:{dark}!important}}' for light, dark in DARK.items() for what in ("fill", "stroke"))
     return f"@media screen and (prefers-color-scheme:dark){{{rules}}}"
 
@@ -366,7 +366,7 @@ def _trace(axes: Axes, trace: Trace) -> None:
 
 
 def _map(axes: Axes, panel: Map, size: tuple[float, float]) -> QuadMesh:
-    """`size`: inches that there are for it."""
+    """Draw a map; `size`: width and height in inches of the space for it."""
     rows, columns = panel.values.shape
     norm, kind = panel.colours
     edges, many = (np.arange(columns + 1) - 0.5, np.arange(rows + 1) - 0.5), max(rows, columns) > MOST_CELLS
@@ -499,7 +499,7 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def note(axes: Axes, text: str, at: tuple[float, float], offset: tuple[int, int], within: Transform, **how: str | int) -> None:
-    """Small grey words at a place, `offset` points away."""
+    """Write small grey words at a place, `offset` points away."""
     halo = [withStroke(linewidth=2.5, foreground=PAPER)]
     axes.annotate(text, at, offset, within, textcoords="offset points", color=GREY, fontsize=9, path_effects=halo, **how)
 

@@ -87,7 +87,7 @@ DIFFERENCE = Column("difference", kind="difference")
 
 
 def show(value: object) -> str:
-    """A value as text: thousands separated, unknown said."""
+    """A value as text: thousands separated, None as `not recorded`."""
     if value is None:
         return "not recorded"
     if isinstance(value, bool):
@@ -141,7 +141,7 @@ def to_markdown(tables: tuple[Table, ...], notes: list[str]) -> str:
 
 
 def to_csv(tables: tuple[Table, ...]) -> str:
-    """One number a line, of all tables: what it is of, its value, and the ends of its interval, if it has one, and what that covers."""
+    """One number a line, of all tables: its labels, its value, the ends of its interval, if it has one, and what that covers."""
     labels = list(dict.fromkeys(column.name for table in tables for column in table.columns if column.kind == "label"))
     numbers, lines = ("quantity", "unit", "value", "low", "high", "interval over"), []
     for table in tables:
@@ -206,7 +206,7 @@ def _tex(text: str) -> str:
 
 
 def _tex_unit(unit: str) -> str:
-    """In parentheses, a line for each of its parts."""
+    """A unit in parentheses, a line for each of its parts."""
     lines = ",\\\\ ".join(_tex(part) for part in unit.split(", "))
     return unit and f"\\shortstack{{({lines})}}"
 

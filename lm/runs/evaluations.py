@@ -44,7 +44,7 @@ class Axis:
 
     @property
     def label(self) -> str:
-        """Name and unit, as at an axis of a picture."""
+        """The axis' label in a picture: name and unit."""
         return f"{self.name} ({self.unit})" if self.unit else self.name
 
 
@@ -275,12 +275,12 @@ class Series:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all of its means are."""
+        """Whether all of its means are finite."""
         return bool(np.isfinite(self.means).all() and (self.curve is None or np.isfinite(self.curve).all()))
 
     @property
     def scores(self) -> dict[str, float]:
-        """The series' numbers among a run's metrics, by their names there."""
+        """The series' numbers that are logged among a run's metrics, by their names there."""
         means = self.means.tolist() if self.whole is None else [self.whole]
         return dict(zip(self.logged, means, strict=False))
 
@@ -322,7 +322,7 @@ def number(value: float) -> str:
 
 
 def series_names(series: Iterable[Series]) -> dict[Series, str]:
-    """The name of what each is measured on, with those options that tell it apart from others of its name."""
+    """The name of each series' task or source, with the options that tell it apart from others of that name."""
     every = {each: {"name": each.what} | each.options for each in series}
     different = {str(what): what for what in every.values()}
     names = dict(zip(different, task_names(list(different.values())), strict=True))
@@ -429,7 +429,7 @@ ROOMS = ("attention", "config", "data", "diagnostics", "evaluation", "model", "r
 
 @cache
 def measuring_code(package: Path = Path(__file__).parent.parent) -> str:
-    """A digest of the source files that an evaluation's numbers come from: another one where any of them was changed."""
+    """A digest of the source files that an evaluation's numbers come from, which changes with any of them."""
     return sources_sha256([package / room for room in ROOMS])
 
 

@@ -134,7 +134,7 @@ def step_path(folder: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int:
-    """N of a `step-N.ckpt`."""
+    """The step N of a `step-N.ckpt`."""
     return int(path.stem.removeprefix("step-"))
 
 
@@ -232,7 +232,7 @@ class MetricTail:
         self._file, self._read_to = 0, 0  # its inode: a resumed run writes its log anew, up to where it goes on
 
     def look(self) -> None:
-        """Read on; a log that can't be read stays as it was."""
+        """Read what was appended since the last look; `step` and `latest` stay if the log can't be read."""
         try:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())

@@ -111,8 +111,7 @@ def with_shape_of(init_from: str, given: dict[str, Plain], own: dict[str, Plain]
 
 
 def _untrained(folder: Path) -> tuple[Keys, Keys] | None:
-    """The keys of `_taken`, of a model that no training run is known of; None: not such a folder."""
-
+    """The keys of `_taken`, of a model folder; None: `folder` is none, or its model has a training run."""
     if (folder / DESCRIPTION).is_file():
         description = read_sealed(folder / DESCRIPTION)
         spec = description["spec"]

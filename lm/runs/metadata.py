@@ -55,7 +55,7 @@ class _Metadata(pickle.Unpickler):
     """Reads the plain data of a checkpoint. No code that the file names is imported."""
 
     def find_class(self, module: str, name: str) -> type:
-        """Stands in for whatever tensors are made by."""
+        """The class to use in place of any that the file names, as those of tensors."""
         return OrderedDict if (module, name) == ("collections", "OrderedDict") else _Nothing
 
     def persistent_load(self, saved: object) -> None:
@@ -63,7 +63,7 @@ class _Metadata(pickle.Unpickler):
 
 
 class _Nothing:
-    """Takes the place of an object that is not plain data."""
+    """Stand-in for an object that is not plain data."""
 
     def __new__(cls, *arguments: object) -> "_Nothing":
         return object.__new__(cls)

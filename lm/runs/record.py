@@ -125,7 +125,7 @@ class RunRecord:
 
     @property
     def symbolic(self) -> bool:
-        """Trained on tasks over symbols, not on text."""
+        """Whether the run was trained on tasks over symbols, not on text."""
         return any(TASKS[weighted["task"]["name"]]().vocab_size for weighted in self.config["data"].get("tasks") or [])
 
     @property
@@ -144,7 +144,7 @@ class RunRecord:
 
     @property
     def series(self) -> list[Series]:
-        """All that its evaluations show in reports."""
+        """All series of its evaluations that reports show."""
         return [series for evaluation in self.evaluations for series in evaluation.series if series.shown]
 
     @property

@@ -133,7 +133,7 @@ def _options(options: object) -> str:
 
 
 def _changed(options: object) -> dict[str, object]:
-    """The options that are not at their defaults."""
+    """Options that are not at their defaults, in words."""
     defaults = vars(type(options)())
     return {name: value for name, value in vars(options).items() if value != defaults[name]}
 

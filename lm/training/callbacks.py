@@ -281,7 +281,7 @@ class Validate(Evaluations):
     """Loss at the training length, every `eval.every` steps and at the end."""
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
-        """Measure if it is time, and remember the best, by the documents that select: the others report."""
+        """Validate every `eval.every` steps, and note the lowest loss on the documents that select."""
         if not self.validation.asked.is_due(step, self.max_steps):
             return
         result = self.run(trainer, module, self.validation, module.decoder)
@@ -313,7 +313,7 @@ class Evaluate(Evaluations):
         module.start.before = None
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
-        """Measure what is due."""
+        """Measure all that is due at a step."""
         for measurement in self.due(step):
             self.run(trainer, module, measurement, module.decoder)
 
@@ -336,7 +336,7 @@ class Checkpoints(StepCallback):
         self.saved = -1
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
-        """Save if it is time."""
+        """Save at the steps that call for a checkpoint."""
         if self.is_regular(step) or step in self.config.phase_ends or is_best(module, step):
             self.save(trainer, module)
 
@@ -415,7 +415,7 @@ class ProfileSteps(StepCallback):
         self.first = self.last = 0
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Say so if training goes on after a window of which nothing was recorded."""
+        """Warn if training goes on after a window of which nothing was recorded."""
         over = self.window and trainer.is_global_zero and trainer.global_step >= self.window.last
         if over and not (self.run.config.run_folder / PROFILE).exists():
             self.run.progress.say(f"trainer.profile: steps {self.window.first} to {self.window.last} were made before: none is recorded")
@@ -432,13 +432,13 @@ class ProfileSteps(StepCallback):
         self.clock.paused(begin)
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
-        """End after the last one."""
+        """Stop recording after the last step of the window."""
         self.last = step
         if self.profiler and step >= self.window.last:
             self._write()
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Keep what was recorded until a stop, or the end of a phase."""
+        """Write what was recorded when training stops or a phase ends."""
         if self.profiler and self.last >= self.first:
             self._write()
 

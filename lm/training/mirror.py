@@ -32,13 +32,13 @@ class Mirror:
     pictures: ClassVar[bool] = False  # whether it is sent the pictures of evaluations, which are then drawn
 
     def log(self, metrics: dict[str, Plain]) -> None:
-        """A line of metrics.jsonl."""
+        """Send a line of metrics.jsonl."""
 
     def evaluation(self, result: Evaluation, picture: Path) -> None:
         """Send what an evaluation gives beside its line, if a mirror can show it. `picture`: its file, if it was drawn."""
 
     def summarize(self, values: dict[str, Plain]) -> None:
-        """Facts of the whole run, such as its best step; nothing where there is no place for them."""
+        """Send facts of the whole run, such as its best step, where the log has a place for them."""
 
     def finish(self) -> None:
         """Send what is left, and end the log there."""

@@ -54,7 +54,7 @@ def pilot(config: Config) -> dict[str, float]:
 
 
 def main(paths: list[str]) -> None:
-    """Time each, and print. Raises ConfigError where the run would, before any is timed."""
+    """Time each configuration, and print its seconds. Raises ConfigError where the run would, before any is timed."""
     importlib.import_module("lm.training.fit")  # takes seconds, in every run: they belong to the start of its process
     print(json.dumps({"begun": time.time()}), flush=True)
     configs = [load([path]) for path in paths]
