@@ -298,6 +298,7 @@ def test_an_export_is_pushed_and_kept_where_the_hub_refuses(tmp_path: Path, monk
 REFUSED = {
     "gau": (ModelConfig(2, n_head=1, block=GAUBlock()), "written for model.block = attention, not gau"),
     "elementwise": (ModelConfig(2, normalizer=opt.Relu2()), f"for the normalizers {', '.join(COMPUTED)}, not relu2"),
+    "two maps": (ModelConfig(2, differential=True), "one map of weights a head"),
     "one in a list": (ModelConfig(2, normalizer=Layers([opt.Softmax(), opt.Forget()])), "not forget"),
     "n of the sample": (ModelConfig(2, normalizer=opt.SSMax(n="sample")), "normalizer.n = sample of ssmax is a length"),
     "two windows": (

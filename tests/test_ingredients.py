@@ -8,6 +8,8 @@ from conftest import lm
 from folders import curve, losses
 from torch import Tensor
 
+from lm.attention.catalogue import Relu2, Softmax, SSMax
+from lm.attention.options import Options
 from lm.config.model_config import Learned, ModelConfig
 from lm.config.training_config import OptimConfig
 from lm.data.batches import Batch
@@ -29,6 +31,7 @@ INGREDIENTS = {
     "logit_softcap": {"logit_softcap": 3.0},
     "value_residual, first_layer": {"value_residual": "first_layer", "n_kv_head": 2},
     "value_residual, embedding": {"value_residual": "embedding", "n_kv_head": 2},
+    "differential": {"differential": True},
     "output_gate, head": {"output_gate": "head"},
     "output_gate, element": {"output_gate": "element"},
 }
@@ -67,6 +70,7 @@ def test_all_other_parameters_start_as_without_it(ingredient: str):
             *(f"value_embedding.{layer}.weight" for layer in (0, 1)),
             *(f"blocks.{layer}.attention.value_mix" for layer in (0, 1)),
         },
+        "differential": {f"blocks.{layer}.attention.difference.{name}" for layer in (0, 1) for name in ("lambdas", "norm.weight")},
         "output_gate, head": {f"blocks.{layer}.attention.gate.weight" for layer in (0, 1)},
         "output_gate, element": {f"blocks.{layer}.attention.gate.weight" for layer in (0, 1)},
     }
@@ -99,7 +103,9 @@ def test_it_is_kept_by_swaps_and_model_folders(ingredient: str, tmp_path):
             assert torch.equal(other.loss(Batch.of(tokens())), decoder.loss(Batch.of(tokens())))
 
 
-@pytest.mark.parametrize("ingredient", [name for name in INGREDIENTS if not name.startswith(("value_residual", "output_gate"))])
+@pytest.mark.parametrize(
+    "ingredient", [name for name in INGREDIENTS if not name.startswith(("value_residual", "output_gate", "differential"))]
+)
 def test_a_gated_attention_unit_has_it_too(ingredient: str):
     options = {"block": ModelConfig.__dataclass_fields__["block"].metadata["table"]["gau"](key_size=16), "n_head": 1}
     decoder = trained(ingredient, **options)
@@ -177,6 +183,40 @@ def test_outputs_of_heads_are_times_a_gate_that_the_layers_input_gives(kind: str
             torch.testing.assert_close(gated[..., 12 * head : 12 * head + 12], expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("normalizer", [Softmax(), SSMax(), Relu2()], ids=lambda options: options.name)
+def test_differential_attention_subtracts_the_map_of_the_second_halves(normalizer: Options):
+    """By its authors' formulas, from dense weights of each half; d = 6, with RoPE, grouped queries and two layers."""
+    decoder, batch = trained("differential", n_kv_head=2, normalizer=normalizer), Batch(tokens(2), tokens(2), None)
+    outputs = []
+    for block in decoder.blocks:
+        block.attention.out.register_forward_pre_hook(lambda module, given: outputs.append(given[0]))
+    with torch.no_grad():
+        decoder(batch.tokens)
+        for layer, at in enumerate(attention_blocks(decoder, batch, inputs=True, block=T)):
+            difference = decoder.blocks[layer].attention.difference
+            a, b, c, d = difference.lambdas.view(4, 6)
+            first = 0.8 - 0.6 * math.exp(-0.3 * layer)
+            factor = math.exp(float(a @ b)) - math.exp(float(c @ d)) + first
+            assert at.inputs.q.shape == (2, 8, T, 6)
+            for head in range(4):
+                maps = [at.weights[:, 2 * head + half] @ at.inputs.v[:, 2 * head] for half in (0, 1)]
+                assert torch.equal(at.inputs.v[:, 2 * head], at.inputs.v[:, 2 * head + 1])
+                x = maps[0] - factor * maps[1]
+                expected = (1 - first) * difference.norm.weight * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+                torch.testing.assert_close(outputs[layer][..., 12 * head : 12 * head + 12], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_differential_attention_starts_with_drawn_vectors_that_no_optimizer_takes_for_a_matrix():
+    decoder, plain = model(differential=True), model()
+    drawn = torch.cat([block.attention.difference.lambdas for block in decoder.blocks])
+    assert float(drawn.detach().std()) == pytest.approx(0.1, rel=0.3)
+    assert torch.equal(drawn, torch.cat([block.attention.difference.lambdas for block in model(differential=True).blocks]))
+    groups = {group["name"]: [name for name, _ in group["params"]] for group in parameter_groups(decoder, OptimConfig())}
+    assert "blocks.0.attention.difference.lambdas" in groups["vectors"]
+    assert flops_per_token(decoder) - flops_per_token(plain) == 3 * 2 * T * C  # twice the products with values
+    assert len(model(differential=True, normalizer=SSMax()).normalizers()[0].s) == 8
+
+
 def test_a_gate_costs_its_products_and_is_a_matrix():
     plain, gated = model(), model(output_gate="element")
     assert flops_per_token(gated) == flops_per_token(plain) + 2 * 6 * C * C
@@ -205,6 +245,8 @@ def test_embeddings_of_values_are_parameters_of_the_embedding_and_cost_no_produc
             ["model.block=gau", "model.n_head=1", "model.value_residual=embedding"],
             "a gated attention unit has no values but its own; drop it",
         ),
+        (["model.block=gau", "model.n_head=1", "model.differential=true"], "a gated attention unit has one map; drop it"),
+        (["model.head_size=7", "model.position=none", "model.differential=true"], "heads of odd size 7, which two maps can't share"),
         (["model.block=gau", "model.n_head=1", "model.output_gate=head"], "a gated attention unit has a gate of its own; drop it"),
         (["model.logit_softcap=0"], r"model\.logit_softcap = 0: must be > 0"),
         (["optim.z_loss=0"], r"optim\.z_loss = 0: must be > 0"),

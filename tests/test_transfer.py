@@ -64,7 +64,7 @@ def step(decoder: Decoder, optimizer: torch.optim.Optimizer, batch: Batch, lr: f
 
 FULL = {"n_kv_head": None, "bias": True, "norm": "layer", "position": Learned(), "embedding_norm": "rms", "normalizer": opt.SSMax()}
 SHAPES = {"all kinds of parameters": FULL, "tied": {"tied": True, "qk_norm": True}, "values": {"value_residual": "embedding"}}
-SHAPES["the first layer's values"] = {"value_residual": "first_layer", "output_gate": "element"}
+SHAPES["the first layer's values"] = {"value_residual": "first_layer", "output_gate": "element", "differential": True}
 
 
 @pytest.mark.parametrize("shape", SHAPES)

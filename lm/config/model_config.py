@@ -199,8 +199,8 @@ class AttentionBlock:
     name: ClassVar[str] = "attention"
 
     def key_dims(self, model: "ModelConfig") -> int:
-        """Dimensions of each head's queries and keys."""
-        return model.head_size or model.n_embd // model.n_head
+        """Dimensions of each head's queries and keys, of each of its two maps with `differential`."""
+        return self.value_dims(model) // model.maps
 
     def dims_from(self, model: "ModelConfig") -> tuple[str, int]:
         """The key of the model that determines `key_dims`, and its value."""
@@ -208,13 +208,13 @@ class AttentionBlock:
 
     def value_dims(self, model: "ModelConfig") -> int:
         """Dimensions of each head's values."""
-        return self.key_dims(model)
+        return model.head_size or model.n_embd // model.n_head
 
     def resolved(self, model: "ModelConfig") -> dict[str, int | bool | None]:
         """One value for all ways to write each key of the model that may be null."""
         return {
             "n_kv_head": model.kv_heads,
-            "head_size": model.key_dims,
+            "head_size": model.value_dims,
             "n_mlp": model.mlp_width,
             "qkv_bias": model.has_qkv_bias,
             "mlp_bias": model.mlp_bias if model.mlp_bias != model.bias else None,
@@ -238,6 +238,11 @@ class AttentionBlock:
                     f"does not divide model.n_head = {model.n_head}",
                     f"e.g. {math.gcd(model.n_head, model.n_kv_head)}",
                 )
+            )
+        if model.value_dims % model.maps:
+            where, value = self.dims_from(model)
+            problems.append(
+                Problem(where, value, f"gives heads of odd size {model.value_dims}, which two maps can't share", "make it even")
             )
         return problems
 
@@ -283,6 +288,7 @@ class GAUBlock:
             "head_size": "its own model.block.key_size",
             "value_residual": "no values but its own",
             "output_gate": "a gate of its own",
+            "differential": "one map",
             "qkv_bias": "one matrix for queries, keys, values and gate",
             "mlp_bias": "no MLP",
         }
@@ -349,6 +355,12 @@ class ModelConfig:
         "or with a further embedding of the tokens for each layer (modded-nanogpt's value embeddings); null: not",
         omit_default=True,
     )
+    differential: bool = key(
+        False,
+        "each head has two maps of weights, of the halves of its queries and keys: the first less a learned factor times the second, "
+        "then RMSNorm (arXiv 2410.05258)",
+        omit_default=True,
+    )
     output_gate: Literal["head", "element"] | None = key(
         None,
         "attention's outputs times sigmoid(x W), x the layer's input: one factor a head, or one an element (arXiv 2505.06708); null: not",
@@ -373,6 +385,11 @@ class ModelConfig:
     def value_dims(self) -> int:
         """Dimensions of each head's values."""
         return self.block.value_dims(self)
+
+    @property
+    def maps(self) -> int:
+        """Maps of weights that each head has."""
+        return 2 if self.differential else 1
 
     @property
     def kv_heads(self) -> int:

@@ -214,6 +214,8 @@ def _uncomputed(loaded: Loaded) -> str:
     model, layers = loaded.spec.model, [normalizer.options for normalizer in loaded.decoder.normalizers()]
     if model.block.name != AttentionBlock.name:
         return f"code for transformers is written for model.block = attention, not {model.block.name}"
+    if model.differential:
+        return "code for transformers is written for one map of weights a head: model.differential = true is not computed there"
     if others := [options.name for options in layers if options.name not in COMPUTED]:
         return f"code for transformers is written for the normalizers {', '.join(COMPUTED)}, not {others[0]}"
     if unknown := [options.name for options in layers if getattr(options, "n", "") == "sample"]:

@@ -3,10 +3,11 @@
 Shapes: B sequences, T tokens, H heads of queries, K of keys and values, D head size, E width of a head's values, C width.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -95,7 +96,7 @@ class AttentionBase(nn.Module):
         self.q_norm = HeadNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = HeadNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
         self.normalizer: Normalizer = make_normalizer(
-            config.normalizer.of_layer(layer), LayerSpec(config.n_head, size, config.n_embd, seq_len)
+            config.normalizer.of_layer(layer), LayerSpec(config.n_head * config.maps, size, config.n_embd, seq_len)
         )
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
@@ -120,13 +121,14 @@ class AttentionBase(nn.Module):
 class Attention(AttentionBase):
     """Causal multi-head attention; the normalizer turns queries, keys and values into the heads' outputs.
 
-    Heads of queries share those of keys and values in groups, H / K each: grouped queries, arXiv 2305.13245.
+    Heads of queries share those of keys and values in groups, H / K each: grouped queries, arXiv 2305.13245. With `differential`,
+    normalizers have two heads for each of the model's, whose queries and keys are its halves and whose values are its own.
     """
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__(config, seq_len, layer)
         self.head_counts = (config.n_head, config.kv_heads, config.kv_heads)
-        q, k, v = (n * config.key_dims for n in self.head_counts)
+        q, k, v = (n * config.value_dims for n in self.head_counts)
         self.fused = {"qkv": {"q": q, "k": k, "v": v}}
         self.qkv = nn.Linear(config.n_embd, q + k + v, bias=config.has_qkv_bias)
         self.out = nn.Linear(q, config.n_embd, bias=config.bias)
@@ -135,6 +137,7 @@ class Attention(AttentionBase):
         self.value_mix = nn.Parameter(torch.full((1,), 0.5)) if mixes else None
         gates = {None: 0, "head": config.n_head, "element": q}[config.output_gate]
         self.gate = nn.Linear(config.n_embd, gates, bias=False) if gates else None
+        self.difference = MapDifference(config.value_dims, config.norm_eps, layer) if config.differential else None
 
     def values(self, x: Tensor) -> Tensor:
         """The layer's own values (B, K, T, E) of its input x (B, T, C)."""
@@ -146,11 +149,38 @@ class Attention(AttentionBase):
         q, k, v = self.qkv(x).unflatten(-1, (sum(self.head_counts), -1)).transpose(1, 2).split(self.head_counts, 1)
         if self.value_mix is not None:
             v = v + self.value_mix.to(v.dtype) * (context.other_values(self.layer).to(v.dtype) - v)
-        out = self.attend(x, q, k, v, context)
+        if self.difference is None:
+            out = self.attend(x, q, k, v, context)
+        else:
+            q, k = (heads.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2) for heads in (q, k))  # (B, 2 H, T, D / 2)
+            out = self.attend(x, q, k, v.repeat_interleave(2, 1), context)
+            out = self.difference(out.unflatten(-1, (self.head_counts[0], 2, -1))).flatten(2)
         if self.gate is not None:
             gates = self.gate(x).sigmoid().unflatten(-1, (self.head_counts[0], -1))  # (B, T, H, 1) or (B, T, H, D)
             out = (out.unflatten(-1, (self.head_counts[0], -1)) * gates).flatten(2)
         return self.out(out)
+
+
+class MapDifference(nn.Module):
+    """RMSNorm of each head's first output less lambda times its second, times 1 - lambda_0: differential attention, arXiv 2410.05258.
+
+    lambda = exp(a.b) - exp(c.d) + lambda_0 of four learned vectors; lambda_0 = 0.8 - 0.6 exp(-0.3 l) in layer l = 0, 1 ...
+    """
+
+    SPREAD: ClassVar[float] = 0.1  # standard deviation that `Decoder.initialise` draws the vectors with, as in the authors' code
+
+    def __init__(self, size: int, eps: float, layer: int):
+        super().__init__()
+        self.first = 0.8 - 0.6 * math.exp(-0.3 * layer)
+        self.lambdas = nn.Parameter(torch.zeros(2 * size))  # four vectors of half a head; one dimension: no matrix to optimizers
+        self.norm = HeadNorm(size, eps)
+
+    def forward(self, outputs: Tensor) -> Tensor:
+        """outputs: (B, T, H, 2, D) of each head's two maps; returns (B, T, H, D) in the same dtype."""
+        a, b, c, d = self.lambdas.float().chunk(4)
+        factor = (a * b).sum().exp() - (c * d).sum().exp() + self.first
+        first, second = outputs.to(self.norm.weight.dtype).unbind(-2)
+        return (self.norm(first - factor * second) * (1 - self.first)).to(outputs.dtype)
 
 
 class GAU(AttentionBase):

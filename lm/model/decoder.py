@@ -17,7 +17,7 @@ from lm.attention.normalizer import Normalizer
 from lm.config.inference_config import RopeScaling
 from lm.config.model_config import ModelConfig
 from lm.data.batches import Batch
-from lm.model.blocks import Block, DecodingCache, ForwardContext, GatedBlock, make_norm
+from lm.model.blocks import Block, DecodingCache, ForwardContext, GatedBlock, MapDifference, make_norm
 from lm.model.cross_entropy import Head, training_loss
 from lm.model.rope import AS_TRAINED, rope_rotation
 from lm.model.transfer import initial_gain, initial_scale
@@ -67,12 +67,15 @@ class Decoder(nn.Module):
         Normalizers have set themselves but for their `hidden` matrices, ~ N(0, 1 / inputs); `normalizers_only`: draw just those.
         """
         for name, parameter in self.named_parameters():
-            if parameter.dim() < 2 or (is_normalizer(name) and not name.endswith(".hidden.weight")):
+            drawn = parameter.dim() >= 2 or name.endswith(".lambdas")
+            if not drawn or (is_normalizer(name) and not name.endswith(".hidden.weight")):
                 continue
             if is_normalizer(name):
                 std = parameter.size(1) ** -0.5
             elif normalizers_only:
                 continue
+            elif name.endswith(".lambdas"):
+                std = MapDifference.SPREAD
             else:
                 std = self.config.init_std * initial_scale(self.config, name)
                 if name.startswith("value_embedding."):
