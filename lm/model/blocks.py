@@ -171,7 +171,8 @@ class MapDifference(nn.Module):
 
     def __init__(self, size: int, eps: float, layer: int):
         super().__init__()
-        self.first = 0.8 - 0.6 * math.exp(-0.3 * layer)
+        first = torch.tensor(0.8 - 0.6 * math.exp(-0.3 * layer))  # a tensor, so that compiled layers share their code
+        self.register_buffer("first", first, persistent=False)
         self.lambdas = nn.Parameter(torch.zeros(2 * size))  # four vectors of half a head; one dimension: no matrix to optimizers
         self.norm = HeadNorm(size, eps)
 
