@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from lm.config.model_config import GAUBlock, Learned, LinearScaling, ModelConfig
 from lm.data.batches import Batch
 from lm.evaluation.generation import generate
 from lm.huggingface.exporting import COMPUTED
-from lm.huggingface.modeling_lm import FACTORS
+from lm.huggingface.modeling_lm import ELEMENTWISE, FACTORS, eager_attention
 from lm.model.decoder import Decoder
 from lm.runs.loading import load, save_model
 from lm.training.train import train
@@ -105,6 +106,11 @@ def shape(normalizer: opt.Options, **changes: object) -> ModelConfig:
     return ModelConfig(n_layer=3, n_head=4, n_kv_head=2, n_embd=32, normalizer=normalizer, **recipe)
 
 
+def gated(normalizer: opt.Options, **changes: object) -> ModelConfig:
+    """Gated attention units."""
+    return ModelConfig(4, n_head=1, n_embd=32, block=GAUBlock(key_size=16), normalizer=normalizer, **changes)
+
+
 LISTED = Layers([opt.Window(size=20), opt.SSMax(bias=True), opt.Sink()])
 PLAIN = {"embedding_norm": None, "value_residual": None, "logit_softcap": None, "qk_norm": False, "mlp": "swiglu"}
 OWN_CODE = {
@@ -133,6 +139,13 @@ OWN_CODE = {
     "a gate for each head": shape(opt.SSMax(), output_gate="head"),
     "a gate for each element": shape(opt.LogN(), output_gate="element"),
     "learned positions": shape(opt.SSMax(), **PLAIN | {"position": Learned()}),
+    "relu": shape(opt.Relu()),
+    "relu2": shape(opt.Relu2(), **PLAIN),
+    "relu2 of q.k / n": shape(opt.Relu2(form="1/n^2", n="fixed:40")),
+    "relu2 over its sum": shape(opt.Relu2(n="sum")),
+    "sigmoid": shape(Layers([opt.Sigmoid(), opt.Sigmoid(bias=True)])),
+    "gau": gated(Layers([opt.Relu2(), opt.SSMax(), opt.Sink()])),
+    "gau with window": gated(Layers([opt.Window(size=20), opt.QASSMax()]), qk_norm=True, bias=True, embedding_norm="layer", tied=True),
     "no positions": shape(opt.Softmax(), **PLAIN | {"position": NoPosition(), "qkv_bias": True, "mlp_bias": True}),
 }
 
@@ -178,7 +191,11 @@ def test_code_of_its_own_computes_our_logits_whole_packed_padded_and_cached(case
 
 
 def test_each_normalizer_that_the_code_computes_is_tested_and_each_other_one_refused():
-    assert set(COMPUTED) == set(FACTORS) == {options.name for model in OWN_CODE.values() for options in model.normalizer.layer_options()}
+    assert (
+        set(COMPUTED)
+        == {*FACTORS, *ELEMENTWISE}
+        == {options.name for model in OWN_CODE.values() for options in model.normalizer.layer_options()}
+    )
 
 
 @pytest.mark.slow
@@ -205,14 +222,14 @@ def test_logits_of_2048_tokens_are_ours(normalizer: opt.Options, tmp_path: Path)
 WITHOUT_LM = """
 import sys, json
 sys.modules["lm"] = None  # any import of it raises
-import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import AutoModelForCausalLM, AutoTokenizer
 folder = sys.argv[1]
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 batch = tokenizer(["some words of a text", "words"], return_tensors="pt", padding=True)
-out = model.generate(**batch, max_new_tokens=12, do_sample=False, eos_token_id=None)
+options = dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
+out = model.generate(**batch, **options)
+assert out.equal(model.generate(**batch, **options, cache_implementation="static", disable_compile=True))
 print(json.dumps([batch.input_ids.tolist(), batch.attention_mask.tolist(), out.tolist()]))
 """
 
@@ -252,6 +269,15 @@ def test_parameters_of_normalizers_stay_in_fp32(tmp_path: Path):
     assert theirs(tokens()[:, :64]).logits.isfinite().all()
 
 
+def test_eager_scores_are_in_fp32_under_autocast():
+    q, k, v = (torch.randn(1, 2, 30, 16, generator=torch.Generator().manual_seed(n)).mul(4).bfloat16() for n in range(3))
+    module = SimpleNamespace(num_key_value_groups=1, normalizer=SimpleNamespace(elementwise=None))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, weights = eager_attention(module, q, k, v, None, 1.0, None)
+    expected = (q.float() @ k.float().mT).masked_fill(torch.ones(30, 30).triu(1).bool(), -torch.inf).softmax(-1)
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_the_code_keeps_the_rules_of_backends_that_bring_their_own_attention(tmp_path: Path):
     """What vLLM asks: a base model by `auto_map`, arguments passed down to the kernel of a registered name, and what it reads there."""
     decoder, folder = moved(shape(opt.SSMax()), 64, tmp_path)
@@ -272,7 +298,7 @@ def test_the_code_keeps_the_rules_of_backends_that_bring_their_own_attention(tmp
         torch.testing.assert_close(out, decoder(given), rtol=0, atol=1e-4)
     assert calls == [(layer, True, None, "them") for layer in range(3)]
     _, folder = moved(shape(opt.Sink()), 64, tmp_path / "sink")
-    with pytest.raises(ValueError, match="ours has no attention sinks; set it to eager or sdpa"):
+    with pytest.raises(ValueError, match="ours does not compute sink; set it to eager or sdpa"):
         of_transformers(folder, "ours")(given)
 
 
@@ -296,9 +322,8 @@ def test_an_export_is_pushed_and_kept_where_the_hub_refuses(tmp_path: Path, monk
 
 
 REFUSED = {
-    "gau": (ModelConfig(2, n_head=1, block=GAUBlock()), "written for model.block = attention, not gau"),
-    "elementwise": (ModelConfig(2, normalizer=opt.Relu2()), f"for the normalizers {', '.join(COMPUTED)}, not relu2"),
     "two maps": (ModelConfig(2, differential=True), "one map of weights a head"),
+    "threshold": (ModelConfig(2, normalizer=opt.Entmax15()), f"for the normalizers {', '.join(COMPUTED)}, not entmax15"),
     "one in a list": (ModelConfig(2, normalizer=Layers([opt.Softmax(), opt.Forget()])), "not forget"),
     "n of the sample": (ModelConfig(2, normalizer=opt.SSMax(n="sample")), "normalizer.n = sample of ssmax is a length"),
     "two windows": (

@@ -206,15 +206,14 @@ OWN = {"model_type": "lm_decoder", "architectures": ["LmForCausalLM"]} | {
 }
 COMPUTED = (
     "softmax", "ssmax", "log_n", "sqrt_log_n", "llama4", "yarn", "infoscale", "cosine", "p_n", "qassmax", "softmax1", "sink", "window",
+    "relu2", "relu", "sigmoid",
 )  # fmt: skip
 
 
 def _uncomputed(loaded: Loaded) -> str:
     """The part of a model that the modelling file does not compute, in words; empty if it computes all."""
-    model, layers = loaded.spec.model, [normalizer.options for normalizer in loaded.decoder.normalizers()]
-    if model.block.name != AttentionBlock.name:
-        return f"code for transformers is written for model.block = attention, not {model.block.name}"
-    if model.differential:
+    layers = [normalizer.options for normalizer in loaded.decoder.normalizers()]
+    if loaded.spec.model.differential:
         return "code for transformers is written for one map of weights a head: model.differential = true is not computed there"
     if others := [options.name for options in layers if options.name not in COMPUTED]:
         return f"code for transformers is written for the normalizers {', '.join(COMPUTED)}, not {others[0]}"
@@ -235,7 +234,8 @@ def _own_config(loaded: Loaded) -> dict[str, Plain]:
         rotation = {"rope_frequencies": radians, "rope_amplitude": rope.scaling.amplitude, "rope_layers": layer_rotates}
     windows = [normalizer.options.name == Window.name for normalizer in layers]
     return {
-        **OWN, "vocab_size": spec.vocab_size, "hidden_size": model.n_embd, "intermediate_size": model.mlp_width,
+        **OWN, "vocab_size": spec.vocab_size, "hidden_size": model.n_embd, "block": model.block.name,
+        "intermediate_size": model.mlp_width if model.block.name == AttentionBlock.name else model.value_dims,
         "num_hidden_layers": model.n_layer, "num_attention_heads": model.n_head, "num_key_value_heads": model.kv_heads,
         "head_dim": model.key_dims, "max_position_embeddings": spec.seq_len, "hidden_act": model.mlp, "norm": model.norm,
         "norm_eps": model.norm_eps, "bias": model.bias, "qkv_bias": model.has_qkv_bias, "mlp_bias": model.has_mlp_bias,

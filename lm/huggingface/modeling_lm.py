@@ -1,9 +1,10 @@
 """The decoder of lm, a framework that compares attention normalizers, for transformers: load it with `trust_remote_code=True`.
 
 `lm export --format hf` copies this file beside the weights. It needs torch and transformers alone; tensors have lm's names.
-Queries are scaled from `position_ids`, which begin at 0 with each document: left padding and packed documents keep their n.
+n comes from `position_ids`, which begin at 0 with each document: left padding and packed documents keep it.
 
-Shapes: B sequences, T query positions, S key positions, H heads of queries, K of keys and values, D head size, C width, V vocabulary.
+Shapes: B sequences, T query positions, S key positions, H heads of queries, K of keys and values, D head size, E width of a head's values,
+C width, V vocabulary.
 """
 
 import math
@@ -26,6 +27,7 @@ class LmConfig(PreTrainedConfig):
     """The decoder's shape.
 
     Args:
+        block: `attention`, then an MLP, or `gau`, gated attention units, whose gate and values are `intermediate_size` wide.
         normalizers: options of each layer's normalizer, `name` and others, and `parameters`, the shapes of its parameters by name.
         rope_frequencies: radians per token of each rotated pair; None: no rotary positions.
         rope_amplitude: multiplies cos and sin.
@@ -46,6 +48,7 @@ class LmConfig(PreTrainedConfig):
         num_key_value_heads: int = 4,
         head_dim: int = 16,
         max_position_embeddings: int = 1024,
+        block: str = "attention",
         hidden_act: str = "relu2",
         norm: str = "rms",
         norm_eps: float = 1e-5,
@@ -71,7 +74,7 @@ class LmConfig(PreTrainedConfig):
         self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
         self.num_key_value_heads, self.head_dim = num_key_value_heads, head_dim
         self.max_position_embeddings = max_position_embeddings
-        self.hidden_act, self.norm, self.norm_eps = hidden_act, norm, norm_eps
+        self.block, self.hidden_act, self.norm, self.norm_eps = block, hidden_act, norm, norm_eps
         self.bias, self.qkv_bias, self.mlp_bias, self.qk_norm = bias, qkv_bias, mlp_bias, qk_norm
         self.rope_frequencies, self.rope_amplitude, self.learned_positions = rope_frequencies, rope_amplitude, learned_positions
         self.embedding_norm, self.value_residual, self.logit_softcap = embedding_norm, value_residual, logit_softcap
@@ -136,12 +139,30 @@ FACTORS = {
 }
 
 
+def _relu(own: "Normalizer", scores: Tensor, n: Tensor, visible: Tensor) -> Tensor:
+    weights = F.relu(scores).masked_fill(~visible, 0.0)
+    weights = weights.square() if own.options["name"] == "relu2" else weights
+    if own.options["n"] == "sum":
+        total = weights.sum(-1, keepdim=True)
+        return weights / total.masked_fill(total < 1e-24, math.inf)
+    return weights * own.options["head_dim"] / n.square() if own.options.get("form") == "1/n^2" else weights / n
+
+
+def _sigmoid(own: "Normalizer", scores: Tensor, n: Tensor, visible: Tensor) -> Tensor:
+    shift = own.head("b") - n.log() if hasattr(own, "b") else -n.log()
+    return (scores + shift).sigmoid().masked_fill(~visible, 0.0)
+
+
+# The weights (B, H, T, S) of scores, in fp32, where each is a function of its own score; n as above, visible (B or 1, 1, T, S) bool.
+ELEMENTWISE = {"relu": _relu, "relu2": _relu, "sigmoid": _sigmoid}
+
+
 class Normalizer(nn.Module):
-    """Changes queries and keys, in fp32, so that plain softmax gives the weights of a layer's normalizer."""
+    """A layer's normalizer: plain softmax of queries and keys that it changes, in fp32, or `elementwise` weights."""
 
     def __init__(self, options: dict):
         super().__init__()
-        self.options, self.factor = options, FACTORS[options["name"]]
+        self.options, self.factor, self.elementwise = options, FACTORS.get(options["name"]), ELEMENTWISE.get(options["name"])
         self.unit = options["name"] == "cosine"
         for name, shape in options.get("parameters", {}).items():
             *path, last = name.split(".")
@@ -160,33 +181,49 @@ class Normalizer(nn.Module):
         """The logit of the attention sink of each head, (H,); None: there is no sink."""
         return {"sink": lambda: self.b, "softmax1": lambda: q.new_zeros(q.size(1))}.get(self.options["name"], lambda: None)()
 
+    def n(self, positions: Tensor) -> Tensor:
+        """The row length of queries at positions (B, T), 0-based in the document: (B, 1, T, 1) fp32."""
+        kind, _, number = self.options.get("n", "visible").partition(":")
+        return (torch.full_like(positions, int(number)) if kind == "fixed" else positions + 1).float()[:, None, :, None]
+
     def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries (B, H, T, D) and keys (B, K, T, D) for plain softmax of q.k / sqrt(D); positions: (B, T), 0-based in the document."""
+        """Queries (B, H, T, D) and keys (B, K, T, D) for scores q.k / sqrt(D)."""
         if self.unit:
             q, k = F.normalize(q.float(), dim=-1), F.normalize(k.float(), dim=-1)
-        policy = self.options.get("n", "visible")
-        n = positions + 1 if policy == "visible" else torch.full_like(positions, int(policy.removeprefix("fixed:")))
+        if self.factor is None:
+            return q, k
         q = q.float()
         with torch.autocast(q.device.type, enabled=False):
-            return q * self.factor(self, n.float()[:, None, :, None], q), k
+            return q * self.factor(self, self.n(positions), q), k
 
 
 # ---------------------------------------------------------------- kernels
 
 
 def eager_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, position_ids: Tensor,
     sink: Tensor | None = None, **kwargs: object,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """softmax in fp32 with all its weights: (B, T, H, D) and (B, H, T, S)."""
+    """Outputs (B, T, H, E) with all weights (B, H, T, S), which are in fp32.
+
+    attention_mask: of eager attention or of SDPA; None: the plain causal triangle.
+    """
     key, value = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))
-    scores = query.float() @ key.float().transpose(2, 3) * scaling
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    if sink is not None:
-        scores = torch.cat((sink.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1), scores), -1)
-    weights = scores.softmax(-1)[..., scores.size(-1) - key.size(2) :]
-    return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous(), weights
+    if attention_mask is None:
+        visible = query.new_ones(1, 1, query.size(2), key.size(2), dtype=torch.bool)
+        visible = visible.tril() if query.size(2) > 1 else visible
+    else:
+        visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+    with torch.autocast(query.device.type, enabled=False):
+        scores = query.float() @ key.float().transpose(2, 3) * scaling
+        if module.normalizer.elementwise is not None:
+            weights = module.normalizer.elementwise(module.normalizer, scores, module.normalizer.n(position_ids), visible)
+        else:
+            scores = scores.masked_fill(~visible, torch.finfo(torch.float32).min)
+            if sink is not None:
+                scores = torch.cat((sink.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1), scores), -1)
+            weights = scores.softmax(-1)[..., scores.size(-1) - key.size(2) :]
+        return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous(), weights
 
 
 def sdpa_with_sink(
@@ -194,7 +231,7 @@ def sdpa_with_sink(
     **kwargs: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """PyTorch's fused attention with one more key in front, of the sink's logit and of value 0, which every query sees."""
-    size, length = query.size(-1), query.size(2)
+    size, width, length = query.size(-1), value.size(-1), query.size(2)
     logit = sink.float() / scaling
     high = logit.to(query.dtype)  # and what its rounding left, in two of eight more dimensions, the kernel's granularity
     both = torch.stack((high, (logit - high.float()).to(query.dtype)), -1).view(1, -1, 1, 2).expand(query.size(0), -1, length, -1)
@@ -206,10 +243,7 @@ def sdpa_with_sink(
     elif attention_mask is not None:
         attention_mask = F.pad(attention_mask, (1, 0), value=attention_mask.dtype == torch.bool)
     out, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    return out[:, -length:, :, :size], None
-
-
-WITH_SINK = {"eager": eager_attention, "sdpa": sdpa_with_sink}
+    return out[:, -length:, :, :width], None
 
 
 # ---------------------------------------------------------------- layers
@@ -235,55 +269,86 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, x[..., 2 * half :]), -1)
 
 
-class Attention(nn.Module):
-    """Causal attention with grouped queries, by the kernel that `attn_implementation` names."""
+class AttentionBase(nn.Module):
+    """Parts that both kinds of attention share: norms and rotation of queries and keys, the cache, the normalizer, and the kernel that
+    `attn_implementation` names."""
 
     def __init__(self, config: LmConfig, layer_idx: int):
         super().__init__()
         self.config, self.layer_idx, self.head_dim = config, layer_idx, config.head_dim
-        self.heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling, self.is_causal = config.head_dim**-0.5, True
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == SLIDING else None
-        self.qkv = nn.Linear(config.hidden_size, sum(self.heads) * config.head_dim, bias=config.qkv_bias)
-        self.out = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=config.bias)
         self.q_norm = HeadNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = HeadNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        mixes = config.value_residual == "embedding" or (config.value_residual == "first_layer" and layer_idx > 0)
-        self.value_mix = nn.Parameter(torch.full((1,), 0.5)) if mixes else None
-        gates = {None: 0, "head": self.heads[0], "element": self.heads[0] * config.head_dim}[config.output_gate]
-        self.gate = nn.Linear(config.hidden_size, gates, bias=False) if gates else None
-        self.normalizer = Normalizer(config.normalizers[layer_idx])
+        self.normalizer = Normalizer({**config.normalizers[layer_idx], "head_dim": config.head_dim})
 
-    def forward(
-        self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, attention_mask: Tensor | None, position_ids: Tensor,
-        past_key_values: Cache | None, other_values: Tensor | None, **kwargs: object,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-        """The output (B, T, C), the weights if the kernel gives them, and the layer's values before its cache, (B, K, T, D)."""
-        q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(self.heads, 1)
-        if self.value_mix is not None:
-            v = v + self.value_mix.to(v.dtype) * (other_values.to(v.dtype) - v)
-        values = v
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, rotation: tuple[Tensor, Tensor] | None, attention_mask: Tensor | None, position_ids: Tensor,
+        past_key_values: Cache | None, **kwargs: object,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """The heads' outputs (B, T, H E) of q (B, H, T, D), k (B, K, T, D) and v (B, K, T, E), and the weights if the kernel gives them."""
         q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         q, k = (part.to(v.dtype) for part in self.normalizer(q, k, position_ids))
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
-        kernel, sink, kind = eager_attention, self.normalizer.sink(q), self.config._attn_implementation
+        sink, kind, elementwise = self.normalizer.sink(q), self.config._attn_implementation, self.normalizer.elementwise is not None
+        if kind not in ("eager", "sdpa") and (elementwise or sink is not None):
+            raise ValueError(f"attn_implementation {kind} does not compute {self.normalizer.options['name']}; set it to eager or sdpa")
+        kernel = eager_attention if elementwise or kind == "eager" else ALL_ATTENTION_FUNCTIONS[kind]
         if sink is not None:
-            if kind not in WITH_SINK:
-                raise ValueError(f"attn_implementation {kind} has no attention sinks; set it to {' or '.join(WITH_SINK)}")
-            kernel, kwargs = WITH_SINK[kind], {**kwargs, "sink": sink}
-        elif kind != "eager":
-            kernel = ALL_ATTENTION_FUNCTIONS[kind]
+            kernel, kwargs = sdpa_with_sink if kind == "sdpa" else kernel, {**kwargs, "sink": sink}
         out, weights = kernel(
             self, q, k, v, attention_mask, scaling=self.scaling, dropout=0.0, position_ids=position_ids,
             sliding_window=self.sliding_window, **kwargs,
         )  # fmt: skip
+        return out.reshape(q.size(0), q.size(2), -1), weights
+
+
+class Attention(AttentionBase):
+    """Causal attention with grouped queries."""
+
+    def __init__(self, config: LmConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        self.qkv = nn.Linear(config.hidden_size, sum(self.heads) * config.head_dim, bias=config.qkv_bias)
+        self.out = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=config.bias)
+        mixes = config.value_residual == "embedding" or (config.value_residual == "first_layer" and layer_idx > 0)
+        self.value_mix = nn.Parameter(torch.full((1,), 0.5)) if mixes else None
+        gates = {None: 0, "head": self.heads[0], "element": self.heads[0] * config.head_dim}[config.output_gate]
+        self.gate = nn.Linear(config.hidden_size, gates, bias=False) if gates else None
+
+    def forward(self, x: Tensor, other_values: Tensor | None, **kwargs: object) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The output (B, T, C), the weights if the kernel gives them, and the layer's values before its cache, (B, K, T, D)."""
+        q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(self.heads, 1)
+        if self.value_mix is not None:
+            v = v + self.value_mix.to(v.dtype) * (other_values.to(v.dtype) - v)
+        out, weights = self.attend(q, k, v, **kwargs)
         if self.gate is not None:
-            out = out.reshape(*x.shape[:2], -1, self.head_dim) * self.gate(x).sigmoid().unflatten(-1, (self.heads[0], -1))
-        return self.out(out.reshape(*x.shape[:2], -1)), weights, values
+            heads = (self.heads[0], -1)
+            out = (out.unflatten(-1, heads) * self.gate(x).sigmoid().unflatten(-1, heads)).flatten(2)
+        return self.out(out), weights, v
+
+
+class GAU(AttentionBase):
+    """Gated attention unit, arXiv 2202.10447: one head, whose queries and keys are one projection with gains and offsets of their own."""
+
+    def __init__(self, config: LmConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.sizes = (config.intermediate_size, config.intermediate_size, config.head_dim)
+        self.uvz = nn.Linear(config.hidden_size, sum(self.sizes), bias=config.bias)
+        for name in ("q_gain", "q_offset", "k_gain", "k_offset"):
+            self.register_parameter(name, nn.Parameter(torch.full((config.head_dim,), float(name.endswith("gain")))))
+        self.out = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.bias)
+
+    def forward(self, x: Tensor, **kwargs: object) -> tuple[Tensor, Tensor | None]:
+        """The output (B, T, C), and the weights if the kernel gives them."""
+        gate, v, z = F.silu(self.uvz(x)).split(self.sizes, -1)
+        q, k = z * self.q_gain + self.q_offset, z * self.k_gain + self.k_offset
+        out, weights = self.attend(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), **kwargs)
+        return self.out(gate * out), weights
 
 
 def _swiglu(x: Tensor) -> Tensor:
@@ -327,6 +392,21 @@ class Block(GradientCheckpointingLayer):
         return x + self.mlp(self.mlp_norm(x)), weights, values
 
 
+class GatedBlock(GradientCheckpointingLayer):
+    """x + gau(norm(x))."""
+
+    def __init__(self, config: LmConfig, layer_idx: int):
+        super().__init__()
+        self.gau_norm, self.gau = make_norm(config), GAU(config, layer_idx)
+
+    def forward(self, x: Tensor, other_values: None, **kwargs: object) -> tuple[Tensor, Tensor | None, None]:
+        out, weights = self.gau(self.gau_norm(x), **kwargs)
+        return x + out, weights, None
+
+
+BLOCKS = {"attention": Block, "gau": GatedBlock}
+
+
 # ---------------------------------------------------------------- models
 
 
@@ -336,7 +416,7 @@ class LmPreTrainedModel(PreTrainedModel):
     config_class = LmConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ("Block",)
+    _no_split_modules = tuple(block.__name__ for block in BLOCKS.values())
     _skip_keys_device_placement = ("past_key_values",)
     _keep_in_fp32_modules_strict = ("normalizer",)
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
@@ -351,7 +431,7 @@ class LmModel(LmPreTrainedModel):
         self.embedding = nn.Embedding(config.vocab_size, width)
         self.embedding_norm = make_norm(config, config.embedding_norm) if config.embedding_norm else nn.Identity()
         self.position = nn.Embedding(config.max_position_embeddings, width) if config.learned_positions else None
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(layers))
+        self.blocks = nn.ModuleList(BLOCKS[config.block](config, layer) for layer in range(layers))
         values = config.num_key_value_heads * config.head_dim
         tables = (nn.Embedding(config.vocab_size, values) for _ in range(layers))
         self.value_embedding = nn.ModuleList(tables) if config.value_residual == "embedding" else None
@@ -367,21 +447,14 @@ class LmModel(LmPreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        **kwargs: object,
-    ) -> BaseModelOutputWithPast:
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None, inputs_embeds: Tensor | None = None, use_cache: bool | None = None,
+        output_attentions: bool | None = None, output_hidden_states: bool | None = None, **kwargs: object,
+    ) -> BaseModelOutputWithPast:  # fmt: skip
         """Hidden states (B, T, C) of tokens (B, T), after the last norm.
 
         Args:
-            attention_mask: (B, S), 0 for padding.
+            attention_mask: (B, S), 0 for padding; or the masks by type of layer, which generation makes for a cache of fixed size.
             position_ids: (1, T) or (B, T), 0-based in each document; None: as `attention_mask` and the cache say.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -390,14 +463,15 @@ class LmModel(LmPreTrainedModel):
             raise ValueError("value embeddings need input_ids")
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         seen = past_key_values.get_seq_length() if past_key_values is not None else 0
-        if position_ids is None and attention_mask is not None and attention_mask.dim() == 2:
+        if position_ids is None and isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
             position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, seen : seen + x.size(1)]
         elif position_ids is None:
             position_ids = torch.arange(seen, seen + x.size(1), device=x.device)[None]
-        given = (self.config, x, attention_mask, past_key_values, position_ids)  # without a cache made here, which would hide packing
-        masks = {"full_attention": create_causal_mask(*given)}
-        if self.config.sliding_window is not None:
-            masks[SLIDING] = create_sliding_window_causal_mask(*given)
+        if isinstance(masks := attention_mask, Tensor | None):
+            given = (self.config, x, attention_mask, past_key_values, position_ids)  # without a cache made here, which would hide packing
+            masks = {"full_attention": create_causal_mask(*given)}
+            if self.config.sliding_window is not None:
+                masks[SLIDING] = create_sliding_window_causal_mask(*given)
         if use_cache if use_cache is not None else getattr(self.config, "use_cache", True) and not self.training:
             past_key_values = DynamicCache(config=self.config) if past_key_values is None else past_key_values
         x = self.embedding_norm(x)
@@ -463,17 +537,10 @@ class LmForCausalLM(LmPreTrainedModel, GenerationMixin):
 
     @can_return_tuple
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        **kwargs: object,
-    ) -> CausalLMOutputWithPast:
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None, inputs_embeds: Tensor | None = None, labels: Tensor | None = None,
+        use_cache: bool | None = None, logits_to_keep: int | Tensor = 0, **kwargs: object,
+    ) -> CausalLMOutputWithPast:  # fmt: skip
         """Logits (B, T, V), and the loss of `labels` (B, T), shifted here."""
         out = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
