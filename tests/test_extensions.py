@@ -2,14 +2,13 @@
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, lm
+from outside import forget, outside_package
 
-from lm.attention.plugins import PLUGINS
 from lm.commands.extension_checks import KINDS
 from lm.config.load import load
 from lm.errors import ConfigError
@@ -21,32 +20,17 @@ NAMES = {
     "task": "mine.task:First",
     "evaluation": "mine.evaluation:Spread",
 }
-LONGEST = 34  # lines of an example, blank ones aside
+LONGEST = 30  # lines of an example, blank ones aside
 
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of the documentation's package `mine`, which can be imported and has not been; its modules note that they were."""
-    package = tmp_path / "site" / "mine"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("")
-    for example in (ROOT / "docs" / "examples" / "mine").glob("*.py"):
-        code = example.read_text()
-        assert len([line for line in code.splitlines() if line]) <= LONGEST
-        (package / example.name).write_text(f"{code}\nopen({str(tmp_path / 'imported')!r}, 'a').close()\n")
-    assert {path.stem for path in package.glob("[a-z]*.py")} == set(NAMES)
-    monkeypatch.syspath_prepend(str(package.parent))
-    monkeypatch.setenv("PYTHONPATH", f"{package.parent}:{ROOT}")
-    forget()
-    yield package
-    forget()
-
-
-def forget() -> None:
-    """As in a process that has imported nothing from outside."""
-    vars(PLUGINS).update(vars(type(PLUGINS)()))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "mine"]:
-        del sys.modules[name]
+    """A copy of the documentation's package `mine`."""
+    examples = {path.stem: path.read_text() for path in (ROOT / "docs" / "examples" / "mine").glob("*.py")}
+    assert examples.keys() == NAMES.keys()
+    assert all(len([line for line in code.splitlines() if line]) <= LONGEST for code in examples.values())
+    with outside_package("mine", examples, tmp_path, monkeypatch) as package:
+        yield package
 
 
 @pytest.mark.parametrize("kind", NAMES)
@@ -110,7 +94,7 @@ def test_a_run_of_all_but_the_task_is_trained_resumed_evaluated_and_reported(min
     assert (folder / "evaluations" / "spread.step-000008.json").is_file()
     more = lm("train", *run, "trainer.max_steps=10", "resume=auto")
     assert more.returncode == 0, more.stderr
-    forget()
+    forget("mine")
     (tmp_path / "imported").unlink()
     for command in (["eval", folder], ["generate", folder], ["export", folder, "-o", tmp_path / "out"]):
         refused = lm(*map(str, command))

@@ -12,7 +12,9 @@ from lm.attention.catalogue import ENTRIES
 from lm.attention.contract import HEADS, SIZE, TRAIN_LENGTH, WIDTH, randomized
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
+from lm.config.model_config import ModelConfig
 from lm.errors import ConfigError
+from lm.model.decoder import Decoder
 from lm.schema import to_plain
 
 CASES = [
@@ -117,12 +119,15 @@ def test_plain_softmax_of_scaled_queries_is_the_definition(options: opt.Options)
 
 @pytest.mark.parametrize("options", CASES, ids=lambda options: options.label())
 def test_initial_parameters_are_those_of_a_model(options: opt.Options):
-    first = L.parameters(to_plain(options), HEADS, SIZE, TRAIN_LENGTH, WIDTH)
-    for name, parameter in randomized(options, torch.float32).named_parameters():
-        assert first[name].shape == parameter.shape
-    if options.name == "ssmax" and "s" in first and options.n == "visible":
-        mean = torch.arange(1, TRAIN_LENGTH + 1).log().mean()
-        torch.testing.assert_close(first["s"], (1 / mean).expand(HEADS))
+    model = ModelConfig(1, n_head=HEADS, n_embd=HEADS * SIZE, normalizer=options)
+    (normalizer,) = Decoder(model, 10, TRAIN_LENGTH).normalizers()
+    expected, first = dict(normalizer.named_parameters()), L.parameters(to_plain(options), HEADS, SIZE, TRAIN_LENGTH, HEADS * SIZE)
+    assert first.keys() == expected.keys()
+    for name, parameter in expected.items():
+        if name.endswith("hidden.weight"):
+            assert (first[name].shape, first[name].std()) == (parameter.shape, pytest.approx(parameter.std().item(), rel=0.3))
+        else:
+            assert torch.equal(first[name], parameter)
 
 
 def test_queries_are_rounded_once_to_their_dtype():

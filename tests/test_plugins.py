@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT, lm
+from outside import forget, outside_package
 
 from lm.attention.catalogue import ENTRIES, OPTIONS, implementation
 from lm.attention.contract import CHECKS
@@ -25,25 +26,11 @@ NAMED = f"model.normalizer={{name: '{NAME}', power: 3.0}}"
 
 @pytest.fixture
 def powers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of the documentation's package `powers`, which can be imported and has not been; it notes that it was."""
+    """The folder of the documentation's package `powers`."""
     text = (ROOT / "docs" / "normalizers-own.md").read_text()
     code = re.search(r"```python\n(.*?)```", text, re.S).group(1)
-    package = tmp_path / "site" / "powers"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("")
-    (package / "attention.py").write_text(code + f"\nopen({str(tmp_path / 'imported')!r}, 'a').close()\n")
-    monkeypatch.syspath_prepend(str(package.parent))
-    monkeypatch.setenv("PYTHONPATH", f"{package.parent}:{ROOT}")
-    forget()
-    yield package
-    forget()
-
-
-def forget() -> None:
-    """As in a process that has imported no normalizer from outside."""
-    vars(PLUGINS).update(vars(type(PLUGINS)()))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "powers"]:
-        del sys.modules[name]
+    with outside_package("powers", {"attention": code}, tmp_path, monkeypatch) as package:
+        yield package
 
 
 def trained(arguments: list[str], *more: str) -> Path:
@@ -52,7 +39,7 @@ def trained(arguments: list[str], *more: str) -> Path:
     result = lm("train", *run)
     assert result.returncode == 0, result.stderr
     folder = load(run).run_folder
-    forget()
+    forget("powers")
     (folder.parent.parent / "imported").unlink(missing_ok=True)
     return folder
 
@@ -87,14 +74,14 @@ def test_the_example_of_the_docs_from_its_training_to_its_report(powers: Path, a
     assert (tmp_path / "imported").exists()
     export = lm("export", str(folder), "-o", str(tmp_path / "export"), "--allow-plugin", "powers")
     assert export.returncode == 0, export.stderr
-    forget()
+    forget("powers")
     assert "--allow-plugin powers" in lm("generate", str(tmp_path / "export")).stderr
     assert lm("generate", str(tmp_path / "export"), "--allow-plugin", "powers", "--max-new-tokens", "3").returncode == 0
 
 
 def test_another_file_of_its_package_is_other_code(powers: Path):
     def code() -> dict[str, str]:
-        forget()
+        forget("powers")
         with PLUGINS.trusted():
             PLUGINS.options(NAME, NORMALIZERS)
         return PLUGINS.code(["softmax", NAME])
@@ -113,10 +100,10 @@ def test_a_run_goes_on_and_is_started_from_by_configurations_that_name_it(powers
     common = [*arguments, "trainer.max_steps=10", "trainer.checkpoint_every=5", "eval.every=10", NAMED]
     resumed = lm("train", *common, "name=power", "resume=auto")
     assert resumed.returncode == 0, resumed.stderr
-    forget()
+    forget("powers")
     started = lm("train", *common, "name=after", f"init_from={folder}")
     assert started.returncode == 0, started.stderr
-    forget()
+    forget("powers")
     other = lm("train", *arguments, "name=other", f"init_from={folder}")
     assert "--allow-plugin powers" in other.stderr
     allowed = lm("train", *arguments, "name=other", f"init_from={folder}", "--allow-plugin", "powers")
@@ -261,7 +248,7 @@ def test_plugin_code_that_has_changed_since_training_is_noticed(powers: Path, ar
     assert "note" not in measured.stderr
     code = powers / "attention.py"
     code.write_text(code.read_text().replace("scores + self.b", "scores - self.b"))
-    forget()
+    forget("powers")
     resumed = lm("train", *arguments, "name=power", "eval.every=10", NAMED, "trainer.max_steps=12", "resume=auto")
     assert resumed.returncode == 2
     assert re.search(

@@ -1,23 +1,18 @@
 """Models of transformers, in and out, and lm's normalizers inside them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from lm.huggingface.inside import add_parameters, register
 
-    from lm.functional import Named
-
-
-def register(normalizers: "Mapping[str, Named] | None" = None) -> None:
-    """Make normalizers known to transformers as `attn_implementation="lm_ssmax"` and its kin: see `lm.huggingface.inside.register`."""
-    from lm.huggingface.inside import register
-
-    register(normalizers)
+__all__ = ["add_parameters", "register"]
 
 
-def add_parameters(model: "PreTrainedModel", train_length: int | None = None) -> None:
-    """Give a model of transformers the parameters of its normalizer: see `lm.huggingface.inside.add_parameters`."""
-    from lm.huggingface.inside import add_parameters
+def __getattr__(name: str) -> Callable:
+    """The function of `lm.huggingface.inside`, which imports transformers, of this name."""
+    if name not in __all__:
+        raise AttributeError(f"module 'lm.huggingface' has no attribute '{name}'")
+    from lm.huggingface import inside
 
-    add_parameters(model, train_length)
+    return getattr(inside, name)
