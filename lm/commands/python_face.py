@@ -24,7 +24,8 @@ from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.experiments.compare import REPORT, VERDICTS, Work, compare_experiments
 from lm.experiments.experiment import Experiment, Primary
 from lm.experiments.experiment_folder import open_experiment
-from lm.experiments.judging import Judged, judge_table
+from lm.experiments.judging import Judged
+from lm.experiments.run_table import judge_table
 from lm.report.frame import evaluation_blocks, frame, results, run_columns
 from lm.report.html import PAGE
 from lm.report.tables import csv_text

@@ -1,7 +1,7 @@
 """The verdicts of docs/statistics.md on a long table of runs, whoever trained them."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -9,17 +9,15 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
-from lm.errors import RunError, one_line
 from lm.experiments.experiment import Primary
-from lm.runs.folder import DIVERGED
 from lm.schema import Plain
 from lm.statistics.intervals import ALPHA, Interval, over_seeds_and_documents
 from lm.statistics.learned import Counts, LearnedCounts, clopper_pearson, factor, has_learned, learned_verdicts, log_tokens
-from lm.statistics.tuning import FEWEST_TUNING_SEEDS, Rate, best_rate, chosen, coordinates, rate_cell, rate_words, read_rate
+from lm.statistics.tuning import Rate, rate_cell, rate_words, read_rate
 from lm.statistics.verdicts import FEWEST_SEEDS, MOST_SEEDS, POWER, Comparison, Verdict, power, seeds_needed, verdicts
 
-_RUN = ["size", "arm", "rate", "seed"]
-JUDGED_COLUMNS = (*_RUN, "state", "note", "sample", "group", "weight", "value")
+RUN_KEY = ["size", "arm", "rate", "seed"]
+JUDGED_COLUMNS = (*RUN_KEY, "state", "note", "sample", "group", "weight", "value")
 Place = tuple[str, str]  # size and arm
 Pair = tuple[Rate | None, Rate | None]  # the rates of an arm and of the baseline
 
@@ -100,7 +98,7 @@ class Judged:
     def __init__(self, table: pd.DataFrame, question: Question):
         self.table, self.question = table, question
         by_seed: dict[Place, dict[Rate | None, dict[int, JudgedRun]]] = {}
-        for (size, arm, rate, seed), lines in table.groupby(_RUN, sort=False, dropna=False):
+        for (size, arm, rate, seed), lines in table.groupby(RUN_KEY, sort=False, dropna=False):
             runs = by_seed.setdefault((size, arm), {}).setdefault(None if pd.isna(rate) else read_rate(rate), {})
             first, groups = lines.iloc[0], lines["group"]
             known = None if groups.isna().any() else groups.to_numpy()
@@ -324,196 +322,3 @@ def _mean(values: list[float], geometric: bool) -> float | None:
 def _finite(interval: Interval | None) -> list[float | None] | None:
     """[mean, low, high], null where not finite."""
     return interval and [value if math.isfinite(value) else None for value in interval.listed()]
-
-
-# ---------------------------------------------------------------- tables of anybody's runs
-
-_UNIT = ("sample", "unit")  # columns that tell a run's evaluation units apart, the first that there is
-
-
-def judge_table(
-    table: pd.DataFrame, source: str, primary: Primary, baseline: str | None = None, where: str = "", by: Sequence[str] = ()
-) -> Judged:
-    """The verdicts on a table of runs: columns arm, seed and value, and any others of `lm.results`.
-
-    Args:
-        source: name of the table in errors.
-        primary: the question; without a name of its metric the only one of the table.
-        baseline: an arm; None: the first.
-        where: a condition on columns, as of `pandas.DataFrame.query`.
-        by: columns by whose values runs are judged apart, in one family; by default `size`, if there is one.
-
-    Raises:
-        RunError: columns, arms, seeds or values are missing, or there are runs twice.
-    """
-    lines = _asked_lines(table, source, primary.metric, where, (*by, "arm", "seed", "value"))
-    metric = primary.metric or (str(lines["metric"].iloc[0]) if "metric" in lines else "value")
-    by = tuple(by) or tuple(name for name in ("size",) if name in lines and lines[name].notna().any())
-    named = [[f"{name} {value}" if by != ("size",) else str(value) for value in lines[name]] for name in by]
-    size = [", ".join(words) for words in zip(*named, strict=True)]
-    unit = next((name for name in _UNIT if name in lines), None)
-    units = lines[unit] if unit else pd.Series(math.nan, lines.index)
-    group = units.map(str, na_action="ignore")
-    if "group" in lines:
-        group = lines["group"].map(str, na_action="ignore").fillna(group)
-    state = lines["state"].fillna("finished") if "state" in lines else "finished"
-    rate = lines["rate"] if "rate" in lines and "rate" not in by else math.nan
-    weight = lines["weight"].fillna(1.0) if "weight" in lines else 1.0
-    runs = lines.assign(
-        size=size if by else "", arm=lines["arm"].map(str, na_action="ignore"), rate=rate, state=state, note="", weight=weight,
-        sample=units.map(str), group=group,
-    )  # fmt: skip
-    runs["note"] = [f"{run.arm} seed {run.seed}: {DIVERGED}" if run.state == DIVERGED else "" for run in runs.itertuples()]
-    _check_lines(runs, source, [name for name in table.columns if name not in (*_RUN, "value", "weight")])
-    selecting, reporting = _parts(runs, source)
-    arms = [*dict.fromkeys(reporting["arm"])]
-    baseline = arms[0] if baseline is None else baseline
-    if baseline not in arms or len(arms) < 2:
-        reason = f"no arm {baseline}" if baseline not in arms else "a verdict takes two arms"
-        raise RunError(f"{source}: {reason}; there is {', '.join(map(str, arms))}")
-    seeds = tuple(sorted(set(reporting["seed"]), key=lambda seed: (isinstance(seed, str), seed)))
-    rates: dict[str, dict[str, Rate | None]] = {}
-    kept = []
-    for name in dict.fromkeys(reporting["size"]):
-        here, tried = reporting[reporting["size"] == name], selecting[selecting["size"] == name]
-        _check_alike(here, tried, source)
-        rates[name] = {}
-        for arm in arms:
-            final = here[here["arm"] == arm]
-            who = f"{source}: {', '.join(filter(None, (str(arm), name)))}"
-            for rate, some in final.groupby("rate", dropna=False) if len(final) else ():
-                if missing := [str(seed) for seed in seeds if seed not in set(some["seed"])]:
-                    at = "" if pd.isna(rate) else f" at {rate_words(rate)}"
-                    raise RunError(f"{who}: no seed {', '.join(missing)}{at}; every arm needs the same seeds")
-            if final.empty:
-                raise RunError(f"{who}: no line")
-            order, judged = _rates(final, tried[tried["arm"] == arm], primary, f"{source}: {arm}")
-            rates[name] |= {} if judged is _NOT_TUNED else {arm: judged}
-            kept += [final[final["rate"].isna() if at is None else final["rate"] == rate_cell(at)] for at in order]
-    question = Question(replace(primary, metric=metric), (baseline, *(arm for arm in arms if arm != baseline)), seeds, rates)
-    return Judged(pd.concat(kept).sort_values("sample", kind="stable", ignore_index=True)[[*JUDGED_COLUMNS]], question)
-
-
-def _asked_lines(table: pd.DataFrame, source: str, metric: str, where: str, names: tuple[str, ...]) -> pd.DataFrame:
-    """The lines of a metric for which a condition holds. Raises RunError: there are none."""
-    if missing := [name for name in names if name not in table]:
-        raise RunError(f"{source}: has no column {', '.join(missing)}; there is {', '.join(map(str, table.columns))}")
-    if not table.columns.is_unique:
-        raise RunError(f"{source}: two columns are named {table.columns[table.columns.duplicated()][0]}")
-    try:
-        lines = table.query(where) if where else table
-    except Exception as error:  # of pandas, Python's parser or numexpr: the condition is wrong
-        raise RunError(f"{source}: {where}: {one_line(error)}; columns: {', '.join(map(str, table.columns))}") from None
-    if not isinstance(lines, pd.DataFrame) or lines.empty:
-        raise RunError(f"{source}: no line" + (f" with {where}" if where else ""))
-    if "metric" not in lines:
-        return lines
-    known = [str(name) for name in lines["metric"].dropna().unique()]
-    if (metric and metric not in known) or (not metric and len(known) != 1):
-        raise RunError(f"{source}: {f'no metric {metric}' if metric else 'name the metric'}; there is {', '.join(known)}")
-    return lines[lines["metric"] == (metric or known[0])]
-
-
-def _check_lines(runs: pd.DataFrame, source: str, others: list[str]) -> None:
-    """Raises RunError: no number, no arm or seed, or a unit of a run twice; `others`: columns in which these may differ."""
-    rated = runs["rate"].notna()
-    for name in ("value", "weight"):
-        runs[name] = pd.to_numeric(runs[name], errors="coerce")
-    runs["rate"] = runs["rate"].map(_finite_rate)
-    total = runs.groupby(_RUN, dropna=False)["weight"].transform("sum")
-    for name, wrong in (
-        ("arm", runs["arm"].isna()),
-        ("seed", runs["seed"].isna()),
-        ("finite value", ~np.isfinite(runs["value"]) & (runs["state"] == "finished")),
-        ("finite rate", rated & runs["rate"].isna()),
-        ("weight above 0", ~((runs["weight"] >= 0) & (total > 0))),
-    ):
-        if wrong.any():
-            run = runs[wrong].iloc[0]
-            raise RunError(f"{source}: {int(wrong.sum())} lines have no {name}, the first of {run['arm']} seed {run['seed']}")
-    if len({len(coordinates(read_rate(rate))) for rate in runs["rate"].dropna().unique()}) > 1:
-        raise RunError(f"{source}: rates are of one tuned key in some lines, and of several in others")
-    twice = runs.duplicated([*_RUN, "sample", *(name for name in ("part", "stage") if name in runs)], keep=False)
-    if twice.any():
-        run = runs[twice].iloc[0]
-        same = runs[twice & (runs["arm"] == run["arm"]) & (runs["seed"] == run["seed"])]
-        differ = [name for name in others if same[name].nunique(dropna=False) > 1]
-        how = f"they differ in {', '.join(differ)}: choose by a condition, or judge apart by it" if differ else "drop all but one"
-        raise RunError(f"{source}: {len(same)} lines are of {run['arm']} seed {run['seed']}; {how}")
-
-
-def _finite_rate(cell: float | str) -> float | str:
-    """The cell of a rate with its values as numbers; NaN: one of them is none, or not finite."""
-    try:
-        rate = read_rate(cell)
-        return rate_cell(rate) if all(map(math.isfinite, coordinates(rate))) else math.nan
-    except (TypeError, ValueError):
-        return math.nan
-
-
-def _parts(runs: pd.DataFrame, source: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The lines that choose rates and those that are judged. Tuning runs choose, if there are any; without a part that selects, all lines
-    of a run do both. Raises RunError: unknown parts, or no line that reports."""
-    part = runs["part"].fillna("") if "part" in runs else pd.Series("", runs.index)
-    if unknown := set(part) - {"", "selects", "reports"}:
-        raise RunError(f"{source}: part {', '.join(map(str, unknown))}; it is selects or reports")
-    tuning = runs["stage"] == "tune" if "stage" in runs else pd.Series(False, runs.index)
-    split = (part == "selects").any()
-    reporting = runs[~tuning & (part != "selects")]
-    if reporting.empty:
-        raise RunError(f"{source}: no line reports")
-    chooses = (part == "selects") if split else tuning
-    return runs[chooses], reporting
-
-
-def _check_alike(reporting: pd.DataFrame, selecting: pd.DataFrame, source: str) -> None:
-    """Raises RunError: runs were measured on different units, or arms tuned over different rates or with fewer than two seeds."""
-    finished = reporting[reporting["state"] == "finished"]
-    if finished.groupby(["arm", "rate", "seed"], dropna=False)["sample"].agg(frozenset).nunique() > 1:
-        raise RunError(f"{source}: runs were not measured on the same units")
-    tuning = _tuning(selecting)
-    grids = {arm: frozenset(rates) for arm, rates in tuning.groupby("arm")["rate"] if rates.nunique() > 1}
-    if len(set(grids.values())) > 1:
-        words = "; ".join(f"{arm} {', '.join(map(rate_words, sorted(map(read_rate, grid))))}" for arm, grid in grids.items())
-        raise RunError(f"{source}: arms are tuned over different rates: {words}")
-    seeds = tuning[tuning["arm"].isin(grids)].groupby(["arm", "rate"])["seed"].nunique()
-    if (seeds < FEWEST_TUNING_SEEDS).any():
-        arm, rate = seeds.idxmin()
-        raise RunError(f"{source}: {arm} has {seeds.min()} seed at {rate_words(rate)}; tuning takes {FEWEST_TUNING_SEEDS}")
-
-
-def _tuning(selecting: pd.DataFrame) -> pd.DataFrame:
-    """The lines that choose among rates: those of tuning runs, if there are any."""
-    tuning = selecting[selecting["stage"] == "tune"] if "stage" in selecting else selecting[:0]
-    return selecting if tuning.empty else tuning
-
-
-_NOT_TUNED = object()
-
-
-def _rates(final: pd.DataFrame, selecting: pd.DataFrame, primary: Primary, who: str) -> tuple[list[Rate | None], object]:
-    """The rates of an arm's runs, first the one that tuning chose, and the one that it is judged at. Raises RunError: nothing chooses."""
-    rates = [None if pd.isna(rate) else read_rate(rate) for rate in final["rate"].unique()]
-    tuning = _tuning(selecting)
-    first = _costs(tuning, primary)
-    if len(first) < 2:
-        if len(rates) > 1:
-            raise RunError(f"{who} has {len(rates)} rates and no line that selects one: add a column part, or judge apart by rate")
-        return rates, rates[0]
-    best = chosen({who: first}).rates.get(who)
-    if best is None:
-        return rates, _NOT_TUNED
-    if best not in rates:
-        raise RunError(f"{who}: {rate_words(best)} is the best rate, but no line at it reports")
-    order = [best, *(rate for rate in rates if rate != best)]
-    after = (_costs(selecting.drop(tuning.index), primary) or _costs(final, primary)) if "stage" in tuning else first
-    return order, best_rate(after, rates) if set(rates) <= after.keys() else best
-
-
-def _costs(lines: pd.DataFrame, primary: Primary) -> dict[Rate, list[float]]:
-    """The numbers that the choice of a rate minimizes, by rate and seed; infinite of a run that diverged."""
-    costs: dict[Rate, list[float]] = {}
-    for (rate, _), run in lines.groupby(["rate", "seed"]):
-        mean = float(np.average(run["value"], weights=run["weight"])) * (-1 if primary.better == "higher" else 1)
-        costs.setdefault(read_rate(rate), []).append(math.inf if (run["state"] == DIVERGED).any() else mean)
-    return costs
