@@ -84,14 +84,14 @@ def scaled(
 
 
 def parameters(normalizer: Named, n_head: int, head_size: int, train_length: int, width: int = 1) -> dict[str, Tensor]:
-    """Initial values of one layer's parameters by name, fp32 on the CPU; {} if the normalizer has none.
+    """Initial values of one layer's parameters by name, fp32 on the CPU; {} if the normalizer has none. MLPs draw from torch's generator.
 
     Args:
         train_length: tokens in a training sequence.
         width: of the layer's input, for asentmax and forget.
     """
-    made = make_normalizer(_options(normalizer), LayerSpec(n_head, head_size, width, train_length))
-    first = {name: parameter.detach().clone() for name, parameter in made.named_parameters()}
+    layer = make_normalizer(_options(normalizer), LayerSpec(n_head, head_size, width, train_length))
+    first = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
     return {
         name: value.normal_(0.0, 1 / math.sqrt(value.size(1))) if name.endswith("hidden.weight") else value for name, value in first.items()
     }

@@ -107,13 +107,19 @@ def test_a_run_of_all_but_the_task_is_trained_resumed_evaluated_and_reported(min
     assert "spread" in allowed.stdout
 
 
-def test_a_task_from_outside_makes_training_sequences_and_is_asked_for(mine: Path, arguments: list[str]):
+def test_a_task_from_outside_makes_training_sequences_and_is_asked_for(mine: Path, arguments: list[str], tmp_path: Path):
     run = [*arguments, "name=first", "data.tasks=[{weight: 1, task: {name: 'mine.task:First', symbols: 8}}]", "eval.recall.sequences=8"]
     run.append("eval.long_context.length_factor=0")
     trained = lm("train", *run)
     assert trained.returncode == 0, trained.stderr
-    metrics = (load(run).run_folder / "metrics.jsonl").read_text()
-    assert "recall/" in metrics
+    folder = load(run).run_folder
+    assert "recall/" in (folder / "metrics.jsonl").read_text()
+    forget("mine")
+    (tmp_path / "imported").unlink()
+    refused = lm("eval", str(folder))
+    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1), refused.stderr
+    assert "--allow-plugin mine" in refused.stderr
+    assert not (tmp_path / "imported").exists()
 
 
 def test_an_entry_point_gives_a_bare_name(mine: Path, arguments: list[str]):

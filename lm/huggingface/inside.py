@@ -31,7 +31,7 @@ from lm.huggingface.importing import INDEX, Shards
 
 LENGTH = "lm_train_length"  # field of the configuration
 HOLDER = "lm_normalizer"  # of a layer's parameters, within its attention; and the field of the configuration that names the normalizer
-ELSEWHERE = ("forget", "asentmax", "p_n")  # the first two read the layer's input, the last has a table for all layers
+UNREGISTERED = ("forget", "asentmax", "p_n")  # the first two read the layer's input, the last has a table for all layers
 REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias")  # arguments of attention functions that change what is computed
 WEIGHTS = ["*.safetensors", INDEX]
 
@@ -46,7 +46,7 @@ def register(normalizers: Mapping[str, Named] | None = None) -> None:
     Raises:
         ConfigError: no such normalizer, or options that it does not have.
     """
-    for name, normalizer in (normalizers or {f"lm_{name}": name for name in ENTRIES if name not in ELSEWHERE}).items():
+    for name, normalizer in (normalizers or {f"lm_{name}": name for name in ENTRIES if name not in UNREGISTERED}).items():
         functional.parameters(normalizer, 1, 2, 2)
         ALL_ATTENTION_FUNCTIONS.register(name, partial(_attend, normalizer))
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, sdpa_mask)
@@ -89,7 +89,7 @@ def add_parameters(model: PreTrainedModel, train_length: int | None = None) -> N
 
 
 def _train_length(config: PreTrainedConfig) -> int:
-    return getattr(config, LENGTH, config.max_position_embeddings)
+    return getattr(config, LENGTH, None) or config.max_position_embeddings
 
 
 class _Parameters(nn.Module):
@@ -157,5 +157,5 @@ def _layout(query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tenso
     positions = positions.clamp(min=0)
     start = visible[:, -1].int().argmax(-1, keepdim=True)  # (B, 1), of the document that goes on
     key_positions = torch.arange(keys, device=key.device) - start
-    of_keys = (key_positions >= 0).long()
-    return AttentionLayout(positions, key_positions, positions[:, -1:] + 1, False, torch.ones_like(positions), of_keys)
+    key_documents = (key_positions >= 0).long()
+    return AttentionLayout(positions, key_positions, positions[:, -1:] + 1, False, torch.ones_like(positions), key_documents)
