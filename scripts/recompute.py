@@ -20,6 +20,7 @@ import numpy as np
 import pandas as pd
 from pages import canvas, finish, saved
 
+from lm.report.pictures import COLOURS
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -159,17 +160,19 @@ class Recall:
         """The picture: accuracy by length, a row for each rate, a panel for each arm, so that no arm lies on another."""
         rates = sorted({row for _, row, _ in self.accuracies})
         size = 13 / 6 * len(self.labels), 1 + 1.8 * len(rates)
+        factors = {length: f"{length // self.lengths[0]:,}" for length in (self.lengths[0], *self.lengths[:0:-2])}  # with room for words
         style, shared = plt.rc_context({"font.size": 9}), {"sharex": True, "sharey": True, "squeeze": False}
         with style, canvas(len(rates), len(self.labels), size, **shared) as (figure, panels):
             for row, rate in zip(panels, rates, strict=True):
-                for axes, (number, arm) in zip(row, enumerate(self.labels), strict=True):
+                for axes, arm in zip(row, self.labels, strict=True):
+                    colour = COLOURS[HUES.index(arm.removeprefix("after_").removeprefix("tau_"))]
                     values = 100 * np.array([self.accuracies[arm, rate, length] for length in self.lengths])
                     axes.axhline(GUESSING, color="0.6", linewidth=1, linestyle=":")
-                    axes.plot(self.lengths, values, color=f"C{number}", linewidth=0.8, alpha=0.6)
-                    axes.plot(self.lengths, values.mean(1), color=f"C{number}", linewidth=2.4)
+                    axes.plot(self.lengths, values, color=colour, linewidth=0.8, alpha=0.6)
+                    axes.plot(self.lengths, values.mean(1), color=colour, linewidth=2.4)
                     axes.set_xscale("log", base=2)
-                    axes.set_xticks(self.lengths, [f"{length:,}" for length in self.lengths], rotation=60)
-                    axes.minorticks_off()
+                    axes.set_xticks([*factors], factors.values())
+                    axes.set_xticks(self.lengths, [], minor=True)
                     axes.set_ylim(-3, 103)
                     finish(axes)
                 row[0].set_ylabel(
@@ -178,10 +181,11 @@ class Recall:
                 row[0].annotate("guess among\nvalues shown", (self.lengths[0], GUESSING + 2), fontsize=7, color="0.4")
             for axes, label in zip(panels[0], self.labels.values(), strict=True):
                 axes.set_title(label.replace(" put in", "\nput in"), fontsize=9)
-            figure.supxlabel("sequence length (trained on 64)", fontsize=9)
+            figure.supxlabel(f"sequence length, in training lengths ({self.lengths[0]} tokens)", fontsize=9)
             return saved(figure)
 
 
+HUES = ("softmax", "ssmax", "log_n", "ssmax_fixed", "half", "quarter")  # arms in the order of the palette that reports have
 LABELS = {
     "softmax": "softmax",
     "tau_half": "softmax, temperature 1/2",

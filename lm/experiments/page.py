@@ -143,10 +143,12 @@ def answers(sizes: list[SizeResults]) -> list[Answer]:
             cards.append(Answer(name, "no verdict yet", "Rates are being tuned."))
             continue
         if interval := verdict.interval:
-            places = (8 + 184 * (scale([*interval.listed(), *marks]) - low) / width).round(1).tolist() if interval.bounded else None
-            effect = ShownEffect(what, column.text(interval.mean), column.ends(interval), interval.over, places)
+            places = (4 + 92 * (scale([*interval.listed(), *marks]) - low) / width).round(2).tolist() if interval.bounded else None
+            below = tuple(f"{mark:.3g}" if reach else f"{mark:+g}" if mark else "0" for mark in marks)
+            effect = ShownEffect(what, column.text(interval.mean), column.ends(interval), interval.over, places, below)
         tone = {"better": "good", "worse": "bad", "unstable": "bad"}.get(verdict.kind, "")
-        cards.append(Answer(name, verdict.words, f"{verdict.reason[:1].upper()}{verdict.reason[1:]}.", tone, effect))
+        because = "" if verdict.reason == verdict.open else f"{verdict.reason[:1].upper()}{verdict.reason[1:]}."
+        cards.append(Answer(name, verdict.words, because, tone, effect))
     return cards
 
 

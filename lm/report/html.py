@@ -57,13 +57,19 @@ class PageSection:
 
 @dataclass(frozen=True)
 class ShownEffect:
-    """An effect with its interval in words; `place`: mean, ends, zero and ends of the margin on a line of 200 units, None without ends."""
+    """An effect with its interval in words.
+
+    Attributes:
+        place: mean, ends, zero and ends of the margin in per cent of a line's width; None without ends.
+        marks: what stands below zero and the ends of the margin.
+    """
 
     what: str
     value: str
     ends: str
     over: str
     place: tuple[float, ...] | None
+    marks: tuple[str, str, str] = ("", "", "")
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,7 @@ def page(parts: list[PagePart]) -> str:
     return environment.get_template("page.html").render(
         parts=parts,
         inline=inline,
+        zip=zip,
         script=script,
         script_sha256=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         light=light,
