@@ -257,6 +257,35 @@ def test_what_does_not_exist_is_found(tmp_path: Path):
     assert wrong_configuration(["train", "configs/ssmax.yaml", "optim.lr=1"], tmp_path) is None
 
 
+def tour() -> list[tuple[str, str]]:
+    """Cells of the notebook, each its kind and its text."""
+    cells = json.loads((ROOT / "docs" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    return [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
+
+
+def test_the_tour_s_sentences_are_short_and_its_links_lead_to_pages():
+    text = "\n\n".join(source for kind, source in tour() if kind == "markdown")
+    assert prose.wrong_sentences(text) == []
+    assert prose.words(text) <= 450
+    assert {name for name in re.findall(r"\]\(([^)]+)\)", text) if not (ROOT / "docs" / name).is_file()} == set()
+
+
+def test_the_tour_runs_and_ends_in_the_verdict_of_the_committed_runs(tmp_path: Path):
+    """In a folder of its own, with few steps; the notebook itself is committed without outputs."""
+    cells = json.loads((ROOT / "docs" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
+    code = "\n".join(source for kind, source in tour() if kind == "code")
+    assert code.count("STEPS = 600") == 1
+    (tmp_path / "results").symlink_to(ROOT / "results")
+    (folder := tmp_path / "docs").mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code.replace("STEPS = 600", "STEPS = 4")]
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "of its weight is on" in result.stdout
+    assert result.stdout.endswith("better by more than 0.3 (5 seeds)\n")
+
+
 @pytest.mark.slow
 def test_the_readme_s_example_runs(tmp_path: Path):
     """Word for word, but in a folder of its own: the experiment ends in a verdict over five seeds."""
