@@ -26,13 +26,13 @@ from lm.commands.model_commands import print_tasks  # noqa: E402
 from lm.config.model_config import Learned  # noqa: E402
 from lm.data.prepare import prepare  # noqa: E402
 from lm.errors import ConfigError, RunError  # noqa: E402
-from lm.evaluation import harness  # noqa: E402
-from lm.evaluation.generation import generate  # noqa: E402
+from lm.evaluation.generation import generate, pieces  # noqa: E402
 from lm.evaluation.harness import HarnessLM, run_tasks  # noqa: E402
 from lm.experiments.run_outcome import Outcome  # noqa: E402
 from lm.model.decoder import Decoder  # noqa: E402
 from lm.model.device import Device  # noqa: E402
 from lm.model.spec import ModelSpec  # noqa: E402
+from lm.runs.folder import read_sealed  # noqa: E402
 from lm.runs.loading import Loaded, export  # noqa: E402
 from lm.runs.record import read_run  # noqa: E402
 from lm.training.train import train  # noqa: E402
@@ -171,6 +171,64 @@ def test_text_is_written_as_lm_generate_does_up_to_the_first_stop(tiny):
     assert not model.cut
 
 
+@pytest.mark.parametrize("normalizer", NORMALIZERS, ids=str)
+def test_texts_written_together_are_those_written_alone(tiny, normalizer):
+    model = made(tiny, normalizer, max_length=64)
+    contexts = ["a bad", "a cab", "a dab", "the cab", "", "a bad cab " * 4, "a bad"]
+    stop = alone(model, "a cab", {"max_gen_toks": 12})[3:5]
+    hows = [
+        {"max_gen_toks": 12},
+        {"max_gen_toks": 12, "until": [stop, "~"]},
+        {"max_gen_toks": 12, "do_sample": True, "top_k": 20},
+        {"max_gen_toks": 3},
+    ]
+    asked = [(context, how) for context in contexts for how in hows]
+    together = model.generate_until(ask("generate_until", *asked))
+    for index, ((context, how), text) in enumerate(zip(asked, together, strict=True)):
+        assert text == alone(model, context, how, index), (context, how)
+    assert len(set(together)) > len(contexts)
+    assert any(len(short) < len(whole) and whole.startswith(short) for whole, short in zip(together[::4], together[1::4], strict=True))
+
+
+def alone(model: HarnessLM, context: str, how: dict, seed: int = 0) -> str:
+    """The definition: one text by `generate`, cut before the first stop."""
+    ids = [model.prefix_token_id, *model.tok_encode(context)]
+    drawn = bool(how.get("do_sample"))
+    tokens = generate(model.decoder, ids, how["max_gen_toks"], 1.0 if drawn else 0.0, how.get("top_k"), None, seed)
+    text = "".join(list(pieces(model.tokenizer, ids, model.eot_token_id, tokens))[1:])
+    return text[: min([text.index(stop) for stop in how.get("until", ()) if stop in text], default=len(text))]
+
+
+def test_contexts_of_one_length_are_continued_together_and_those_that_have_ended_are_dropped(tiny, monkeypatch):
+    model, shapes = made(tiny), []
+    context = "a bad"
+    stop = alone(model, context, {"max_gen_toks": 8})[2:4]
+    forward = model.decoder.forward
+    monkeypatch.setattr(
+        model.decoder, "forward", lambda tokens, *more, **how: (shapes.append(tuple(tokens.shape)), forward(tokens, *more, **how))[1]
+    )
+    length = len(model.tok_encode(context)) + 1
+    until = {"max_gen_toks": 8, "until": stop}
+    texts = model.generate_until(
+        ask("generate_until", (context, until), ("a bad cab", until), (context, {"max_gen_toks": 8}), (context, until))
+    )
+    assert texts[0] == texts[3] == texts[2][: texts[2].index(stop)]
+    of_three = [shape for shape in shapes if shape[0] == 3]
+    assert of_three[0] == (3, length), "prompts of one length are read together"
+    assert 0 < len(of_three) < 8
+    assert shapes.count((1, 1)) >= 8 - len(of_three), "the one without a stop goes on alone"
+
+
+def test_no_more_tokens_are_held_together_than_of_evaluations(tiny, monkeypatch):
+    model, sizes = made(tiny), []
+    length = len(model.tok_encode("a bad")) + 1 + 4
+    monkeypatch.setattr("lm.evaluation.held_out.EVAL_TOKENS", 2 * length)
+    write = model._write
+    monkeypatch.setattr(model, "_write", lambda texts: (sizes.append(len(texts)), write(texts))[1])
+    model.generate_until(ask("generate_until", *[("a bad", {"max_gen_toks": 4})] * 5))
+    assert sizes == [2, 2, 1]
+
+
 def test_draws_follow_from_the_request_and_greedy_wins_without_do_sample(tiny):
     model = made(tiny)
     greedy, drawn = {"max_gen_toks": 8, "do_sample": False, "temperature": 2.0}, {"max_gen_toks": 8, "do_sample": True}
@@ -185,7 +243,7 @@ def test_draws_follow_from_the_request_and_greedy_wins_without_do_sample(tiny):
 
 def test_context_and_new_tokens_share_max_length(tiny, monkeypatch):
     model, seen = made(tiny, max_length=16), []
-    monkeypatch.setattr(harness, "generate", lambda decoder, ids, new, *how: (seen.append((len(ids), new)), iter(()))[1])
+    monkeypatch.setattr(model, "_write", lambda texts: seen.extend((len(text.ids), text.new) for text in texts) or [""] * len(texts))
     long = "a bad cab " * 20
     model.generate_until(ask("generate_until", ("a", {}), (long, {}), (long, {"max_gen_toks": 4}), ("a", {"max_gen_toks": 4})))
     assert seen == [(2, 14), (8, 8), (12, 4), (2, 4)]
@@ -277,7 +335,7 @@ def test_scores_are_those_of_our_own_functions(tiny, include, monkeypatch):
     assert result["tasks"]["our_rolling"]["metrics"]["byte_perplexity"] == pytest.approx(perplexity, rel=1e-5)
     assert result["tasks"]["our_write"]["metrics"]["exact_match"] == (0.5 if texts[0] != texts[1] else 1.0)
 
-    kept = json.loads((config.run_folder / "evaluations" / "harness.step-000008.json").read_text())
+    kept = read_sealed(config.run_folder / "evaluations" / "harness.step-000008.json")
     assert kept == result
     assert {key: kept[key] for key in ("kind", "step", "checkpoint")} == {"kind": "harness", "step": 8, "checkpoint": "last.ckpt"}
     one = dict(kept["tasks"]["our_choice"])
@@ -301,7 +359,7 @@ def test_scores_are_those_of_our_own_functions(tiny, include, monkeypatch):
     assert kept["tasks"].keys() == {"our_choice", "our_rolling", "our_write"}
     settings = [kept["tasks"]["our_choice"][key] for key in ("num_fewshot", "limit", "documents", "max_length")]
     assert settings == [2, 3, 3, 64]
-    assert read_run(config.run_folder).validation is not None
+    assert "validation" in {each.kind for each in read_run(config.run_folder).evaluations}
 
     by_name = lm_eval.simple_evaluate(
         model="lm",

@@ -1,6 +1,7 @@
 """Text from a trained model, token by token."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,7 +16,55 @@ from lm.runs.loading import load
 from lm.schema import Plain
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of a sequence are drawn.
+
+    Attributes:
+        temperature: divides the logits; 0: always the most probable token.
+        top_k: draw among the k most probable tokens only.
+        top_p: draw among the most probable tokens that together have this probability.
+        seed: seed of the draws.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+
+class Continuation:
+    """Sequences of one length that are continued together, with a cache of keys and values.
+
+    Row lengths n are those of training: `visible` counts the tokens so far, `sample` is the length the text will have in all.
+
+    Args:
+        prompts: token ids, of each sequence as many, at least one.
+        length: tokens that each sequence will have in all.
+        samplings: how the tokens of each are drawn.
+    """
+
+    def __init__(self, decoder: Decoder, prompts: list[list[int]], length: int, samplings: list[Sampling]):
+        self._decoder, self._device, self._cache = decoder, decoder.head.weight.device, DecodingCache(length)
+        self._tokens = torch.tensor(prompts, device=self._device)
+        self._draws = [(sampling, torch.Generator().manual_seed(sampling.seed)) for sampling in samplings]
+
+    @torch.no_grad()
+    def draw(self) -> list[int]:
+        """The next token of each sequence. Raises RunError: the logits are not finite."""
+        hidden = self._decoder(self._tokens, cache=self._cache)[:, -1]
+        logits = self._decoder.head(hidden).float().cpu()
+        tokens = [sample(row, how.temperature, how.top_k, how.top_p, drawn) for row, (how, drawn) in zip(logits, self._draws, strict=True)]
+        self._tokens = torch.tensor(tokens, device=self._device)[:, None]
+        return tokens
+
+    def keep(self, sequences: list[int]) -> None:
+        """Go on with these sequences alone, by their numbers."""
+        if len(sequences) < len(self._draws):
+            self._cache, self._tokens = self._cache.select(sequences), self._tokens[sequences]
+            self._draws = [self._draws[number] for number in sequences]
+
+
 def generate(
     decoder: Decoder,
     prompt: list[int],
@@ -25,28 +74,13 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
 ) -> Iterator[int]:
-    """New token ids after `prompt` (at least one id), each as soon as it is drawn.
-
-    With a cache of keys and values. Row lengths n are those of training: `visible` counts the tokens so far, `sample`
-    is the length the text will have in all, len(prompt) + max_new_tokens.
-
-    Args:
-        temperature: divides the logits; 0: always the most probable token.
-        top_k: draw among the k most probable tokens only.
-        top_p: draw among the most probable tokens that together have this probability.
-        seed: seed of the draws.
+    """New token ids after `prompt` (at least one id), each as soon as it is drawn, by the options of `Sampling`.
 
     Raises RunError: the logits are not finite.
     """
-    device = decoder.head.weight.device
-    drawn = torch.Generator().manual_seed(seed)
-    cache = DecodingCache(len(prompt) + max_new_tokens)
-    tokens = torch.tensor([prompt], device=device)
+    continuation = Continuation(decoder, [prompt], len(prompt) + max_new_tokens, [Sampling(temperature, top_k, top_p, seed)])
     for _ in range(max_new_tokens):
-        hidden = decoder(tokens, cache=cache)[:, -1]
-        token = sample(decoder.head(hidden)[0].float().cpu(), temperature, top_k, top_p, drawn)
-        yield token
-        tokens = torch.tensor([[token]], device=device)
+        yield continuation.draw()[0]
 
 
 def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, drawn: torch.Generator) -> int:
@@ -93,16 +127,32 @@ def generate_text(
     return pieces(tokenizer, ids[1:], start, generate(loaded.decoder, ids, max_new_tokens, temperature, top_k, top_p, seed))
 
 
+class Writing:
+    """A text that grows by tokens.
+
+    Attributes:
+        shown: the text so far, without what ends within a character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, ids: list[int]):
+        self._tokenizer, self._ids = tokenizer, list(ids)
+        self.shown = decode(tokenizer, self._ids)
+
+    def add(self, token: int) -> str:
+        """The characters that a token completes."""
+        self._ids.append(token)
+        text = decode(self._tokenizer, self._ids)
+        piece = "" if text.endswith("\ufffd") else text[len(self.shown) :]
+        self.shown += piece
+        return piece
+
+
 def pieces(tokenizer: Tokenizer, ids: list[int], stop: int, new: Iterator[int]) -> Iterator[str]:
-    """The text so far and what each token adds to it, held back while it ends within a character; ends at `stop`."""
-    ids = list(ids)
-    shown = decode(tokenizer, ids)
-    yield shown
+    """The text so far and what each token adds to it; ends at `stop`."""
+    writing = Writing(tokenizer, ids)
+    yield writing.shown
     for token in new:
         if token == stop:
             return
-        ids.append(token)
-        text = decode(tokenizer, ids)
-        if not text.endswith("\ufffd"):
-            yield text[len(shown) :]
-            shown = text
+        if piece := writing.add(token):
+            yield piece

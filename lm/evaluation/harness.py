@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from lm.data.tokenizer import encoding_of
 from lm.errors import ConfigError, LMError, Problem, RunError, one_line
 from lm.evaluation.evaluate import open_device
 from lm.evaluation.evaluation_kind import Advance, Measurement, weights_sha256
-from lm.evaluation.generation import generate, pieces, require_options
+from lm.evaluation.generation import Continuation, Sampling, Writing, require_options
 from lm.evaluation.held_out import T, batches
 from lm.model.cross_entropy import argmax_tokens, token_nll
 from lm.model.decoder import Decoder
@@ -192,17 +193,24 @@ class HarnessLM(LM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """For each (context, options): what the model writes on, up to the first of `until`, the end of text, or the most tokens.
 
-        One request at a time. `max_length` holds context and new tokens: the context loses tokens on the left to make room, but never
-        more than leave it half of `max_length`; then there are fewer new tokens. The i-th request draws with seed i.
+        Contexts of one length that may have as many new tokens are continued together. `max_length` holds context and new tokens: the
+        context loses tokens on the left to make room, but never more than leave it half of `max_length`; then there are fewer new
+        tokens. The i-th request draws with seed i.
         """
-        answers = []
-        for seed, request in enumerate(tqdm(requests, desc="texts", leave=False, disable=disable_tqdm or None)):
-            context, options = request.args
-            answers.append(self._write(context, options, seed, request.task_name))
-            self.cache_hook.add_partial("generate_until", request.args, answers[-1])
-        return answers
+        asked = [self._asked(request, seed) for seed, request in enumerate(requests)]
+        answers = [""] * len(asked)
+        with tqdm(total=len(asked), desc="texts", leave=False, disable=disable_tqdm or None) as bar:
+            for new in sorted({text.new for text in asked}, reverse=True):
+                alike = [index for index, text in enumerate(asked) if text.new == new]
+                for together in batches(alike, lambda index: len(asked[index].ids) + asked[index].new):
+                    for index, answer in zip(together, self._write([asked[index] for index in together]), strict=True):
+                        answers[index] = answer
+                    bar.update(len(together))
+        return self._answered("generate_until", requests, answers)
 
-    def _write(self, context: str, options: dict[str, Plain], seed: int, task: str) -> str:
+    def _asked(self, request: Instance, seed: int) -> "_AskedText":
+        """Read what a request asks for; its context is cut to the room that there is."""
+        (context, options), task = request.args, request.task_name
         unknown = [name for name in options if name not in _GENERATION_KEYS and (name, options[name]) != ("num_beams", 1)]
         if unknown:
             raise ConfigError([Problem(f"generation_kwargs.{name}", options[name], "not supported", f"task {task}") for name in unknown])
@@ -218,22 +226,50 @@ class HarnessLM(LM):
         temperature = float(options.get("temperature") or 0) if options.get("do_sample", True) else 0.0
         if options.get("do_sample") and options.get("temperature") is None:
             temperature = 1.0
-        with self.where.autocast():
-            drawn = generate(self.decoder, ids, new, temperature, options.get("top_k"), options.get("top_p"), seed)
-            return _until(pieces(self.tokenizer, ids, self.eot_token_id, drawn), options.get("until"))
+        until = options.get("until") or []
+        stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
+        return _AskedText(ids, new, Sampling(temperature, options.get("top_k"), options.get("top_p"), seed), stops)
+
+    def _write(self, asked: list["_AskedText"]) -> list[str]:
+        """The texts that follow contexts of one length, with as many new tokens; each ends by itself, and the others go on."""
+        writings = [Writing(self.tokenizer, text.ids) for text in asked]
+        begins, answers, going = [len(writing.shown) for writing in writings], [""] * len(asked), [*range(len(asked))]
+        new = asked[0].new
+        continuation = Continuation(self.decoder, [text.ids for text in asked], len(asked[0].ids) + new, [text.sampling for text in asked])
+        for _ in range(new):
+            with self.where.autocast():
+                tokens = continuation.draw()
+            kept = []
+            for place, (index, token) in enumerate(zip(going, tokens, strict=True)):
+                if token == self.eot_token_id:
+                    continue
+                writings[index].add(token)
+                text = writings[index].shown[begins[index] :]
+                ends = [text.find(stop) for stop in asked[index].stops if stop in text]
+                answers[index] = text[: min(ends)] if ends else text
+                kept += [] if ends else [place]
+            if not kept:
+                break
+            going = [going[place] for place in kept]
+            continuation.keep(kept)
+        return answers
 
 
-def _until(shown: Iterator[str], until: str | list[str] | None) -> str:
-    """The text that follows the first piece, up to the first of `until`."""
-    stops = [stop for stop in ([until] if isinstance(until, str) else until or []) if stop]
-    next(shown)
-    text = ""
-    for piece in shown:
-        text += piece
-        ends = [text.find(stop) for stop in stops if stop in text]
-        if ends:
-            return text[: min(ends)]
-    return text
+@dataclass(frozen=True)
+class _AskedText:
+    """A text that the model is to write.
+
+    Attributes:
+        ids: tokens of the context.
+        new: new tokens at most.
+        sampling: how they are drawn.
+        stops: texts before which it ends.
+    """
+
+    ids: list[int]
+    new: int
+    sampling: Sampling
+    stops: list[str]
 
 
 def run_tasks(
