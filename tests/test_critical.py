@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from scipy.stats import ks_2samp
 
-from lm.diagnostics.limits import compared, samples
+from lm.diagnostics.limits import samples, two_sample_tests
 
 
 def test_it_is_the_first_number_of_keys_that_is_not_rejected():
     rng = np.random.default_rng(0)
     first, shift = rng.standard_normal((144, 5)), np.array([3.0, 1.0, 0.28, 0.0, 3.0])
-    found = compared(first, rng.standard_normal((144, 5)) + shift, [1, 2, 5, 10, 20])
+    found = two_sample_tests(first, rng.standard_normal((144, 5)) + shift, [1, 2, 5, 10, 20])
     expected = ks_2samp(first[:, 1], first[:, 1])
     assert expected.statistic == 0
     assert (found.p[0], found.p[1]) < (1e-6, 1e-6)
@@ -22,7 +22,7 @@ def test_it_is_the_first_number_of_keys_that_is_not_rejected():
 
 
 def test_where_all_are_rejected_there_is_none():
-    found = compared(np.zeros((50, 2)), np.ones((50, 2)), [1, 2])
+    found = two_sample_tests(np.zeros((50, 2)), np.ones((50, 2)), [1, 2])
     assert math.isnan(found.critical(0.05))
     assert found.statistic.tolist() == [1.0, 1.0]
 
@@ -31,7 +31,7 @@ def test_values_that_are_not_finite_are_left_out():
     first = np.random.default_rng(0).standard_normal((40, 2))
     gaps = first.copy()
     gaps[:5, 0], gaps[:, 1] = np.nan, np.nan
-    found = compared(gaps, first, [1, 2])
+    found = two_sample_tests(gaps, first, [1, 2])
     assert found.statistic[0] == ks_2samp(gaps[5:, 0], first[:, 0]).statistic
     assert math.isnan(found.statistic[1])
     assert found.critical(0.05) == 1

@@ -20,8 +20,7 @@ from scipy.stats import t, ttest_1samp
 import lm
 from lm.config.load import to_yaml
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.page import write_page
-from lm.experiments.page_tables import SizeResults
+from lm.experiments.page import SizeResults, write_page
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_lines
 from lm.report.comparison_pictures import differences_along

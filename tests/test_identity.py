@@ -10,7 +10,7 @@ from lm.config.tree import ExperimentConfig
 from lm.errors import RunError
 from lm.evaluation.swap import swap_run
 from lm.report.comparison import compare_runs
-from lm.report.comparison_tables import facts
+from lm.report.comparison_tables import run_facts
 from lm.runs import record
 from lm.runs.folder import read_config, read_json
 from lm.runs.record import read_run
@@ -88,7 +88,7 @@ def test_unlike_histories_are_not_compared_as_like(tmp_path):
     assert arms(whole, resumed) == [["whole"], ["resumed"]]
     comparison, _ = compared(whole, resumed)
     assert dict(comparison.config_diff)["trainer.precision"] == ("32", "32, from step 100 bf16-mixed")
-    checks = {fact.what: fact for fact in facts(comparison)}
+    checks = {fact.what: fact for fact in run_facts(comparison)}
     assert checks["precision"].same is False
     assert checks["what each start of a run used"].same is False
     assert checks["what each start of a run used"].value == "resumed: precision 32, from step 100 bf16-mixed"
@@ -163,7 +163,7 @@ def test_seeds_are_those_of_the_weights_and_of_what_followed(tmp_path):
     theirs = [started_from(tmp_path, f"b{source}", 7, source, "other") for source in (2, 3, 4)]
     comparison, found = compared(*ours, *theirs)
     assert found[()].interval.over == "2 seeds"
-    (seeds,) = [fact for fact in facts(comparison) if fact.what == "seeds"]
+    (seeds,) = [fact for fact in run_facts(comparison) if fact.what == "seeds"]
     assert "7 after 1, 7 after 2, 7 after 3" in seeds.value
     assert [arm.label for arm in comparison.arms] == ["softmax, init_from=abc-1", "softmax, init_from=other-2"]
     assert arms(*ours, started_from(tmp_path, "again", 7, 1)) == [["a1", "a2", "a3"], ["again"]]

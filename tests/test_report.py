@@ -10,7 +10,7 @@ from reported import build_run, compared, edit, first_sample, two_runs, write_re
 from lm.attention.catalogue import label as normalizer_label
 from lm.errors import RunError
 from lm.report.comparison import Difference, compare_runs
-from lm.report.comparison_tables import facts, methods
+from lm.report.comparison_tables import methods, run_facts
 from lm.report.pictures import Panel, Picture
 from lm.report.tables import digits, signed
 from lm.runs.record import read_run
@@ -61,7 +61,7 @@ def test_keys_that_differ_besides_the_normalizer_are_shouted(tmp_path):
     assert diff["model.normalizer.name"] == ("softmax", "ssmax")
     assert diff["model.normalizer.scale"] == ("-", "learned")
     assert diff["log.every"] == ("10", "5")
-    assert [fact.what for fact in facts(comparison) if fact.condition and not fact.same] == ["learning rate and schedule"]
+    assert [fact.what for fact in run_facts(comparison) if fact.condition and not fact.same] == ["learning rate and schedule"]
     assert comparison.warning in write_report(folders, tmp_path / "out").html.read_text()
 
 

@@ -19,7 +19,7 @@ from reported import (
 )
 
 from lm.report.comparison_pictures import overview
-from lm.report.comparison_tables import facts
+from lm.report.comparison_tables import run_facts
 from lm.runs.evaluations import Sample, validation_series
 from lm.runs.record import read_run
 from lm.statistics.intervals import Interval, effective_trials, wilson
@@ -121,7 +121,7 @@ def test_answers_to_other_questions_are_not_subtracted(tmp_path):
     assert found[RECALL].interval is None
     assert "not measured on the same tokens" in found[RECALL].note
     assert found[NEEDLE].interval is not None
-    assert [fact.same for fact in facts(comparison) if fact.what == "sequences with questions (sha256)"] == [False]
+    assert [fact.same for fact in run_facts(comparison) if fact.what == "sequences with questions (sha256)"] == [False]
 
 
 def test_differences_are_at_the_longest_sequences_that_both_were_asked_in(tmp_path):
@@ -150,7 +150,7 @@ def test_answers_of_other_steps_are_said(tmp_path):
     edit(folders[1], "needle", lambda result: result.update(step=100, tokens_seen=1000))
     comparison, _ = compared(*folders)
     assert "measured on sequences with questions after different numbers of tokens: softmax: 1,638,400; ssmax: 1,000" in comparison.warning
-    assert [fact.same for fact in facts(comparison) if fact.what == "tokens seen, sequences with questions"] == [False]
+    assert [fact.same for fact in run_facts(comparison) if fact.what == "tokens seen, sequences with questions"] == [False]
     assert any("the recall evaluation of step 100" in lack for lack in comparison.missing)
 
 

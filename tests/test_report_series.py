@@ -9,7 +9,7 @@ from reported import build_run, compared, edit, write_evaluation, write_report
 
 from lm.errors import RunError
 from lm.report.comparison_pictures import overview
-from lm.report.comparison_tables import comparison_tables, facts
+from lm.report.comparison_tables import comparison_tables, run_facts
 from lm.runs.evaluations import Axis, Sample, Series, Shown
 from lm.runs.record import read_run
 
@@ -54,7 +54,7 @@ def test_a_made_up_kind_of_evaluation_is_reported(folders, tmp_path):
     for what in ("sparsity, as trained", "sparsity at positions 128-256, as trained", "reach, books at depth 0.5, as trained"):
         assert found[what].mean == pytest.approx(1, abs=0.2)
         assert found[what].low > 0.5
-    checks = {fact.what: fact.same for fact in facts(comparison)}
+    checks = {fact.what: fact.same for fact in run_facts(comparison)}
     for measured_on in ("probe sequences", "long probe sequences", "deep probe sequences"):
         assert checks[f"{measured_on} (sha256)"] is checks[f"tokens seen, {measured_on}"] is True
     files = write_report(folders, tmp_path / "out")

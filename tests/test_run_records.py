@@ -13,7 +13,7 @@ from reported import SEQ_LEN, build_run, edit, two_runs, write_evaluation, write
 
 from lm.errors import RunError
 from lm.report.comparison import compare_runs
-from lm.report.comparison_tables import facts
+from lm.report.comparison_tables import run_facts
 from lm.runs.evaluations import UNIGRAM, Evaluation, read_evaluation
 from lm.runs.folder import PEAK_MEMORY, peak_memory, training_seconds
 from lm.runs.record import read_run
@@ -47,7 +47,7 @@ def test_evaluations_of_different_steps_are_said(pair):
     path.unlink()
     run = read_run(pair[0])
     assert run.missing == ("the validation evaluation is of step 200, the long-context evaluation of step 90",)
-    checks = {fact.what: fact.same for fact in facts(compare_runs([run, read_run(pair[1])]))}
+    checks = {fact.what: fact.same for fact in run_facts(compare_runs([run, read_run(pair[1])]))}
     assert checks["tokens seen"] is True
     assert checks["tokens seen, long-context sequences"] is False
 

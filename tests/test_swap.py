@@ -26,7 +26,7 @@ from lm.model.decoder import Decoder, is_normalizer
 from lm.model.device import Device
 from lm.model.swapped import fit, score_factors, swapped
 from lm.report.comparison import compare_runs
-from lm.report.comparison_tables import facts
+from lm.report.comparison_tables import run_facts
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.loading import load
 from lm.runs.record import read_run
@@ -523,5 +523,5 @@ def test_a_report_says_what_was_swapped_and_what_weights_had_seen(trained: Path,
     assert labels[2].startswith("ssmax")
     assert "unit" not in labels[2]  # the weights it started from have replaced that
     assert "started from weights that had seen different numbers of tokens" in comparison.warning
-    checks = {fact.what: fact.same for fact in facts(comparison)}
+    checks = {fact.what: fact.same for fact in run_facts(comparison)}
     assert checks["tokens in the weights started from"] is False

@@ -13,11 +13,10 @@ from fabricated import finish, validate
 
 from lm.errors import ConfigError
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.page import answers, question
-from lm.experiments.page_tables import SizeResults, differences_picture, rates_picture, seeds_table, summary_table
+from lm.experiments.page import SizeResults, answers, differences_picture, question, rates_picture, seeds_table
 from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.summary import summary_lines, tuning_table
+from lm.experiments.summary import summary_lines, summary_table, tuning_table
 from lm.report.tables import csv_text
 from lm.runs.evaluations import validation_series
 from lm.statistics.intervals import over_seeds

@@ -102,7 +102,7 @@ def judge(
     Columns arm, seed and value, and optionally rate, part, size, unit, metric and others (docs/experiments.md).
     """
     from lm.commands.python_face import judged_table
-    from lm.experiments.page_tables import print_verdicts
+    from lm.experiments.summary import print_verdicts
     from lm.runs.folder import json_bytes
 
     asked = {"metric": metric, "better": better, "matters": matters, "spread": spread}

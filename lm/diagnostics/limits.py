@@ -366,7 +366,7 @@ def _generator(rows: AttentionRows) -> torch.Generator:
 
 
 @dataclass(frozen=True)
-class Compared:
+class TwoSamples:
     """Two samples, such as heads' mean distances of the largest weights and of random keys, compared for each number of keys N."""
 
     counts: Sequence[int]  # the numbers N
@@ -380,7 +380,7 @@ class Compared:
         return float(self.counts[accepted[0]]) if len(accepted) else float("nan")
 
 
-def compared(first: np.ndarray, second: np.ndarray, counts: Sequence[int]) -> Compared:
+def two_sample_tests(first: np.ndarray, second: np.ndarray, counts: Sequence[int]) -> TwoSamples:
     """Two samples of equal size for each N, (size, G); values that are not finite are left out."""
     from scipy.stats import ks_2samp
 
@@ -389,7 +389,7 @@ def compared(first: np.ndarray, second: np.ndarray, counts: Sequence[int]) -> Co
         finite = [values[np.isfinite(values)] for values in pair]
         results.append(ks_2samp(*finite) if all(map(len, finite)) else (np.nan, np.nan))
     statistic, p = np.array(results, dtype=float).T
-    return Compared(counts, statistic, p, len(first))
+    return TwoSamples(counts, statistic, p, len(first))
 
 
 def samples(sums: np.ndarray, rows: np.ndarray, size: int) -> np.ndarray:
@@ -493,7 +493,7 @@ def _derived_critical(asked: LimitsConfig, values: Values) -> Iterator[Derived]:
             yield Derived("critical N / visible keys", "fraction", fractions, visible_keys(bounds), shown=True, what=what)
 
 
-def _compared(asked: LimitsConfig, values: Values, octave: int, which: int) -> Compared:
+def _compared(asked: LimitsConfig, values: Values, octave: int, which: int) -> TwoSamples:
     """Heads' mean d~ of the largest weights and one expectation of it, of one octave."""
     total, rows = parts(values.sums["distances"], DISTANCES, len(many(values.length)))  # (octaves, quantities, N, sequences, layers, H)
     both = []
@@ -501,7 +501,7 @@ def _compared(asked: LimitsConfig, values: Values, octave: int, which: int) -> C
         by_head, count = (np.moveaxis(part[octave, quantity], 0, -1) for part in (total, rows))  # (sequences, layers, H, N)
         flat = (len(by_head), -1, by_head.shape[-1])
         both.append(samples(by_head.reshape(flat), count.reshape(flat), asked.sample_size))
-    return compared(*both, many(values.length))
+    return two_sample_tests(*both, many(values.length))
 
 
 def _derived_separable(asked: LimitsConfig, values: Values) -> Iterator[Derived]:

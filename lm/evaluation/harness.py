@@ -49,7 +49,7 @@ NEW_TOKENS = 256  # at most, where a task doesn't say
 _NEW_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # as tasks spell it
 _GENERATION_KEYS = {*_NEW_TOKENS_KEYS, "until", "do_sample", "temperature", "top_k", "top_p"}
 
-Window = tuple[list[int], int]  # token ids, and how many of the last are to be scored
+TokenWindow = tuple[list[int], int]  # token ids, and how many of the last are to be scored
 
 
 @register_model("lm")
@@ -146,7 +146,7 @@ class HarnessLM(LM):
             self.cache_hook.add_partial(kind, request.args, answer)
         return answers
 
-    def parts(self, context: list[int], continuation: list[int]) -> list[Window]:
+    def parts(self, context: list[int], continuation: list[int]) -> list[TokenWindow]:
         """Windows of at most `max_length` + 1 tokens that predict each token of `continuation` once.
 
         One, cut from the left, if that much holds it; else, as the harness has it, parts side by side, of which the
@@ -157,14 +157,14 @@ class HarnessLM(LM):
         windows = get_rolling_token_windows(continuation, context[-1], self.max_length, context_len=1)
         return [([*seen, predicted[-1]], len(predicted)) for seen, predicted in windows]
 
-    def _together(self, parts: list[list[Window]], quiet: bool) -> list[tuple[float, bool]]:
+    def _together(self, parts: list[list[TokenWindow]], quiet: bool) -> list[tuple[float, bool]]:
         """log p over each request's parts, and whether all their tokens are the most probable."""
         scores = iter(self.score([window for windows in parts for window in windows], quiet))
         own = [[next(scores) for _ in windows] for windows in parts]
         return [(-sum(nll for nll, _ in scored), all(hits for _, hits in scored)) for scored in own]
 
     @torch.no_grad()
-    def score(self, windows: list[Window], quiet: bool = False) -> list[tuple[float, bool]]:
+    def score(self, windows: list[TokenWindow], quiet: bool = False) -> list[tuple[float, bool]]:
         """For each window: the sum of -log p (nats) over the tokens to be scored, and whether each is the most probable.
 
         Windows that differ in the last token alone, as the choices of many tasks do, are computed once.

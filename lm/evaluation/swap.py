@@ -54,7 +54,7 @@ def swap_sequences(store: Store, config: Config) -> list[HeldOut]:
     return sequences
 
 
-class Swap(Measurement):
+class SwapMeasurement(Measurement):
     """A decoder after a swap of its normalizer beside the one before it, on identical tokens, without a change to RoPE.
 
     For each length: loss before and after (nats per token) and KL(before || after) of the next-token distributions (nats), by
@@ -208,7 +208,7 @@ def swap_run(
             raise ConfigError([Problem("--init", init, f"{label} has no parameters to fit", "drop --init")])
         loaded, store = on_text(loaded, loaded.config) if files else (loaded, open_store(config, loaded))
         trained = {**loaded.environment, "data_fingerprint": loaded.metadata["data_fingerprint"]}  # an export has no environment
-        swap, where = Swap(config, store, old), open_device(config, trained)
+        swap, where = SwapMeasurement(config, store, old), open_device(config, trained)
         old.to(where.device), new.to(where.device)
         facts: dict[str, Plain] = {"from": str(loaded.path), "arm": arm(to_plain(loaded.config), trained)}
         facts["normalizer"] = old.config.normalizer.label()

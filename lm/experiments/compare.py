@@ -17,7 +17,6 @@ from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import folder_of, noise, open_experiment, other_runs, start
 from lm.experiments.live_table import live_table
 from lm.experiments.page import experiment_files, write_page
-from lm.experiments.page_tables import print_verdicts
 from lm.experiments.plan import (
     PILOT_SECONDS,
     Costs,
@@ -36,7 +35,7 @@ from lm.experiments.plan import (
 )
 from lm.experiments.procedure import Procedure, next_look
 from lm.experiments.slots import Slots, Stopped, commands, slots_of
-from lm.experiments.summary import findings, summary_lines, tuning_means, tuning_table
+from lm.experiments.summary import findings, print_verdicts, summary_lines, tuning_means, tuning_table
 from lm.files import write_together
 from lm.report.html import PAGE
 from lm.report.tables import csv_text, digits, from_lines, print_tables

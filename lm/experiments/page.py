@@ -1,29 +1,36 @@
 """One page of one or several experiments: question and verdict first, then all that they rest on, in tables, pictures and words."""
 
+import math
+from collections.abc import Collection
+from dataclasses import replace
+from functools import cached_property
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 
 from lm.config.tree import effect_of
 from lm.data.tokenizer import load_tokenizer
-from lm.experiments import page_tables
 from lm.experiments.engine import read_failure
 from lm.experiments.experiment import Experiment
 from lm.experiments.experiment_folder import noise
 from lm.experiments.judging import Judged
-from lm.experiments.page_tables import SizeResults
-from lm.experiments.procedure import Procedure
+from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION
-from lm.experiments.summary import summary_lines
+from lm.experiments.summary import amount, differences_by_rate, has_reached, summary_lines, summary_table
 from lm.files import write_together
-from lm.report.comparison_pictures import LOSSES, by_layer, curves
+from lm.report.comparison import ArmRuns, RunComparison, comparison_of
+from lm.report.comparison_pictures import LOSSES, DrawnRun, by_layer, curves
 from lm.report.comparison_tables import architecture, corpus, measuring_methods, models, training_methods
 from lm.report.html import PAGE, Answer, PagePart, PageSection, ShownEffect, page_files, run_details, run_sections
-from lm.report.tables import DIFFERENCE, Column, show
+from lm.report.pictures import Panel, Picture, Trace
+from lm.report.tables import DIFFERENCE, Column, Filled, Table, digits, show, signed
 from lm.runs.evaluations import selects
-from lm.runs.folder import TOKENIZER
-from lm.statistics.intervals import ALPHA
-from lm.statistics.tuning import EXTENSIONS, rate_words
+from lm.runs.folder import CONFIG, ENVIRONMENT, TOKENIZER
+from lm.runs.record import RunRecord
+from lm.schema import Plain
+from lm.statistics.intervals import ALPHA, Interval, over_seeds
+from lm.statistics.tuning import EXTENSIONS, Rate, coordinates, rate_words
 
 FACTOR = Column("factor", kind="mean", decimals=2)
 BASIS = (
@@ -36,6 +43,49 @@ CROSSED = (
     "it is so against it at each of these rates, worse only if it is so at each of its own against the baseline at one of the same, and "
     "the intervals of the summary cover which of the rates is an arm's best."
 )
+
+
+class SizeResults:
+    """The final runs of a size.
+
+    Attributes:
+        judged: the verdicts on the runs of all sizes.
+        arm_names: the baseline first.
+        verdicts: by arm, on all but the baseline.
+        rates: of the arms; None while they are being tuned.
+        final: the final runs that are known, by seed and arm.
+        of: words after titles, such as `, small`.
+    """
+
+    def __init__(self, procedure: Procedure, size: str, judged: Judged):
+        self.experiment, self.size, self.judged, self.of = procedure.experiment, size, judged, f", {size}" if size else ""
+        self.arm_names = [arm.name for arm in procedure.experiment.arms]
+        self.verdicts = {name: judged.verdicts[size, name] for name in self.arm_names[1:]}
+        self.rates = procedure.rates(size)
+        self.final: list[Run] = list(procedure.final(size))
+        finished = [run for run in self.final if run.outcome.state == "finished"]
+        self.values = {(run.arm, run.seed): procedure.quantity(run.outcome) for run in finished}
+
+    @cached_property
+    def begun(self) -> list[tuple[Run, RunRecord]]:
+        """The final runs that have begun, finished, diverged or not, with their records."""
+        folders = [(run, run.config.run_folder) for run in self.final]
+        return [(run, run.outcome.record) for run, folder in folders if all((folder / name).is_file() for name in (CONFIG, ENVIRONMENT))]
+
+    @property
+    def drawn(self) -> list[DrawnRun]:
+        """The runs that have begun, for pictures of training."""
+        return [DrawnRun(run.arm, run.seed, run.outcome.state, record) for run, record in self.begun]
+
+    @cached_property
+    def comparison(self) -> RunComparison | None:
+        """The arms that have finished runs, on the documents that are reported on; None if there are none."""
+        by_arm = {name: [each.record for each in self.drawn if (each.arm, each.state) == (name, "finished")] for name in self.arm_names}
+        arms = tuple(ArmRuns(name, tuple(record.reporting for record in records)) for name, records in by_arm.items() if records)
+        return comparison_of(arms, tuple(self.arm_names)) if arms else None
+
+
+# ---------------------------------------------------------------- the page
 
 
 def write_page(procedures: list[Procedure], out: Path) -> Path:
@@ -64,14 +114,14 @@ def _part(procedure: Procedure, prefix: str, judged: Judged | None) -> PagePart:
     first = PageSection("Summary")
     first.add("note", _family(experiment))
     first.add("warning", _lost(procedure, sizes))
-    first.add("table", page_tables.summary_table(judged, lines), f"{prefix}summary")
+    first.add("table", summary_table(judged, lines), f"{prefix}summary")
     first.add("note", BASIS if any(line["runs"] for line in lines) else None)
     if experiment.primary.learned is None:
-        first.add("picture", page_tables.differences_picture(procedure, sizes), f"{prefix}differences")
+        first.add("picture", differences_picture(procedure, sizes), f"{prefix}differences")
     else:
-        first.add("picture", page_tables.learned_picture(sizes, lines), f"{prefix}learned")
+        first.add("picture", learned_picture(sizes, lines), f"{prefix}learned")
     for each in sizes:
-        first.add("table", page_tables.seeds_table(each) if each.final else None, f"{prefix}{each.size}{'-' * bool(each.size)}seeds")
+        first.add("table", seeds_table(each) if each.final else None, f"{prefix}{each.size}{'-' * bool(each.size)}seeds")
     sections, commands = [first], PageSection("Commands")
     commands.add("code", experiment.command)
     for each in sizes:
@@ -89,8 +139,8 @@ def _of_size(procedure: Procedure, results: SizeResults, prefix: str) -> list[Pa
     training.add("picture", curves(results.arm_names, results.drawn, titles, comparison), f"{prefix}curves")
     for name, picture in by_layer(results.arm_names, results.drawn).items():
         training.add("picture", picture, f"{prefix}{name}")
-    tuning.add("picture", page_tables.rates_picture(procedure, results.size), f"{prefix}rates")
-    tuning.add("table", page_tables.crossed_table(procedure, results.size), f"{prefix}final-rates")
+    tuning.add("picture", rates_picture(procedure, results.size), f"{prefix}rates")
+    tuning.add("table", crossed_table(procedure, results.size), f"{prefix}final-rates")
     tuning.add("note", CROSSED if procedure.choice(results.size).crossed else None)
     if comparison is None:
         return [training, tuning]
@@ -256,3 +306,191 @@ def _tuning(procedure: Procedure, size: str) -> str:
             f"each arm is judged at the one of the best mean on the selection text ({judged}), and p is that of both at their best rates."
         )
     return how
+
+
+# ---------------------------------------------------------------- tables
+
+
+def seeds_table(results: SizeResults) -> Table:
+    """The primary metric of every final run on the report text, and its differences to the baseline's run of the same seed."""
+    primary, base, seeds, values = results.experiment.primary, results.arm_names[0], results.experiment.seeds, results.values
+    states = {(run.arm, run.seed): run.outcome.state for run in results.final}
+    columns: list[Filled] = [(Column("seed", kind="label"), list(map(str, seeds)))]
+    for arm in results.arm_names:
+        places = [(arm, seed) for seed in seeds]
+        words = [amount(primary, values[at]) if at in values else states.get(at, "no rate") for at in places]
+        columns.append((Column(arm, primary.quantity), words))
+    for arm in results.arm_names[1:]:
+        both = [(values.get((arm, seed)), values.get((base, seed))) for seed in seeds]
+        if primary.reach is None:
+            cells = [None if None in pair else signed(pair[0] - pair[1]) for pair in both]
+            columns.append((Column(f"{arm} - {base}", primary.metric), cells))
+        else:
+            ratios = [f"{pair[0] / pair[1]:.3g}" if all(map(has_reached, pair)) else None for pair in both]
+            columns.append((Column(f"{arm} / {base}", primary.quantity), ratios))
+    return Table(f"Every seed{results.of}, on the report text", primary.quantity, tuple(columns))
+
+
+def crossed_table(procedure: Procedure, size: str) -> Table | None:
+    """The final seeds of arms that are trained at several rates, at each of them; None if there are none."""
+    experiment, choice, base = procedure.experiment, procedure.choice(size), procedure.experiment.arms[0].name
+    finished: dict[tuple[str, Rate], list[Run]] = {}
+    for run in procedure.crossed(size):
+        finished.setdefault((run.arm, run.rate), []).extend([run] if run.outcome.state == "finished" else [])
+    if not finished:
+        return None
+    values = {at: {each.seed: procedure.quantity(each.outcome) for each in some} for at, some in finished.items()}
+
+    def apart(arm: str, rate: Rate) -> Interval | None:
+        theirs = values.get((base, rate), {}) if arm != base else {}
+        both = [value - theirs[seed] for seed, value in values[arm, rate].items() if seed in theirs]
+        return over_seeds(np.array(both)).interval() if len(both) > 1 else None
+
+    def mean(some: Collection[float]) -> str | None:
+        return digits(float(np.mean(list(some)))) if some else None
+
+    used = {arm: {rates[0]: "chosen by tuning"} for arm, rates in choice.final.items()}
+    for arm, rate in ((arm, rate) for arm, rate in choice.rates.items() if choice.settled and arm in used):
+        used[arm][rate] = ", ".join(filter(None, (used[arm].get(rate), "judged")))
+    chosen_by = [mean([procedure.choosing(run.outcome) for run in some]) for some in finished.values()]
+    columns: list[Filled] = [
+        (Column("arm", kind="label"), [arm for arm, _ in finished]),
+        (Column(experiment.tune.heading), [rate_words(rate) for _, rate in finished]),
+        (Column("use", kind="words"), [used[arm].get(rate) for arm, rate in finished]),
+        (Column("seeds"), [f"{len(some)} of {len(experiment.seeds)}" for some in finished.values()]),
+        (Column(f"mean {experiment.chosen_by}", "selection text"), chosen_by),
+    ]
+    if experiment.primary.reach is None:
+        means = [mean(some.values()) for some in values.values()]
+        columns.append((Column(f"mean {experiment.primary.quantity}", "report text"), means))
+        over = "95% interval over seeds, not adjusted"
+        columns.append((Column(f"difference to {base}, both at this rate", over, "difference"), [apart(*at) for at in finished]))
+    return Table("Final seeds at the rates of both arms" + (f", {size}" if size else ""), "", tuple(columns))
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def rates_picture(procedure: Procedure, size: str) -> Picture | None:
+    """Selection loss of each tuning run by rate, and the differences with both arms at the same rate, two panels for each tuned key; None
+    without tuning."""
+    experiment, tried, primary = procedure.experiment, procedure.tried(size), procedure.experiment.primary
+    if not any(experiment.choosing(each) is not None for each in tried):
+        return None
+    panels: list[Panel] = []
+    for number, key in enumerate(experiment.tune.keys):
+        ticks = {value: f"{value:g}" for value in sorted({coordinates(each.rate)[number] for each in tried})}
+        first, second = _tuning_panel(procedure, size, number, ticks), _differences_panel(procedure, size, number, ticks)
+        by = f", by {key}" if len(experiment.tune.keys) > 1 else ""
+        panels += [replace(panel, title=f"{panel.title}{by}") for panel in (first, *([second] if any(map(_drawn, second.traces)) else []))]
+    of_key = " of the best other values" if len(experiment.tune.keys) > 1 else ""
+    caption = f"Left: dots are single tuning seeds, lines their means{of_key}, rings the rates that were chosen."
+    if any(trace.kind == "diverged" for panel in panels for trace in panel.traces):
+        caption += " Crosses at the top: a seed diverged there, and the rate is not chosen."
+    caption += " Right: of the tuning seeds, once every tuning run has ended."
+    small = 0.0 if primary.learned is not None else primary.matters
+    caption += f" Shaded: differences below {small:g}." if small else ""
+    return Picture(panels, [arm.name for arm in experiment.arms], caption)
+
+
+def _drawn(trace: Trace) -> bool:
+    return len(trace.x) > 0
+
+
+def _tuning_panel(procedure: Procedure, size: str, number: int, ticks: dict[float, str]) -> Panel:
+    """The tuning runs over the value of the tuned key of this number, with the means at the best values of the others."""
+    experiment, tried, traces, rings = procedure.experiment, procedure.tried(size), [], []
+    chosen, losses = {arm: rates[0] for arm, rates in procedure.choice(size).final.items()}, experiment.costs_of(tried, size)
+    for index, arm in enumerate(each.name for each in experiment.arms):
+        values = [(each.rate, value) for each in tried if each.arm == arm and (value := experiment.choosing(each)) is not None]
+        values = [(coordinates(rate)[number], value) for rate, value in values]
+        traces.append(_dots(index, f"{arm}, single seeds", [pair for pair in values if math.isfinite(pair[1])]))
+        diverged = np.array([x for x, value in values if not math.isfinite(value)])
+        traces += [Trace(index, f"{arm}, diverged", diverged, np.full(len(diverged), np.nan), "diverged")] if len(diverged) else []
+        means: dict[float, list[float]] = {}
+        for rate, some in sorted(losses.get(arm, {}).items()):
+            if all(map(math.isfinite, some)):
+                means.setdefault(coordinates(rate)[number], []).append(float(np.mean(some)))
+        mean = {x: experiment.cost(min(some)) for x, some in means.items()}
+        traces.append(Trace(index, f"{arm}, mean", np.array([*mean]), np.array([*mean.values()]), "mean"))
+        x = coordinates(chosen[arm])[number] if arm in chosen else None
+        rings += [(x, mean[x], index)] if x in mean else []
+    label = f"{experiment.chosen_by}, selection text"
+    return Panel("Tuning runs", experiment.tune.keys[number], label, traces, ticks, log=10, rings=rings)
+
+
+def _differences_panel(procedure: Procedure, size: str, number: int, ticks: dict[float, str]) -> Panel:
+    """Differences to the baseline at the same rate, over the value of the tuned key of this number."""
+    experiment, primary, traces = procedure.experiment, procedure.experiment.primary, []
+    base = experiment.arms[0].name
+    for index, arm in enumerate(experiment.arms[1:], 1):
+        by_value: dict[float, list[float]] = {}
+        for rate, some in differences_by_rate(procedure, size, arm).items():
+            by_value.setdefault(coordinates(rate)[number], []).extend(filter(math.isfinite, some))
+        by_value = {x: np.expm1(some).tolist() if primary.reach is not None else some for x, some in by_value.items() if some}
+        label, means = f"{arm.name} - {base}", np.array([np.mean(some) for some in by_value.values()])
+        traces.append(_dots(index, f"{label}, single seeds", [(x, value) for x, some in by_value.items() for value in some]))
+        traces.append(Trace(index, f"{label}, mean", np.array([*by_value]), means, "mean"))
+    measured, small = _difference(experiment), primary.matters
+    if primary.learned is not None:
+        measured, small = "fraction of runs that have learned", 0.0
+    title, label = f"Difference to {base}, both at the same rate", f"{measured}, selection text"
+    return Panel(title, experiment.tune.keys[number], label, traces, ticks, log=10, zero=True, small=small)
+
+
+def _dots(number: int, label: str, points: list[tuple[float, float]]) -> Trace:
+    return Trace(number, label, *np.array(points).reshape(-1, 2).T, "dots")
+
+
+def _difference(experiment: Experiment) -> str:
+    """The label of an axis of differences."""
+    primary = experiment.primary
+    return primary.metric if primary.reach is None else f"relative difference of {primary.quantity}"
+
+
+def differences_picture(procedure: Procedure, sizes: list[SizeResults]) -> Picture | None:
+    """Differences to the baseline with their intervals: of each arm, or where there are several sizes by size."""
+    experiment, several, traces = procedure.experiment, len(sizes) > 1, []
+    names, small = sizes[0].arm_names, experiment.primary.matters
+    places = [results.size for results in sizes] if several else names[1:]
+    for results, (number, arm) in product(sizes, enumerate(names[1:], 1)):
+        single, interval = np.array(results.judged.comparisons[results.size, arm].differences), results.verdicts[arm].interval
+        ends = interval and np.array(interval.listed())
+        if experiment.primary.reach is not None:
+            single, ends = np.expm1(single), interval and ends - 1
+        x = places.index(results.size if several else arm) + (0.16 * (number - len(names) / 2) if several else 0.0)
+        label = ", ".join(filter(None, (results.size, arm)))
+        traces += [_dots(number, f"{label}, single seeds", [(x, value) for value in single])] if len(single) else []
+        traces += [_bar(number, label, x + 0.06, ends.tolist())] if interval and interval.bounded else []
+    if not traces:
+        return None
+    title, label = f"Difference to {names[0]}" + (" by size" if several else ""), f"{_difference(experiment)}, report text"
+    panel = Panel(title, "", label, traces, dict(enumerate(places)), zero=True, small=small)
+    crossed = " and rates" if any(procedure.choice(results.size).crossed for results in sizes) else ""
+    caption = f"Dots: single seeds. Bars: mean with its Student t interval over seeds{crossed}; all of them hold together with 95%."
+    return Picture([panel], names, f"{caption} Shaded: differences below {small:g}.")
+
+
+def _bar(number: int, label: str, x: float, interval: list[float]) -> Trace:
+    y, low, high = (np.array([value]) for value in interval)
+    return Trace(number, label, np.array([x]), y, "interval", low, high)
+
+
+def learned_picture(sizes: list[SizeResults], lines: list[dict[str, Plain]]) -> Picture | None:
+    """The primary metric of every final run with the level at which it has learned, and the fractions that have; None before any."""
+    primary, places, single, fractions = sizes[0].experiment.primary, {}, [], []
+    for results, (number, arm) in product(sizes, enumerate(sizes[0].arm_names)):
+        x, label = float(len(places)), " ".join(filter(None, (arm, results.size)))
+        places[x] = label
+        values = [value for (name, _), value in results.values.items() if name == arm]
+        single += [_dots(number, f"{label}, single seeds", [(x, value) for value in values])] if values else []
+        (line,) = (line for line in lines if (line["size"], line["arm"]) == (results.size, arm))
+        fractions += [_bar(number, label, x, line["fraction_learned"])] if line["ended"] else []
+    if not single:
+        return None
+    panels = [
+        Panel("Every seed", "", f"{primary.metric}, at the end", single, places, levels={primary.learned: "has learned"}),
+        Panel("Fraction of runs that have learned", "", "fraction", fractions, places, y_range=(-0.03, 1.03)),
+    ]
+    caption = "Left: dots are single seeds. Right: bars are 95% Clopper-Pearson intervals; a run that diverged has not learned."
+    return Picture(panels, sizes[0].arm_names, caption)

@@ -1,14 +1,15 @@
 """Results of an experiment so far: the arms with their verdicts as a table and in sentences, and the tuning runs."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
-from lm.experiments.experiment import Arm, by_arm_and_rate
+from lm.experiments.experiment import Arm, Primary, by_arm_and_rate
 from lm.experiments.judging import Judged
-from lm.experiments.procedure import Procedure, Run
+from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import SELECTION
-from lm.report.tables import Column, digits
+from lm.report.tables import Cell, Column, Filled, Table, digits, print_tables
 from lm.runs.evaluations import Series
 from lm.runs.folder import DIVERGED
 from lm.schema import Plain
@@ -52,6 +53,58 @@ def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate,
     return rate_differences(arm.name, base, both)
 
 
+def summary_table(judged: Judged, lines: list[dict[str, Plain]]) -> Table:
+    """A row for each size and arm, of the lines of `summary_lines`."""
+    question, verdicts = judged.question, [judged.verdicts.get((line["size"], line["arm"])) for line in lines]
+
+    def column(name: str, cells: list[Cell], unit: str = "", kind: str = "number") -> list[Filled]:
+        return [(Column(name, unit, kind), cells)] if any(cell is not None for cell in cells) else []
+
+    primary, base = question.primary, question.arms[0]
+    columns = column("size", [line["size"] or None for line in lines], kind="label")
+    columns += column("arm", [line["arm"] for line in lines], kind="label")
+    columns += column(question.key, [None if line["rate"] is None else rate_words(line["rate"]) for line in lines])
+    columns += column("seeds", [f"{line['runs']} of {line['of']}" for line in lines])
+    kind = "mean" if primary.reach is None else "geometric mean,"
+    columns += column(f"{kind} {primary.quantity}", [amount(primary, line["mean"]) for line in lines], question.measured_on)
+    if primary.reach is not None:
+        columns += column("have reached it", [f"{line['reached']} of {line['runs']}" for line in lines])
+    if primary.learned is not None:
+        columns += column("have learned", [f"{line['learned']} of {line['ended']}" for line in lines])
+        fractions = [Interval(*line["fraction_learned"]) if line["ended"] else None for line in lines]
+        columns.append((Column("fraction", "95% interval, Clopper-Pearson", "mean", 2), fractions))
+    name, kind = (f"difference to {base}", "difference") if primary.reach is None else (f"factor to {base}", "mean")
+    columns += column(name, [each and each.interval for each in verdicts], "interval over seeds, all together 95%", kind)
+    if primary.learned is None:
+        both = [each and each.over_documents for each in verdicts]
+        columns += column("on other text of the kind", both, "interval over seeds and documents, all together 95%", "difference")
+    columns += column("p", [each and f"{each.p:.2g}" for each in verdicts], "adjusted")
+    exact = [None if each is None or each.p_exact is None else f"{each.p_exact:.2g}" for each in verdicts]
+    columns += column("p of the sign-flip test", exact, "adjusted")
+    columns += column("verdict", [each and each.words for each in verdicts], kind="words")
+    return Table("Summary", "", tuple(columns))
+
+
+def print_verdicts(judged: Judged, lines: list[dict[str, Plain]], title: str) -> None:
+    """Print the lines of `summary_lines` as a table, and each verdict with its reason."""
+    print_tables(replace(summary_table(judged, lines), title=title))
+    for line in lines:
+        if "verdict" in line:
+            print(f"{' '.join(filter(None, (line['size'], line['arm'])))}: {line['words']}: {line['reason']}")
+
+
+def has_reached(tokens: float | None) -> bool:
+    """Whether `tokens` say when a run reached its level: not never, and not before its first evaluation."""
+    return tokens is not None and 0 < tokens < math.inf
+
+
+def amount(primary: Primary, value: float | None) -> str | None:
+    """The number by which a run is compared, in digits; tokens in whole numbers."""
+    if primary.reach is None or value is None:
+        return digits(value)
+    return f"{value:,.0f}" if has_reached(value) else "at the first evaluation" if value == 0 else "not reached"
+
+
 def findings(procedure: Procedure, lines: list[dict[str, Plain]]) -> list[str]:
     """Sentences on each arm: its mean and the baseline's with their difference, then the verdict; `lines`: the summary. Arms without a
     mean have none, nor have runs that learn or don't: the verdict's reason counts them."""
@@ -92,14 +145,6 @@ def _difference(line: dict[str, Plain], unit: str) -> str:
     if "factor" in line:
         return f"{Column('factor', kind='mean', decimals=2).shown(interval)} times the tokens"
     return f"a difference of {Column('difference', kind='mean', decimals=2 if unit == 'fraction' else 4).shown(interval)}"
-
-
-def crossed_runs(procedure: Procedure, size: str) -> dict[tuple[str, float], list[Run]]:
-    """The final runs that have ended, by arm and rate, of arms whose final seeds are trained at several rates."""
-    runs: dict[tuple[str, float], list[Run]] = {}
-    for run in procedure.crossed(size):
-        runs.setdefault((run.arm, run.rate), []).extend([run] if run.outcome.ended else [])
-    return runs
 
 
 def tuning_table(procedure: Procedure) -> list[dict[str, Plain]]:

@@ -240,7 +240,7 @@ class Fact:
     condition: bool = True
 
 
-def facts(comparison: RunComparison) -> list[Fact]:
+def run_facts(comparison: RunComparison) -> list[Fact]:
     """The settings of all runs and how they were measured: conditions of a fair comparison first."""
     arms, on = comparison.arms, {section.first.shown.measured_on: section for section in comparison.sections}
 
@@ -300,8 +300,8 @@ def facts(comparison: RunComparison) -> list[Fact]:
 
 
 def facts_table(comparison: RunComparison, title: str = "") -> Table:
-    """A row for each of the `facts`; of several arms whether the conditions of a fair comparison hold."""
-    known, several = facts(comparison), len(comparison.arms) > 1
+    """A row for each of the `run_facts`; of several arms whether the conditions of a fair comparison hold."""
+    known, several = run_facts(comparison), len(comparison.arms) > 1
     same = [(Column("same in all runs", kind="label"), [SAME[each.same] if each.condition else "" for each in known])]
     what, value = Column("what", kind="label"), Column("value", kind="words")
     return Table(title, "", ((what, [each.what for each in known]), *same * several, (value, [each.value for each in known])))

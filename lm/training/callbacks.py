@@ -17,7 +17,7 @@ from lm.config.load import to_yaml
 from lm.data.batches import Batch, train_sequences
 from lm.errors import RunError, one_line
 from lm.evaluation.evaluation_kind import Measurement
-from lm.evaluation.swap import Swap
+from lm.evaluation.swap import SwapMeasurement
 from lm.files import write_text
 from lm.model.decoder import Decoder
 from lm.model.device import Device, OutOfTime, peak_memory_bytes
@@ -309,7 +309,7 @@ class Evaluate(Evaluations):
             if trainer.strategy.reduce_boolean_decision(missing and trainer.is_global_zero, all=False):
                 self.run(trainer, module, measurement, before or module.decoder)  # at a phase's start: as the one before ended
         if before and self.config.eval.swap_lengths:
-            self.run(trainer, module, Swap(self.config, module.store, before), module.decoder)
+            self.run(trainer, module, SwapMeasurement(self.config, module.store, before), module.decoder)
         module.start.before = None
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
