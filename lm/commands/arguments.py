@@ -51,4 +51,4 @@ def paths_and_overrides(arguments: list[str], missing: str) -> tuple[list[Path],
 
 def split_overrides(arguments: list[str]) -> tuple[list[Path], list[str]]:
     """The paths and the `KEY=VALUE` of a command line."""
-    return [Path(one) for one in arguments if "=" not in one], [one for one in arguments if "=" in one]
+    return [Path(text) for text in arguments if "=" not in text], [text for text in arguments if "=" in text]

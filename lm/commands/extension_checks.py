@@ -158,11 +158,11 @@ def answers_in_place(task: Task) -> None:
     spans are [start, stop) in `tokens`; evidence of (0, 0) says that the sequence does not show it
     """
     for index in range(20):
-        made = example(task, 1, index, 256)
-        require(len(made.questions) == len(made.evidence) == len(made.needles) > 0, "questions, evidence and needles are not as many")
-        for (start, stop), (first, last) in zip(made.questions, made.evidence, strict=True):
-            require(0 < start < stop <= len(made.tokens), f"the question [{start}, {stop}) is not in the sequence")
-            shown = last - first != stop - start or bool((made.tokens[first:last] == made.tokens[start:stop]).all())
+        sample = example(task, 1, index, 256)
+        require(len(sample.questions) == len(sample.evidence) == len(sample.needles) > 0, "questions, evidence and needles are not as many")
+        for (start, stop), (first, last) in zip(sample.questions, sample.evidence, strict=True):
+            require(0 < start < stop <= len(sample.tokens), f"the question [{start}, {stop}) is not in the sequence")
+            shown = last - first != stop - start or bool((sample.tokens[first:last] == sample.tokens[start:stop]).all())
             require(shown, f"the evidence [{first}, {last}) is not the answer [{start}, {stop})")
 
 
@@ -171,8 +171,8 @@ def different_sequences(task: Task) -> None:
 
     `entropy` is that of a sequence, in nats, or less
     """
-    made = [example(task, 1, index, 256, subset).tokens.tobytes() for subset in ("train", "test") for index in range(20)]
-    require(len(set(made)) == len(made) or task.distinct(256, "test") < len(made), "two of 40 sequences are the same")
+    sequences = [example(task, 1, index, 256, subset).tokens.tobytes() for subset in ("train", "test") for index in range(20)]
+    require(len(set(sequences)) == len(sequences) or task.distinct(256, "test") < len(sequences), "two of 40 sequences are the same")
 
 
 def _measured(options: EvaluationConfig) -> Iterator[tuple[Decoder, list[Plain]]]:

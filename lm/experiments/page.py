@@ -339,29 +339,29 @@ def crossed_table(procedure: Procedure, size: str) -> Table | None:
         finished.setdefault((run.arm, run.rate), []).extend([run] if run.outcome.state == "finished" else [])
     if not finished:
         return None
-    values = {at: {each.seed: procedure.quantity(each.outcome) for each in some} for at, some in finished.items()}
+    values = {at: {each.seed: procedure.quantity(each.outcome) for each in runs} for at, runs in finished.items()}
 
     def apart(arm: str, rate: Rate) -> Interval | None:
         theirs = values.get((base, rate), {}) if arm != base else {}
         both = [value - theirs[seed] for seed, value in values[arm, rate].items() if seed in theirs]
         return over_seeds(np.array(both)).interval() if len(both) > 1 else None
 
-    def mean(some: Collection[float]) -> str | None:
-        return digits(float(np.mean(list(some)))) if some else None
+    def mean(numbers: Collection[float]) -> str | None:
+        return digits(float(np.mean([*numbers]))) if numbers else None
 
     used = {arm: {rates[0]: "chosen by tuning"} for arm, rates in choice.final.items()}
     for arm, rate in ((arm, rate) for arm, rate in choice.rates.items() if choice.settled and arm in used):
         used[arm][rate] = ", ".join(filter(None, (used[arm].get(rate), "judged")))
-    chosen_by = [mean([procedure.choosing(run.outcome) for run in some]) for some in finished.values()]
+    chosen_by = [mean([procedure.choosing(run.outcome) for run in runs]) for runs in finished.values()]
     columns: list[Filled] = [
         (Column("arm", kind="label"), [arm for arm, _ in finished]),
         (Column(experiment.tune.heading), [rate_words(rate) for _, rate in finished]),
         (Column("use", kind="words"), [used[arm].get(rate) for arm, rate in finished]),
-        (Column("seeds"), [f"{len(some)} of {len(experiment.seeds)}" for some in finished.values()]),
+        (Column("seeds"), [f"{len(runs)} of {len(experiment.seeds)}" for runs in finished.values()]),
         (Column(f"mean {experiment.chosen_by}", "selection text"), chosen_by),
     ]
     if experiment.primary.reach is None:
-        means = [mean(some.values()) for some in values.values()]
+        means = [mean(by_seed.values()) for by_seed in values.values()]
         columns.append((Column(f"mean {experiment.primary.quantity}", "report text"), means))
         over = "95% interval over seeds, not adjusted"
         columns.append((Column(f"difference to {base}, both at this rate", over, "difference"), [apart(*at) for at in finished]))
@@ -408,10 +408,10 @@ def _tuning_panel(procedure: Procedure, size: str, number: int, ticks: dict[floa
         diverged = np.array([x for x, value in values if not math.isfinite(value)])
         traces += [Trace(index, f"{arm}, diverged", diverged, np.full(len(diverged), np.nan), "diverged")] if len(diverged) else []
         means: dict[float, list[float]] = {}
-        for rate, some in sorted(losses.get(arm, {}).items()):
-            if all(map(math.isfinite, some)):
-                means.setdefault(coordinates(rate)[number], []).append(float(np.mean(some)))
-        mean = {x: experiment.cost(min(some)) for x, some in means.items()}
+        for rate, costs in sorted(losses.get(arm, {}).items()):
+            if all(map(math.isfinite, costs)):
+                means.setdefault(coordinates(rate)[number], []).append(float(np.mean(costs)))
+        mean = {x: experiment.cost(min(costs)) for x, costs in means.items()}
         traces.append(Trace(index, f"{arm}, mean", np.array([*mean]), np.array([*mean.values()]), "mean"))
         x = coordinates(chosen[arm])[number] if arm in chosen else None
         rings += [(x, mean[x], index)] if x in mean else []
@@ -425,11 +425,11 @@ def _differences_panel(procedure: Procedure, size: str, number: int, ticks: dict
     base = experiment.arms[0].name
     for index, arm in enumerate(experiment.arms[1:], 1):
         by_value: dict[float, list[float]] = {}
-        for rate, some in differences_by_rate(procedure, size, arm).items():
-            by_value.setdefault(coordinates(rate)[number], []).extend(filter(math.isfinite, some))
-        by_value = {x: np.expm1(some).tolist() if primary.reach is not None else some for x, some in by_value.items() if some}
-        label, means = f"{arm.name} - {base}", np.array([np.mean(some) for some in by_value.values()])
-        traces.append(_dots(index, f"{label}, single seeds", [(x, value) for x, some in by_value.items() for value in some]))
+        for rate, differences in differences_by_rate(procedure, size, arm).items():
+            by_value.setdefault(coordinates(rate)[number], []).extend(filter(math.isfinite, differences))
+        by_value = {x: np.expm1(values).tolist() if primary.reach is not None else values for x, values in by_value.items() if values}
+        label, means = f"{arm.name} - {base}", np.array([np.mean(values) for values in by_value.values()])
+        traces.append(_dots(index, f"{label}, single seeds", [(x, value) for x, values in by_value.items() for value in values]))
         traces.append(Trace(index, f"{label}, mean", np.array([*by_value]), means, "mean"))
     measured, small = _difference(experiment), primary.matters
     if primary.learned is not None:

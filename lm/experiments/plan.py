@@ -146,7 +146,7 @@ def _settings(experiment: Experiment) -> str:
         for size, arm in product(experiment.sizes, experiment.arms):
             value = getattr(experiment.config(size, arm, seed, rate, {"name": "any"}).trainer, name)
             places.setdefault(value, []).append(" ".join(filter(None, (size, arm.name))))
-        apart = ", ".join(f"{value} ({', '.join(some)})" for value, some in places.items())
+        apart = ", ".join(f"{value} ({', '.join(names)})" for value, names in places.items())
         words.append(f"{name} {apart if len(places) > 1 else next(iter(places))}")
     return "; ".join(words)
 
@@ -299,10 +299,10 @@ def _timed(configs: dict[str, Config], kept: Path, lanes: list[Devices], budget:
         places = [Path(folder, str(number)) for number in range(jobs)]
         pilots = []
         try:
-            for place, some, devices in zip(places, shared, lanes, strict=True):
-                for name in some:
+            for place, share, devices in zip(places, shared, lanes, strict=True):
+                for name in share:
                     write_text(place / f"{name}.yaml", to_yaml(replace(configs[name], name=name, runs=str(place))))
-                pilots.append(_start(place, some, devices))
+                pilots.append(_start(place, share, devices))
             _wait(pilots, places, begin, budget)
         except KeyboardInterrupt:
             number = received[-1] if received else signal.SIGINT
@@ -313,18 +313,18 @@ def _timed(configs: dict[str, Config], kept: Path, lanes: list[Devices], budget:
                 os.killpg(process.pid, signal.SIGKILL)  # and what it has started
                 process.wait()
         timed, partly = defaultdict(list), {}
-        for process, place, some, was_late in zip(pilots, places, shared, late, strict=True):
+        for process, place, share, was_late in zip(pilots, places, shared, late, strict=True):
             if process.returncode and not was_late:
                 last = ((place / _ERRORS).read_text().strip() or "no output").splitlines()[-1].removeprefix("error: ")
                 if process.returncode == ConfigError.exit_code:  # which its runs would end with
-                    raise ConfigError(f"{', '.join(some)}: {last}")
+                    raise ConfigError(f"{', '.join(share)}: {last}")
                 raise RunError(f"a pilot of the experiment's runs failed: {one_line(RuntimeError(last))}")
             begun, *lines = _lines(place) or [{}]
-            for name, line in zip(some, lines, strict=False):
+            for name, line in zip(share, lines, strict=False):
                 timed[name].append(line["seconds"] + begun["begun"] - begin)
-            if was_late and len(lines) < len(some) and (each := step_seconds(place / some[len(lines)] / METRICS)):
-                partly[some[len(lines)]] = each * configs[some[len(lines)]].trainer.max_steps
-    whole_runs = {name: statistics.fmean(some) for name, some in timed.items()}
+            if was_late and len(lines) < len(share) and (each := step_seconds(place / share[len(lines)] / METRICS)):
+                partly[share[len(lines)]] = each * configs[share[len(lines)]].trainer.max_steps
+    whole_runs = {name: statistics.fmean(seconds) for name, seconds in timed.items()}
     return whole_runs, {name: seconds for name, seconds in partly.items() if name not in whole_runs}
 
 

@@ -238,4 +238,4 @@ def _differing(values: list[tuple[str, Plain]]) -> str:
     arms: dict[str, dict[str, None]] = {}
     for arm, value in values:
         arms.setdefault("not recorded" if value is None else str(value), {})[arm] = None
-    return "; ".join(f"{value[:60]} ({', '.join(some)})" for value, some in arms.items()) if len(arms) > 1 else ""
+    return "; ".join(f"{value[:60]} ({', '.join(names)})" for value, names in arms.items()) if len(arms) > 1 else ""

@@ -25,7 +25,7 @@ def summary_lines(procedure: Procedure, judged: Judged | None = None) -> list[di
     lines, arms = judged.lines(), {arm.name: arm for arm in procedure.experiment.arms[1:]}
     for line in (line for line in lines if line["arm"] in arms):
         apart = differences_by_rate(procedure, line["size"], arms[line["arm"]])
-        means = {rate_words(rate): float(np.mean(some)) for rate, some in apart.items() if some}
+        means = {rate_words(rate): float(np.mean(differences)) for rate, differences in apart.items() if differences}
         finite = {rate: mean if math.isfinite(mean) else None for rate, mean in means.items()}
         line["factors_by_rate" if reach else "differences_by_rate"] = {
             rate: math.exp(mean) if reach and mean is not None else mean for rate, mean in finite.items()
@@ -49,7 +49,7 @@ def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate,
             return log_tokens(value)
         return -value if value == math.inf and primary.better == "higher" else value
 
-    both = {name: {rate: [*map(compared, some)] for rate, some in measured[name].items()} for name in (arm.name, base)}
+    both = {name: {rate: [*map(compared, values)] for rate, values in measured[name].items()} for name in (arm.name, base)}
     return rate_differences(arm.name, base, both)
 
 
@@ -171,7 +171,7 @@ def tuning_means(procedure: Procedure) -> list[dict[str, Plain]]:
         for run in procedure.tried(size):
             value = experiment.choosing(run)
             values.setdefault((run.arm, run.rate), []).append(math.inf if value is None else value)
-        means = {place: mean_loss(some) for place, some in values.items()}
+        means = {place: mean_loss(costs) for place, costs in values.items()}
         lines += [
             {"size": size, "arm": arm, "rate": rate_cell(rate), experiment.chosen_by: mean if math.isfinite(mean) else None}
             for (arm, rate), mean in means.items()

@@ -332,7 +332,7 @@ def identities(series: list[Series], place: str | None = None) -> set[tuple[str,
     """(data fingerprint, sha256 of the sequences) that series were measured on, at one of their places or at all; none of means alone."""
     measured = [each for each in series if each.samples and (place is None or place in each.places)]
     samples = [(each, each.samples if place is None else [each.column(each.column_at(place))[0]]) for each in measured]
-    return {(each.data_fingerprint, sample.sha256) for each, some in samples for sample in some}
+    return {(each.data_fingerprint, sample.sha256) for each, parts in samples for sample in parts}
 
 
 # ---------------------------------------------------------------- differences
@@ -379,9 +379,9 @@ def seeds_shown(seeds: tuple[int, ...]) -> str:
 def _difference_of(arm: ArmRuns, base: ArmRuns, section: Section, line: Line) -> Difference:
     """The difference of two arms in a line, at the farthest place that both have."""
     measured = [[each for each in section.of_arm(side, line) if each.samples] for side in (arm, base)]
-    ours, theirs = ({label for each in some for label in each.places} for some in measured)
+    ours, theirs = ({label for each in side for label in each.places} for side in measured)
     place = [label for label in section.places if label in (ours & theirs or ours | theirs)][-1]
-    series = next(each for some in measured for each in some if place in each.places)
+    series = next(each for side in measured for each in side if place in each.places)
     where = ""
     if series.axis is not None:
         start, stop = series.units(*series.places[place]).place

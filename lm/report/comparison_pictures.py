@@ -142,7 +142,7 @@ def along_axis(comparison: RunComparison, section: Section) -> Picture:
         lost = [arm for arm, traces in values.items() if not all(np.isfinite(each.y).all() for each in traces)]
         sentences |= {f"Not finite at some places: {', '.join((*line.of, *lost))}.": None} if lost else {}
         for traces, words in ((values, "Bands: 95% intervals over {}."), (apart, DIFFERENCE_BANDS)):
-            sentences |= {words.format(each.over): None for some in traces.values() for each in some if each.over}
+            sentences |= {words.format(each.over): None for lines in traces.values() for each in lines if each.over}
         levels = {level: f"{name} {level:.3g}" for each in every for name, level in each.references.items()}
         panels.append(_axis_panel(comparison, section, title, with_unit(line.metric, first.unit), values, y_range, levels))
         about = f"{title}: paired difference to {base.label}"
@@ -176,11 +176,11 @@ def differences_along(ours: BySeed, theirs: BySeed) -> list[Trace]:
     series = [by_seed[each] for each in seeds for by_seed in (ours, theirs)]
     places = _places(series) if all(each.samples for each in series) else {}
     units = {x: [each.units(*place) for each in series] for x, place in places.items()}
-    units = {x: some for x, some in units.items() if len({each.identity for each in some}) == 1}
-    apart = {x: [a.minus(b) for a, b in zip(some[::2], some[1::2], strict=True)] for x, some in units.items()}
-    intervals = [mean_interval(some) for some in apart.values()]
+    units = {x: by_seed for x, by_seed in units.items() if len({each.identity for each in by_seed}) == 1}
+    apart = {x: [a.minus(b) for a, b in zip(by_seed[::2], by_seed[1::2], strict=True)] for x, by_seed in units.items()}
+    intervals = [mean_interval(differences) for differences in apart.values()]
     shown = [shown_interval(each, series[0]) for each in intervals] if all(intervals) else []
-    return _traces(seeds, {x: [each.mean for each in some] for x, some in apart.items()}, shown)
+    return _traces(seeds, {x: [each.mean for each in differences] for x, differences in apart.items()}, shown)
 
 
 def _traces(seeds: Iterable[tuple[int, ...]], values: Mapping[float, list[float]], intervals: Sequence[Interval | None]) -> list[Trace]:
@@ -216,7 +216,7 @@ def _axis_panel(
 ) -> Panel:
     """A panel of lines over the section's axis. `levels`: reference levels of values; None: the lines are differences."""
     numbers = {arm: comparison.names.index(arm) for arm in along}
-    traces = [replace(each, arm=numbers[arm], label=f"{arm}, {each.label}") for arm, some in along.items() for each in some]
+    traces = [replace(each, arm=numbers[arm], label=f"{arm}, {each.label}") for arm, lines in along.items() for each in lines]
     axis, x = section.first.axis, np.concatenate([each.x for each in traces] or [np.ones(1)])
     ticks = doublings(x.min(), x.max()) if section.shape == "bins" else plain_ticks(sorted(set(x.tolist())))
     marks = {float(length): f"training length {length:,}" for length in section.seq_lens}
@@ -239,7 +239,7 @@ def _y_range(comparison: RunComparison, section: Section, along: Traces) -> tupl
     low = values.min()
     top = max(min(values.max(), max(1.08 * level[1], 1.6 * min(inside[np.isfinite(inside)], default=low))), low + 1e-3)
     pad = 0.06 * (top - low)
-    above = [f"{arm} (highest: {some.max():.4g})" for arm, some in known.items() if len(some) and some.max() > top + pad]
+    above = [f"{arm} (highest: {drawn.max():.4g})" for arm, drawn in known.items() if len(drawn) and drawn.max() > top + pad]
     return (low - pad, top + pad), f"Leaving the picture: {'; '.join(above)}." if above else ""
 
 
@@ -253,7 +253,7 @@ def maps(comparison: RunComparison) -> list[Picture]:
             by_arm.setdefault(arm.label, {}).setdefault(each.what, []).append(each)
     pictures = []
     for (kind, metric, setting), by_arm in groups.items():
-        alike = {arm: rows for arm, rows in by_arm.items() if len({each.axis.values for some in rows.values() for each in some}) == 1}
+        alike = {arm: rows for arm, rows in by_arm.items() if len({each.axis.values for series in rows.values() for each in series}) == 1}
         if alike and max(map(len, by_arm.values())) > MOST_LINES:
             caption = f"{kind}: {', '.join(filter(None, (metric, setting)))}. Mean over the seeds of an arm."
             panels = [fraction_map(arm, rows) for arm, rows in alike.items()]

@@ -50,7 +50,7 @@ def _table(comparison: RunComparison, section: Section) -> Table:
         series = section.example(rows[0][1].metric)
         for name in series.references:
             levels = [[each.references[name] for each in section.alike(*of, "") if name in each.references] for of in rows]
-            columns.append((Column(name, _unit(series.unit)), [digits(float(np.mean(some))) if some else None for some in levels]))
+            columns.append((Column(name, _unit(series.unit)), [digits(float(np.mean(values))) if values else None for values in levels]))
     columns += [column for rows in by_metric for column in _differences(comparison, section, rows)]
     title = section.title + (" in training lengths" if section.shape == "bins" else "")
     return Table(title, _unit(section.first.unit), tuple(columns), _summary(section, rows))
@@ -91,7 +91,7 @@ def _means(comparison: RunComparison, section: Section, rows: list[tuple[ArmRuns
     means = [(Column(name, **how if over else {"unit": unit}), cells) for name, cells in columns.items()]
     if section.shape == "number" and series.samples and any(len(arm.runs) > 1 for arm in comparison.arms):
         values = [[each.mean_at("") for each in section.alike(*of, "")] for of in rows]
-        means.append((Column("sd over seeds", unit), [digits(float(np.std(some, ddof=1))) if len(some) > 1 else None for some in values]))
+        means.append((Column("sd over seeds", unit), [digits(float(np.std(each, ddof=1))) if len(each) > 1 else None for each in values]))
     return means
 
 
@@ -265,7 +265,7 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
 
     same_code, code = across(arms, lambda run: run.commits)  # equal commits with uncommitted changes say nothing
     seeds = [tuple(seeds_shown(run.seeds) for run in arm.runs) for arm in arms]
-    by_arm = "; ".join(f"{arm.label}: {', '.join(some)}" for arm, some in zip(arms, seeds, strict=True))
+    by_arm = "; ".join(f"{arm.label}: {', '.join(of_arm)}" for arm, of_arm in zip(arms, seeds, strict=True))
     unequal = [f"{printable(run.name)}: {'; '.join(what)}" for run in comparison.runs if (what := differing(run.environment))]
     settings = dict.fromkeys(line.setting for section in comparison.sections for line in section.lines if line.setting)
     conditions = [

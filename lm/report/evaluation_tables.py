@@ -103,13 +103,13 @@ def print_results(evaluated: list[Evaluated], out: Path | None = None) -> None:
             rows = [[row for row in each.rows if row.metric in metrics] for each in same]
             if len(metrics) > MOST_COLUMNS:
                 print_tables(_by_metric(title, metrics, same))
-                left_out += sum(bool(row.where) for some in rows for row in some)
+                left_out += sum(bool(row.where) for group in rows for row in group)
                 continue
             curves, cells = [], Cells()
-            if max(sum(row.low is None for row in some) for some in rows) > MOST_NUMBERS:
+            if max(sum(row.low is None for row in group) for group in rows) > MOST_NUMBERS:
                 named = [series_names(series for series in each.evaluation.series if series.metric in metrics) for each in same]
-                rows = [[row for each, name in some.items() if _has_intervals(each) for row in _rows(each, name)] for some in named]
-                curves = [(at, *curve) for at, some in enumerate(named) for curve in some.items() if not _has_intervals(curve[0])]
+                rows = [[row for each, name in names.items() if _has_intervals(each) for row in _rows(each, name)] for names in named]
+                curves = [(at, *curve) for at, names in enumerate(named) for curve in names.items() if not _has_intervals(curve[0])]
             if any(rows):
                 print_tables(_table(title, models, "measured at", _with_intervals(rows)))
             for at, curve, name in curves:
@@ -139,10 +139,10 @@ def _table(title: str, models: list[str], what: str, cells: Cells) -> Table:
 def _with_intervals(rows: list[list[Row]]) -> Cells:
     """A row for each place that the rows of an evaluation are of, and a column for each metric, with its interval."""
     over: dict[str, str] = {}
-    for row in (row for some in rows for row in some):
+    for row in (row for group in rows for row in group):
         over[row.metric] = over.get(row.metric) or row.over * (row.low is not None)
     cells = {}
-    for at, row in ((at, row) for at, some in enumerate(rows) for row in some):
+    for at, row in ((at, row) for at, group in enumerate(rows) for row in group):
         interval = f" ({row.over})" * bool(row.over) if row.low is None else f" [{digits(row.low)}, {digits(row.high)}]"
         what = over[row.metric]
         cells[(at, row.setting, row.where), Column(row.metric, what and f"95% over {what}")] = digits(row.value) + interval

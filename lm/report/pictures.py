@@ -395,7 +395,7 @@ def _csv(panels: Sequence[Panel | Map | None]) -> str:
                 lines.append((panel.title, panel.rows[row], "map", panel.columns[column], f"{value:.6g}", "", ""))
             continue
         for trace in panel.traces:
-            ends = ([""] * len(trace.x),) * 2 if trace.low is None else ([f"{x:.6g}" for x in some] for some in (trace.low, trace.high))
+            ends = ([""] * len(trace.x),) * 2 if trace.low is None else ([f"{x:.6g}" for x in bound] for bound in (trace.low, trace.high))
             for x, y, low, high in zip(trace.x, trace.y, *ends, strict=True):
                 lines.append((panel.title, trace.label, trace.kind, panel.ticks.get(x, f"{x:.8g}"), f"{y:.6g}", low, high))
     return csv_text([dict(zip(columns, line, strict=True)) for line in lines], columns)
@@ -452,11 +452,11 @@ def _wrapped(title: str) -> str:
 
 def fraction_map(title: str, rows: Mapping[str, Sequence[Series]]) -> Map:
     """A map of fractions at points: a row for each name, the mean over its series; NaN where a row has no such point."""
-    every = [each for some in rows.values() for each in some]
+    every = [each for series in rows.values() for each in series]
     x = sorted({value for each in every for value in each.axis.values})
     values = np.full((len(rows), len(x)), np.nan)
-    for row, some in enumerate(rows.values()):
-        values[row, np.searchsorted(x, some[0].axis.values)] = np.mean([each.means for each in some], axis=0)
+    for row, series in enumerate(rows.values()):
+        values[row, np.searchsorted(x, series[0].axis.values)] = np.mean([each.means for each in series], axis=0)
     top = 1.0 if every[0].interval == "wilson" else float(np.nanmax(values))
     return Map(title, every[0].axis.label, list(plain_ticks(x).values()), list(rows), values, top)
 
