@@ -20,7 +20,7 @@ from lm.data.prepare import prepare
 from lm.errors import RunError
 from lm.evaluation.evaluate import open_device, text_config
 from lm.evaluation.evaluation_kind import Measurement, measurements, weights_sha256
-from lm.evaluation.swap import Swap, swap_run
+from lm.evaluation.swap import SwapMeasurement, swap_run
 from lm.model.decoder import Decoder
 from lm.model.swapped import fit, swapped
 from lm.runs.evaluations import Evaluation, evaluation_path
@@ -203,15 +203,15 @@ class Workbench:
         """`lm swap`: a run folder, and how far its outputs are from the model's."""
         to, *options = SWAPS[name]
         if (self.out / name).is_dir():  # stopped before the part's result was written
-            found = Evaluation.of(read_json(evaluation_path(self.out / name, Swap.kind, 0)))
+            found = Evaluation.of(read_json(evaluation_path(self.out / name, SwapMeasurement.kind, 0)))
             if (found.options, found.data_fingerprint) != (self._continuity().options, self.store.fingerprint):
                 raise RunError(f"{self.out / name}: a swap of another model, or measured on other sequences: {REMEDY}")
             return {name: found}
         result = swap_run(self.model, "last", to, None, self.out / name, [*self._swap_options(), *options], [self.text])
         return {name: result.evaluation}
 
-    def _continuity(self) -> Swap:
-        return Swap(self._config(*self._swap_options()), self.store, self.loaded.decoder)
+    def _continuity(self) -> SwapMeasurement:
+        return SwapMeasurement(self._config(*self._swap_options()), self.store, self.loaded.decoder)
 
     def _swap_options(self) -> list[str]:
         lengths, count = list(self.sizes.swaps), self.sizes.swap_sequences

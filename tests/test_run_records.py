@@ -11,6 +11,7 @@ import pytest
 from fabricated import save
 from reported import SEQ_LEN, build_run, edit, two_runs, write_evaluation, write_report
 
+import lm
 from lm.errors import RunError
 from lm.report.comparison import compare_runs
 from lm.report.comparison_tables import run_facts
@@ -158,3 +159,9 @@ def test_training_time_is_over_all_starts_or_after_a_step():
     assert [training_seconds(lines, step) for step in (0, 4, 6)] == [9.0, 3.0, 0.0]
     assert training_seconds([]) is peak_memory([]) is None
     assert peak_memory(lines) == 8
+
+
+def test_an_evaluation_of_an_older_version_among_all_steps_is_an_error_of_one_line(pair):
+    edit(pair[0], "validation", lambda content: content["series"][0].pop("references"))
+    with pytest.raises(RunError, match=r"validation.step-000200.json: not an evaluation of this version: 'references'; bring it back"):
+        lm.results(pair[0], history=True)

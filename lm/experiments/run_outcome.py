@@ -10,8 +10,8 @@ from typing import Literal
 import numpy as np
 
 from lm.attention.plugins import PLUGINS
-from lm.errors import RunError, one_line
-from lm.runs.evaluations import UNIGRAM, Evaluation, Series, Units, evaluation_files, measuring_code, read_evaluation
+from lm.errors import RunError
+from lm.runs.evaluations import UNIGRAM, Evaluation, Series, Units, evaluation_files, evaluation_in, measuring_code
 from lm.runs.folder import CHECKPOINTS, DIVERGED, ENVIRONMENT, METRICS, Log, curve, read_json, read_metrics, step_path
 from lm.runs.record import RunRecord, read_run, used
 from lm.runs.same_run import check_measured
@@ -145,7 +145,7 @@ class Outcome:
     def _measured_last(self) -> tuple[dict[Path, Evaluation], bool]:
         """The evaluations of the last step by file, and `sealed`. Raises RunError: they are of other weights, or were altered."""
         files = evaluation_files(self.folder)
-        last = {path: each for (_, step), path in files.items() if step == self.last_step for each in _read(path)}
+        last = {path: each for (_, step), path in files.items() if step == self.last_step and (each := evaluation_in(path))}
         return last, not last or not self.checkpoint.exists() or check_measured(self.folder, [*last.values()], self.checkpoint, self.log)
 
     def values(self, metric: str) -> Units | None:
@@ -179,7 +179,7 @@ class Outcome:
         """Tokens seen at each evaluation of the wanted metric up to the last step, and its values then."""
         kinds = {each.kind for each in self._evaluations for series in each.series if self.metric in series.logged}
         files = [path for (kind, step), path in sorted(evaluation_files(self.folder).items()) if kind in kinds and step <= self.last_step]
-        read = [each for path in files for each in _read(path)]
+        read = [each for path in files if (each := evaluation_in(path))]
         check_measured(self.folder, read, self.checkpoint, self.log)
         series = [(each.tokens_seen, next((some for some in each.series if self.metric in some.logged), None)) for each in read]
         return [(tokens, values) for tokens, some in series if tokens and some and (values := some.logged_units(self.metric))]
@@ -187,15 +187,6 @@ class Outcome:
     def mean(self, metric: str, selection: bool) -> float:
         """The mean of a metric over the documents that select or those that are reported on; infinite of a run that has not finished."""
         return self.values(metric).part(selection).mean if self.state == "finished" else math.inf
-
-
-def _read(path: Path) -> list[Evaluation]:
-    """The evaluation in a file; [] if it holds no series. Raises RunError: it is damaged."""
-    content = read_evaluation(path)
-    try:
-        return [Evaluation.of(content)] if "series" in content else []
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RunError(f"{path}: not an evaluation: {one_line(error)}; delete it, and it is measured again") from None
 
 
 # ---------------------------------------------------------------- what differs between runs

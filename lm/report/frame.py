@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from lm.errors import RunError
-from lm.runs.evaluations import Evaluation, Series, evaluation_files, read_evaluation, selects
+from lm.runs.evaluations import Evaluation, Series, evaluation_files, evaluation_in, selects
 from lm.runs.folder import CONFIG, DIVERGED, ENVIRONMENT, SWAPPED
 from lm.runs.record import RunRecord, read_run
 
@@ -127,8 +127,8 @@ def _blocks(record: RunRecord, history: bool) -> Iterator[Lines]:
     run = run_columns(record)
     evaluations = list(record.evaluations)
     if history:
-        contents = [read_evaluation(path) for _, path in sorted(evaluation_files(record.folder).items(), key=lambda item: item[0][1])]
-        evaluations = [Evaluation.of(content) for content in contents if "series" in content]
+        files = sorted(evaluation_files(record.folder).items(), key=lambda item: item[0][1])
+        evaluations = [each for _, path in files if (each := evaluation_in(path))]
     for evaluation in evaluations:
         yield from evaluation_blocks(evaluation, run)
     for line in record.logged if history else ():

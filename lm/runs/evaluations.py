@@ -506,6 +506,15 @@ def read_evaluation(path: Path) -> dict[str, Plain]:
     return content
 
 
+def evaluation_in(path: Path) -> Evaluation | None:
+    """The evaluation in a file; None if the file holds no series. Raises RunError: it is damaged, or of an older version."""
+    content = read_evaluation(path)
+    try:
+        return Evaluation.of(content) if "series" in content else None
+    except (KeyError, ValueError) as error:
+        raise RunError(f"{path}: not an evaluation of this version: {one_line(error)}; {remedy(path)}") from None
+
+
 def remedy(path: Path) -> str:
     """Words on what to do about an evaluation's file that can't be believed."""
     run, step = path.parent.parent, int(path.stem.rpartition(".step-")[2])
