@@ -58,25 +58,25 @@ def judge_table(
         raise RunError(f"{source}: {reason}; there is {', '.join(map(str, arms))}")
     seeds = tuple(sorted(set(reporting["seed"]), key=lambda seed: (isinstance(seed, str), seed)))
     rates: dict[str, dict[str, Rate | None]] = {}
-    kept = []
+    judged_lines = []
     for name in dict.fromkeys(reporting["size"]):
-        here, tried = reporting[reporting["size"] == name], selecting[selecting["size"] == name]
-        _check_alike(here, tried, source)
+        reported, selected = reporting[reporting["size"] == name], selecting[selecting["size"] == name]
+        _check_alike(reported, selected, source)
         rates[name] = {}
         for arm in arms:
-            final = here[here["arm"] == arm]
-            who = f"{source}: {', '.join(filter(None, (str(arm), name)))}"
-            for rate, some in final.groupby("rate", dropna=False) if len(final) else ():
-                if missing := [str(seed) for seed in seeds if seed not in set(some["seed"])]:
+            final = reported[reported["arm"] == arm]
+            place = f"{source}: {', '.join(filter(None, (str(arm), name)))}"
+            for rate, runs_at_rate in final.groupby("rate", dropna=False) if len(final) else ():
+                if missing := [str(seed) for seed in seeds if seed not in set(runs_at_rate["seed"])]:
                     at = "" if pd.isna(rate) else f" at {rate_words(rate)}"
-                    raise RunError(f"{who}: no seed {', '.join(missing)}{at}; every arm needs the same seeds")
+                    raise RunError(f"{place}: no seed {', '.join(missing)}{at}; every arm needs the same seeds")
             if final.empty:
-                raise RunError(f"{who}: no line")
-            order, judged = _rates(final, tried[tried["arm"] == arm], primary, f"{source}: {arm}")
+                raise RunError(f"{place}: no line")
+            order, judged = _rates(final, selected[selected["arm"] == arm], primary, f"{source}: {arm}")
             rates[name] |= {} if judged is _NOT_TUNED else {arm: judged}
-            kept += [final[final["rate"].isna() if at is None else final["rate"] == rate_cell(at)] for at in order]
+            judged_lines += [final[final["rate"].isna() if at is None else final["rate"] == rate_cell(at)] for at in order]
     question = Question(replace(primary, metric=metric), (baseline, *(arm for arm in arms if arm != baseline)), seeds, rates)
-    return Judged(pd.concat(kept).sort_values("sample", kind="stable", ignore_index=True)[[*JUDGED_COLUMNS]], question)
+    return Judged(pd.concat(judged_lines).sort_values("sample", kind="stable", ignore_index=True)[[*JUDGED_COLUMNS]], question)
 
 
 def _asked_lines(table: pd.DataFrame, source: str, metric: str, where: str, names: tuple[str, ...]) -> pd.DataFrame:
