@@ -15,7 +15,7 @@ Shapes: B sequences, T queries, S keys, H heads of queries, K of keys and values
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 
@@ -61,7 +61,7 @@ def attention(
 
     Raises:
         ConfigError: no such normalizer or option, or one that needs what was not given.
-        ValueError: other parameters than the normalizer has, or heads, positions or lengths that belong to no such sequences.
+        ValueError: other parameters, or of other shapes, than `parameters` makes, or tensors, positions or lengths of no such sequences.
     """
     return _call(_attend, normalizer, q, k, parameters, positions, cu_seqlens, train_length, x, v)
 
@@ -89,8 +89,11 @@ def parameters(normalizer: Named, n_head: int, head_size: int, train_length: int
     Args:
         train_length: tokens in a training sequence.
         width: of the layer's input, for asentmax and forget.
+
+    Raises:
+        ConfigError: no such normalizer or option, or a size that no layer has.
     """
-    layer = make_normalizer(_options(normalizer), LayerSpec(n_head, head_size, width, train_length))
+    layer = make_normalizer(_options(normalizer), _layer(n_head, head_size, width, train_length))
     first = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
     return {
         name: value.normal_(0.0, 1 / math.sqrt(value.size(1))) if name.endswith("hidden.weight") else value for name, value in first.items()
@@ -103,7 +106,8 @@ def parameters(normalizer: Named, n_head: int, head_size: int, train_length: int
 def _attend(normalizer: Normalizer, layout: AttentionLayout, x: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k = normalizer.append_features(x, q, k)
     k, v = normalizer.expand_kv_heads(k, v)
-    return normalizer.attend(q, k, v, layout) if q.size(2) == k.size(2) else normalizer(q, k, v, layout)
+    out = normalizer.attend(q, k, v, layout) if q.size(2) == k.size(2) else normalizer(q, k, v, layout)
+    return out.to(v.dtype)  # autocast rounds the output of some routes
 
 
 def _scale(normalizer: Normalizer, layout: AttentionLayout, x: None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,23 +134,102 @@ def _call(
     function: Callable, normalizer: Named, q: Tensor, k: Tensor, parameters: Mapping[str, Tensor],
     positions: Tensor | AttentionLayout | None, cu_seqlens: Tensor | None, train_length: int | None, x: Tensor | None, *values: Tensor,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    _check_sequences(q, k, values, x)
     named = json.dumps(dict(normalizer) if isinstance(normalizer, Mapping) else normalizer, sort_keys=True)
-    module = _module(named, LayerSpec(q.size(1), q.size(3), 1 if x is None else x.size(-1), train_length or 2), str(q.device))
+    layer = _layer(q.size(1), q.size(3), 1 if x is None else x.size(-1), 2 if train_length is None else train_length)
+    module = _module(named, layer, str(q.device))
     own, kind = module.normalizer, module.normalizer.options.name
-    if (expected := {name for name, _ in own.named_parameters()}) != set(parameters):
+    if train_length is None and own.constants() and getattr(own.options, "base", "") == "train":
+        raise ConfigError([Problem("train_length", None, f"{kind} is softmax at this length", "give it, or base")])
+    of_queries, of_keys = (getattr(type(own), name) is not getattr(Normalizer, name) for name in ("query_features", "key_features"))
+    if set(parameters) == set(_shapes(named, layer)) and (of_queries or of_keys) and x is None:
+        raise ConfigError([Problem("x", None, f"{kind} reads the layer's input", "give it to lm.functional.attention")])
+    _check_parameters(kind, parameters, _shapes(named, layer, train_length is None))
+    if of_keys and q.size(2) != k.size(2):
+        raise ValueError(f"{kind} reads the layer's input at each key: {q.size(2)} queries can't go on from {k.size(2)} keys")
+    layout = positions if isinstance(positions, AttentionLayout) else make_layout(q, k, positions, cu_seqlens)
+    _check_layout(layout, q, k)
+    given = {f"normalizer.{name}": value for name, value in parameters.items()}
+    return torch.func.functional_call(module, given, (function, layout, x, q, k, *values))
+
+
+# ---------------------------------------------------------------- what is given
+
+
+def _layer(n_head: int, head_size: int, width: int, train_length: int) -> LayerSpec:
+    """Raises ConfigError: a size that no layer has."""
+    layer = LayerSpec(n_head, head_size, width, train_length)
+    smallest = {"n_head": 1, "head_size": 1, "width": 1, "train_length": 2}
+    if problems := [
+        Problem(name, size, f"must be a whole number, {least} or more")
+        for name, least in smallest.items()
+        if not isinstance(size := getattr(layer, name), int) or size < least
+    ]:
+        raise ConfigError(problems)
+    return layer
+
+
+def _check_sequences(q: Tensor, k: Tensor, values: tuple[Tensor, ...], x: Tensor | None) -> None:
+    """Raises ValueError: q, k, v and x are not of the same sequences and heads."""
+    for name, tensor in zip("qkv", (q, k, *values), strict=False):
+        _check_axes(name, tensor, "B, heads, tokens, size")
+    if x is not None:
+        _check_axes("x", x, "B, T, C")
+    batch, heads, queries, size = q.shape
+    if k.size(0) != batch or k.size(3) != size:
+        raise ValueError(f"k {tuple(k.shape)} must have the sequences and the head size of q {tuple(q.shape)}")
+    if heads % k.size(1):
+        raise ValueError(f"{heads} heads of queries can't share {k.size(1)} heads of keys")
+    for v in values:
+        if v.shape[:3] != k.shape[:3]:
+            raise ValueError(f"v {tuple(v.shape)} must have the sequences, heads and tokens of k {tuple(k.shape)}")
+    if x is not None and x.shape[:2] != (batch, queries):
+        raise ValueError(f"x {tuple(x.shape)} must be (B, T, C), the layer's input at the {queries} queries of {batch} sequences")
+
+
+def _check_axes(name: str, tensor: Tensor, axes: str) -> None:
+    """Raises ValueError: no floating tensor of these axes, or an empty one."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a tensor ({axes}), not {type(tensor).__name__}")
+    if not tensor.is_floating_point() or tensor.dim() != len(axes.split()) or not tensor.numel():
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise ValueError(f"{name} must be floating numbers ({axes}), no axis empty; it is {kind} {tuple(tensor.shape)}")
+
+
+def _check_parameters(kind: str, parameters: Mapping[str, Tensor], expected: Mapping[str, tuple[int | str, ...]]) -> None:
+    """Raises ValueError: not the parameters, or not of the shapes, that the function `parameters` makes."""
+    if set(expected) != set(parameters):
         raise ValueError(
             f"{kind} has the parameters {sorted(expected)}, given are {sorted(parameters)}; lm.functional.parameters makes them"
         )
-    if train_length is None and own.constants() and getattr(own.options, "base", "") == "train":
-        raise ConfigError([Problem("train_length", None, f"{kind} is softmax at this length", "give it, or base")])
-    reads = any(getattr(type(own), name) is not getattr(Normalizer, name) for name in ("query_features", "key_features"))
-    if reads and x is None:
-        raise ConfigError([Problem("x", None, f"{kind} reads the layer's input", "give it to lm.functional.attention")])
-    if q.size(1) % k.size(1):
-        raise ValueError(f"{q.size(1)} heads of queries can't share {k.size(1)} heads of keys")
-    layout = positions if isinstance(positions, AttentionLayout) else make_layout(q, k, positions, cu_seqlens)
-    given = {f"normalizer.{name}": value for name, value in parameters.items()}
-    return torch.func.functional_call(module, given, (function, layout, x, q, k, *values))
+    for name, sizes in expected.items():
+        value = parameters[name]
+        shape = tuple(value.shape) if isinstance(value, Tensor) else None
+        if (
+            shape is None
+            or len(shape) != len(sizes)
+            or any(isinstance(own, int) and own != size for own, size in zip(sizes, shape, strict=True))
+        ):
+            words = f"({', '.join(map(str, sizes))}{',' * (len(sizes) == 1)})"
+            raise ValueError(f"{name} of {kind} must be {words}, as lm.functional.parameters makes it, not {shape or type(value).__name__}")
+
+
+def _check_layout(layout: AttentionLayout, q: Tensor, k: Tensor) -> None:
+    """Raises ValueError: positions are not of these queries and keys."""
+    for name, positions, tensor in (("queries", layout.positions, q), ("keys", layout.key_positions, k)):
+        rows = positions.numel() // max(1, positions.size(-1))
+        if positions.size(-1) != tensor.size(2) or rows not in (1, q.size(0)):
+            raise ValueError(f"positions {tuple(positions.shape)} are not those of {tensor.size(2)} {name} in {q.size(0)} sequences")
+
+
+def _whole_numbers(name: str, tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """A tensor as int64. Raises ValueError: it is none, or is of other numbers or axes."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a tensor of whole numbers, not {type(tensor).__name__}")
+    if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.dim() not in axes or not tensor.numel():
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise ValueError(f"{name} must be whole numbers of {' or '.join(map(str, axes))} axes; it is {kind} {tuple(tensor.shape)}")
+    return tensor.long()
 
 
 @dataclass
@@ -166,31 +249,50 @@ def _options(normalizer: Named) -> Options:
 @lru_cache(maxsize=256)
 def _module(named: str, layer: LayerSpec, device: str) -> _Function:
     """A module of the normalizer, whose own parameters are never used."""
-    return _Function(make_normalizer(_options(json.loads(named)), layer)).to(device)
+    with torch.random.fork_rng([]):  # the caller's draws stay as they are
+        return _Function(make_normalizer(_options(json.loads(named)), layer)).to(device)
+
+
+@lru_cache(maxsize=256)
+def _shapes(named: str, layer: LayerSpec, any_length: bool = False) -> dict[str, tuple[int | str, ...]]:
+    """The shape of each parameter by name; with `any_length` the word `train_length` for a size that this length gives."""
+    own, longer = (
+        {name: tuple(value.shape) for name, value in _module(named, of, "cpu").normalizer.named_parameters()}
+        for of in (layer, replace(layer, train_length=layer.train_length + any_length))
+    )
+    return {
+        name: tuple(size if size == other else "train_length" for size, other in zip(shape, longer[name], strict=True))
+        for name, shape in own.items()
+    }
 
 
 def make_layout(q: Tensor, k: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> AttentionLayout:
     """Where queries (B, H, T, D) and keys (B, K, S, D) stand, for all layers of a step; arguments as of `attention`.
 
     Raises:
-        ValueError: both are given, a sequence does not begin with a document, or lengths are not those of the tokens.
+        ValueError: both are given, a sequence does not begin with a document, positions jump, or lengths are not those of the tokens.
     """
     queries, keys = q.size(2), k.size(2)
     if positions is not None and cu_seqlens is not None:
         raise ValueError("give positions or cu_seqlens, not both")
     if cu_seqlens is not None:
         token = torch.arange(q.size(0) * queries, device=q.device)
-        starts = cu_seqlens.to(token)
-        if starts[-1] != len(token):
-            raise ValueError(f"cu_seqlens end at {int(starts[-1])}, not at the {len(token)} tokens that there are")
+        starts = _whole_numbers("cu_seqlens", cu_seqlens, (1,)).to(token)
+        if not ((starts[0] == 0) & (starts[-1] == len(token)) & (starts.diff() >= 0).all()):  # waits for the device once
+            if starts[-1] != len(token):
+                raise ValueError(f"cu_seqlens end at {int(starts[-1])}, not at the {len(token)} tokens that there are")
+            raise ValueError("cu_seqlens must begin at 0 and never fall")
         positions = (token - starts[torch.searchsorted(starts, token, right=True) - 1]).view(q.size(0), queries)
     if positions is None:
         if keys < queries:
             raise ValueError(f"{queries} queries are not the last of {keys} tokens")
         return AttentionLayout.continuing(keys - queries, queries, keys, q.device)
-    positions = positions.to(q.device).view(-1, positions.size(-1))
+    positions = _whole_numbers("positions", positions, (1, 2)).to(q.device)
+    positions = positions.view(-1, positions.size(-1))
     if positions.size(1) != queries or queries != keys or (positions[:, 0] != 0).any():
         raise ValueError(
             f"positions {tuple(positions.shape)} are not those of {queries} queries and {keys} keys that begin with a document"
         )
+    if ((positions[:, 1:] != 0) & (positions.diff() != 1)).any():
+        raise ValueError("positions jump: within a document each is one more than the one before, and another document begins at 0")
     return AttentionLayout.from_positions(positions)

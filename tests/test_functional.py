@@ -157,3 +157,83 @@ def test_what_is_missing_or_unknown_is_refused_by_name():
     ):
         with pytest.raises(error, match=said):
             call()
+
+
+Q = drawn(4, HEADS, 10, SIZE, seed=0).detach()  # as many sequences as heads: a parameter could be taken for another axis's
+S = torch.tensor([0.1, 0.5, 1.0, 2.0])
+FORGET = L.parameters("forget", HEADS, SIZE, 8, WIDTH)
+JUMPS, FALLS = torch.tensor([0, 1, 2, 5, 6, 0, 1, 2, 3, 4]), torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 9, 4])
+
+
+@pytest.mark.parametrize(
+    ("said", "name", "given", "options"),
+    [
+        (r"s of ssmax must be \(4,\), .* not \(4, 1\)", "ssmax", (Q, Q, Q, {"s": S[:, None]}), {}),
+        (r"s of ssmax must be \(4,\), .* not \(1,\)", "ssmax", (Q, Q, Q, {"s": S[:1]}), {}),
+        (r"s of ssmax must be \(4,\), .* not Tensor", "ssmax", (Q, Q, Q, {"s": S[0]}), {}),
+        (r"s of ssmax must be \(4,\), .* not float", "ssmax", (Q, Q, Q, {"s": 0.5}), {}),
+        (r"s of ssmax must be \(4,\), .* not \(2,\)", "ssmax", (Q, Q[:, :2], Q[:, :2], {"s": S[:2]}), {}),
+        (r"p of p_n must be \(train_length,\)", "p_n", (Q, Q, Q, {"p": S[:, None], "s": S, "b": S}), {}),
+        (r"p of p_n must be \(8,\)", "p_n", (Q, Q, Q, {"p": S, "s": S, "b": S}), {"train_length": 8}),
+        (r"w of forget must be \(4, 5\), .* not \(4, ", "forget", (Q, Q, Q, FORGET), {"x": torch.zeros(4, 10, 5)}),
+        (r"x \(4, 9, 12\) must be \(B, T, C\)", "forget", (Q, Q, Q, FORGET), {"x": torch.zeros(4, 9, 12)}),
+        ("2 queries can't go on from 10 keys", "forget", (Q[:, :, :2], Q, Q, FORGET), {"x": torch.zeros(4, 2, WIDTH)}),
+        ("train_length = 1: must be a whole number, 2 or more", "log_n", (Q, Q, Q), {"train_length": 1}),
+        ("train_length = 0: must be", "log_n", (Q, Q, Q), {"train_length": 0}),
+        ("train_length = -5: must be", "log_n", (Q, Q, Q), {"train_length": -5}),
+        ("cu_seqlens must begin at 0 and never fall", "softmax", (Q, Q, Q), {"cu_seqlens": torch.tensor([0, 15, 10, 40])}),
+        ("cu_seqlens must begin at 0", "softmax", (Q, Q, Q), {"cu_seqlens": torch.tensor([5, 40])}),
+        ("cu_seqlens must be whole numbers .* float32", "softmax", (Q, Q, Q), {"cu_seqlens": torch.tensor([0.0, 40.0])}),
+        ("cu_seqlens must be whole numbers of 1 axes", "softmax", (Q, Q, Q), {"cu_seqlens": torch.tensor([[0, 40]])}),
+        ("cu_seqlens must be a tensor of whole numbers, not list", "softmax", (Q, Q, Q), {"cu_seqlens": [0, 40]}),
+        ("positions jump", "softmax", (Q, Q, Q), {"positions": JUMPS}),
+        ("positions jump", "softmax", (Q, Q, Q), {"positions": FALLS}),
+        ("positions must be a tensor of whole numbers, not list", "softmax", (Q, Q, Q), {"positions": [*range(10)]}),
+        ("positions must be whole numbers .* float32", "softmax", (Q, Q, Q), {"positions": torch.arange(10.0)}),
+        (r"positions \(3, 10\) are not those of 10 queries in 4", "softmax", (Q, Q, Q), {"positions": torch.arange(10).expand(3, 10)}),
+        ("not those of 10 queries in 4", "softmax", (Q, Q, Q), {"positions": AttentionLayout.full(9)}),
+        (r"k .* must have the sequences and the head size of q", "softmax", (Q, Q[..., :4], Q), {}),
+        (r"k .* must have the sequences and the head size of q", "softmax", (Q, Q[:2], Q[:2]), {}),
+        (r"v .* must have the sequences, heads and tokens of k", "softmax", (Q, Q, Q[:, :, 1:]), {}),
+        (r"q must be floating numbers .* float64 \(4, 10, ", "softmax", (Q[0], Q, Q), {}),
+        ("q must be floating numbers .*, no axis empty", "softmax", (Q[:, :, :0],) * 3, {}),
+        ("v must be floating numbers .* int64", "softmax", (Q, Q, Q.long()), {}),
+        ("q must be a tensor", "softmax", ([1.0], Q, Q), {}),
+    ],
+)  # fmt: skip
+def test_what_fits_no_such_sequences_or_heads_is_refused(said: str, name: str, given: tuple, options: dict):
+    with pytest.raises((ValueError, ConfigError), match=said):
+        L.attention(name, *given, **options)
+
+
+@pytest.mark.parametrize("sizes", [(4, 16, 1), (4, 16, 0), (0, 16, 8), (4, 0, 8), (4, 16, 8, 0), (4, 16, 8.0)])
+def test_parameters_are_made_of_sizes_that_a_layer_has(sizes: tuple):
+    with pytest.raises(ConfigError, match="must be a whole number"):
+        L.parameters("ssmax", *sizes)
+
+
+def test_whole_numbers_of_any_width_are_positions():
+    expected = L.attention("log_n", Q, Q, Q, positions=packed()[:1, :10], train_length=8)
+    assert torch.equal(L.attention("log_n", Q, Q, Q, positions=packed()[:1, :10].int(), train_length=8), expected)
+
+
+def test_a_call_leaves_the_callers_draws_as_they_are():
+    parameters = L.parameters("qassmax", HEADS, SIZE, 8)
+    L._module.cache_clear()
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    L.attention("qassmax", Q.float(), Q.float(), Q.float(), parameters)
+    assert torch.equal(torch.rand(2), expected)
+
+
+@pytest.mark.parametrize("length", [20, 700])
+@pytest.mark.parametrize("options", CASES, ids=lambda options: options.label())
+def test_outputs_have_the_dtype_of_the_values_under_autocast_too(options: opt.Options, length: int):
+    normalizer = randomized(options).float()
+    q, x = drawn(1, HEADS, length, SIZE, seed=0).float(), drawn(1, length, WIDTH, seed=1).float()
+    given = {"x": x} if any(getattr(normalizer, name)(x) is not None for name in ("query_features", "key_features")) else {}
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = L.attention(to_plain(options), q, q, q.to(dtype), dict(normalizer.named_parameters()), train_length=TRAIN_LENGTH, **given)
+        assert out.dtype == dtype
