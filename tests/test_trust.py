@@ -434,9 +434,9 @@ def test_a_file_that_an_export_has_a_digest_of_must_be_there(run: Path, use, use
     refuses(use, user, run.parent / "exported", rf"{file}: (missing, and the model was trained with it|not readable)")
 
 
-def test_the_tokenizer_that_a_run_records_must_be_there(run: Path, use, tmp_path: Path):
-    swap_run(run.parent / "exported", "last", "ssmax", None, tmp_path / "swapped", [])
-    for folder in (run, tmp_path / "swapped"):
+def test_the_tokenizer_that_a_run_records_must_be_there(run: Path, use):
+    swap_run(run.parent / "exported", "last", "ssmax", None, run.parent / "swapped", [])
+    for folder in (run, run.parent / "swapped"):
         (folder / "tokenizer.json").unlink()
         for user in USERS:
             if user != "resume":  # which writes the store's anew
