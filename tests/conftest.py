@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import traceback
+from concurrent.futures import Executor, Future
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,9 @@ from lm.cli import main
 from lm.config.data_config import DataConfig
 from lm.config.load import load
 from lm.config.tree import Config
+from lm.experiments.plan import Costs, Times
+from lm.experiments.procedure import Procedure, Run
+from lm.experiments.slots import Children, Devices, log_path
 
 ROOT = Path(__file__).parent.parent
 os.environ.setdefault("WANDB_MODE", "disabled")
@@ -67,6 +71,53 @@ def tiny(arguments: list[str]):
         return load([*arguments, *overrides])
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny_below(corpus: Path, store_root: Path):
+    """A function: folder, overrides -> the tiny configuration of runs in that folder, for runs that several tests share."""
+
+    def make(runs: Path, *overrides: str) -> Config:
+        return load([str(ROOT / "tests" / "tiny.yaml"), f"data.source.paths=[{corpus}]", f"data.root={store_root}", f"runs={runs}", *overrides])
+
+    return make
+
+
+class Inline(Executor):
+    """Runs what it is given at once: training may only be done in a process's main thread."""
+
+    def __init__(self, jobs: int):
+        self.jobs = jobs
+
+    def submit(self, function, /, *arguments):
+        future = Future()
+        future.set_result(function(*arguments))
+        return future
+
+
+@pytest.fixture
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pilot of an experiment takes its ten seconds."""
+
+    def pilot(procedure: Procedure, costs: Costs, *_: object) -> tuple[Times, str]:
+        return {next(place for place, cost in costs.items() if cost.flops): 60.0}, "a pilot"
+
+    monkeypatch.setattr("lm.experiments.plan._pilot", pilot)
+
+
+@pytest.fixture
+def inline(monkeypatch: pytest.MonkeyPatch, untimed: None) -> None:
+    """The `lm` commands of an experiment's runs are calls in this process, which need not import torch again."""
+
+    def execute(self: Children, run: Run, command: list[str], devices: Devices | None) -> int:
+        output = log_path(self.experiment, run)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        ended = lm(*command)
+        output.write_text(ended.stdout + ended.stderr)
+        return ended.returncode
+
+    monkeypatch.setattr("lm.experiments.engine.ThreadPoolExecutor", Inline)
+    monkeypatch.setattr(Children, "_execute", execute)
 
 
 @pytest.fixture

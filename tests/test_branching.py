@@ -130,6 +130,7 @@ HORIZONS = {
 }
 
 
+@pytest.mark.usefixtures("inline")
 def test_arms_branch_seed_by_seed_from_a_step_of_an_earlier_arm(arguments: list[str], tmp_path: Path):
     file = written(tmp_path, arms=HORIZONS, tune={"grid": [1e-2, 2e-2], "seeds": [101, 102]}, seeds=[1, 2])
     ended = lm("compare", str(file), *arguments[1:], "eval.long_context.length_factor=0")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import lm
 from fabricated import finish_all
-from test_experiments import here, inline, overrides  # noqa: F401
+from test_experiments import here, overrides  # noqa: F401
 from trials import written
 
 from lm.experiments.engine import Jobs
@@ -19,13 +19,8 @@ from lm.experiments.summary import summary_lines
 from lm.runs.folder import read_json
 from lm.statistics.verdicts import ALPHA, FEWEST_SEEDS, POWER, detectable, power
 
+pytestmark = pytest.mark.usefixtures("inline")
 GRID = {"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]}
-
-
-@pytest.fixture(autouse=True)
-def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No pilot takes its ten seconds."""
-    monkeypatch.setattr("lm.experiments.plan._pilot", lambda *_: ({("", "softmax"): 60.0}, "a pilot"))
 
 
 def loss(run: Run) -> float:

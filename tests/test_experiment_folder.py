@@ -21,14 +21,9 @@ from lm.experiments.plan import costs, plan
 from lm.experiments.procedure import Procedure
 from lm.runs.folder import CONFIG, RESOLVED, read_json, write_json
 
+pytestmark = pytest.mark.usefixtures("untimed")
 SHORT = ["trainer.max_steps=4", "optim.warmup_steps=1", "eval.every=2"]
 SIZES = {"small": {"trainer.max_steps": 4}, "large": {"trainer.max_steps": 6}}
-
-
-@pytest.fixture(autouse=True)
-def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No pilot takes its ten seconds."""
-    monkeypatch.setattr("lm.experiments.plan._pilot", lambda *_: ({("", "softmax"): 60.0}, "a pilot"))
 
 
 @pytest.fixture

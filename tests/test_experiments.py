@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from concurrent.futures import Executor, Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,30 +37,14 @@ from lm.training.train import train
 
 WILD = {"optim.lr": 1e30, "optim.optimizer.weight_decay": 0, "optim.grad_clip": 0, "optim.warmup_steps": 1}  # diverges
 
+pytestmark = pytest.mark.usefixtures("inline")
+
 
 @pytest.fixture
 def overrides(arguments: list[str]) -> list[str]:
     """Overrides under which a run takes a second and learns something; the experiment's folder is below `runs`."""
     steps = [f"{key}=40" for key in ("trainer.max_steps", "trainer.checkpoint_every", "eval.every")]
     return [*arguments[1:], *steps, "optim.batch_tokens=512", "eval.sequences=64", "eval.long_context.length_factor=0"]
-
-
-class Inline(Executor):
-    """Runs what it is given at once: training may only be done in a process's main thread."""
-
-    def __init__(self, jobs: int):
-        self.jobs = jobs
-
-    def submit(self, function, /, *arguments):
-        future = Future()
-        future.set_result(function(*arguments))
-        return future
-
-
-@pytest.fixture(autouse=True)
-def inline(monkeypatch):
-    monkeypatch.setattr("lm.experiments.engine.ThreadPoolExecutor", Inline)
-    monkeypatch.setattr("lm.experiments.plan._pilot", lambda *_: ({("", "softmax"): 60.0}, "a pilot"))
 
 
 def here(run: Run) -> int:

@@ -146,8 +146,9 @@ def test_project_and_entity_are_those_of_the_environment_unless_the_configuratio
     assert sent.summary["best/step"] == 2
 
 
+@pytest.mark.usefixtures("inline")
 def test_an_experiment_that_ends_sends_its_verdicts_and_its_report(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    file = written(tmp_path, tune=None, seeds=[1, 2, 3])
+    file = written(tmp_path, tune=None, seeds=[1])
     few = ["trainer.max_steps=2", "optim.warmup_steps=1", "eval.long_context.length_factor=0", "log.tags=[mine]"]
     ended = lm("compare", str(file), *arguments[1:], *few)  # wandb is off
     assert ended.returncode == 0, ended.stderr

@@ -257,10 +257,11 @@ def test_a_fit_gives_and_lowers_the_divergence_of_the_new_distribution_from_the_
 # ---------------------------------------------------------------- lm swap, lm export, lm.load
 
 
-@pytest.fixture
-def trained(tiny) -> Path:
-    """A softmax run of 40 steps."""
-    config = tiny("name=trained", "trainer.max_steps=40", "trainer.checkpoint_every=20", "eval.sequences=64")
+@pytest.fixture(scope="module")
+def trained(tiny_below, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A softmax run of 40 steps, which no test changes."""
+    options = ["name=trained", "trainer.max_steps=40", "trainer.checkpoint_every=20", "eval.sequences=64"]
+    config = tiny_below(tmp_path_factory.mktemp("trained"), *options)
     train(config)
     return config.run_folder
 

@@ -94,6 +94,7 @@ def test_documents_are_divided_into_those_that_select_and_report_where_there_are
     assert by_name["verse"].data_fingerprint == ""  # all of one document reports
 
 
+@pytest.mark.usefixtures("inline")
 def test_a_text_decides_an_experiment(arguments: list[str], tmp_path: Path, verse: Path, code: Path):
     primary = {"metric": "text/code/loss", "better": "lower", "matters": 0.05}
     few = ["trainer.max_steps=2", "optim.warmup_steps=1", OFF, asked(verse, code)]

@@ -31,12 +31,11 @@ SHORT = ["trainer.max_steps=4", "trainer.checkpoint_every=2", "eval.long_context
 
 
 @pytest.fixture(scope="module")
-def finished(corpus: Path, store_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tiny_below, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of two finished runs, `a` and `b`, of one configuration, and the export of `a`."""
     runs = tmp_path_factory.mktemp("finished")
     for name in "ab":
-        paths = [f"data.source.paths=[{corpus}]", f"data.root={store_root}", f"runs={runs}", f"name={name}"]
-        train(configured([str(ROOT / "tests" / "tiny.yaml"), *paths, *SHORT]))
+        train(tiny_below(runs, f"name={name}", *SHORT))
     export(runs / "a", "last", runs / "exported")
     return runs
 

@@ -332,6 +332,7 @@ class Checkpoints(StepCallback):
     def __init__(self, run: RunContext, clock: Clock):
         self.config, self.wandb_id, self.clock = run.config, run.wandb_id, clock
         self.every = self.config.checkpoint_every
+        self.yaml = to_yaml(self.config)  # once: it takes longer than to save a small model
         self.folder = self.config.run_folder / CHECKPOINTS
         self.saved = -1
 
@@ -368,7 +369,7 @@ class Checkpoints(StepCallback):
         start.state.elapsed_s = self.clock.seconds()
         metadata = {
             "format": FORMAT,
-            "config": to_yaml(self.config),
+            "config": self.yaml,
             "vocab_size": module.decoder.vocab_size,
             "data_fingerprint": module.store.fingerprint,
             "step": step,
