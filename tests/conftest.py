@@ -78,7 +78,9 @@ def tiny_below(corpus: Path, store_root: Path):
     """A function: folder, overrides -> the tiny configuration of runs in that folder, for runs that several tests share."""
 
     def make(runs: Path, *overrides: str) -> Config:
-        return load([str(ROOT / "tests" / "tiny.yaml"), f"data.source.paths=[{corpus}]", f"data.root={store_root}", f"runs={runs}", *overrides])
+        return load(
+            [str(ROOT / "tests" / "tiny.yaml"), f"data.source.paths=[{corpus}]", f"data.root={store_root}", f"runs={runs}", *overrides]
+        )
 
     return make
 
@@ -165,6 +167,18 @@ def unpainted(canvas: FigureCanvasBase, file: str | Path | io.StringIO | io.Byte
         Path(file).write_bytes(base64.b64decode(PIXEL))
     else:
         file.write("<svg ></svg>" if isinstance(file, io.StringIO) else base64.b64decode(PIXEL))
+
+
+@pytest.fixture(autouse=True)
+def paint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are painted where a test looks at one: it uses `painted`."""
+    if "painted" not in request.fixturenames:
+        monkeypatch.setattr(FigureCanvasBase, "print_figure", unpainted)
+
+
+@pytest.fixture
+def painted() -> None:
+    """Named by tests that look at a picture."""
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

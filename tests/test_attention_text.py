@@ -75,6 +75,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(decoder, folder / "model", folder / "tokenizer.json")
 
 
+@pytest.mark.usefixtures("painted")
 def test_a_short_text_is_drawn_whole_with_its_tokens(model: Path, tmp_path: Path):
     text, out = "a few words on a text, é $x_1$", tmp_path / "maps.csv"
     done = lm("diagnose", str(model), str(model), "--text", text, "--layer", "1", "-o", str(out))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import PAINTING, ROOT, lm, unpainted
+from conftest import ROOT, lm
 from folders import rewritten
 from test_tokenizer import write_tokenizer
 from tokenizers import Regex, Tokenizer, pre_tokenizers
@@ -43,9 +43,8 @@ def trained(corpus: Path, store_root: Path, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture
-def words(trained: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+def words(trained: tuple[Path, list[str]], tmp_path: Path) -> dict[str, list[str]]:
     """What stands for each {name} in `WHOLE`, of a copy of the runs."""
-    monkeypatch.setattr(PAINTING, unpainted)
     shutil.copytree(trained[0].parent, tmp_path / "copy", symlinks=True)
     runs = tmp_path / "copy" / "runs"
     overrides = [*trained[1], f"runs={runs}"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import PAINTING, lm, unpainted
+from conftest import lm
 from folders import metrics, series
 from reported import build_run, write_report, write_series
 from torch import Tensor
@@ -202,16 +202,13 @@ def strict(path: Path) -> dict:
     return json.loads(path.read_text(), parse_constant=lambda text: pytest.fail(f"{path}: {text}"))
 
 
-def test_runs_checkpoints_exports_and_models_without_training_are_described(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_runs_checkpoints_exports_and_models_without_training_are_described(arguments: list[str], tmp_path: Path):
     run, out = tmp_path / "runs" / "relu", tmp_path / "numbers.json"
     options = ["name=relu", "model.normalizer=relu", "data.seq_len=64", "eval.long_context.length_factor=0", ASKED]
     assert lm("train", *arguments, *options).returncode == 0
     assert [path.name for path in sorted((run / "evaluations").glob("diagnostics.*"))] == [
         f"diagnostics.step-000008.{suffix}" for suffix in ("json", "png")
     ]
-    monkeypatch.setattr(PAINTING, unpainted)  # one was painted
     (logged,) = [line for line in metrics(run) if "diagnostics/effective keys" in line]
     assert logged["step"] == 8
 
@@ -281,6 +278,7 @@ def test_what_is_no_model_is_said_in_one_line(source: str, said: str, tmp_path: 
     assert said in done.stderr
 
 
+@pytest.mark.usefixtures("painted")
 def test_a_report_of_runs_with_diagnostics_shows_them(tmp_path: Path):
     held_out = HeldOut(np.random.default_rng(0).integers(1, VOCAB, (3, LENGTH + 1)), np.ones(VOCAB, np.float32))
     asked, folders = DiagnosticsConfig(sequences=3, queries=6, statistics=["sparsity"]), []

@@ -203,6 +203,7 @@ def test_what_was_measured_once_has_no_curve(tmp_path, undrawn):
     assert "Without a curve, because it was measured once: Validation loss." in text_of(page)
 
 
+@pytest.mark.usefixtures("painted")
 def test_the_legend_names_the_arms_that_are_drawn():
     traces = [Trace(0, "one", np.ones(1), np.ones(1), "dots"), Trace(1, "other", np.empty(0), np.empty(0), "dots")]
     svg = Picture([Panel("title", "x", "y", traces)], ["drawn", "untrained"], "").svg

@@ -16,6 +16,7 @@ from lm.data.store import Split, Store
 from lm.errors import DataError
 
 
+@pytest.mark.usefixtures("painted")
 def test_a_store_is_checked_and_described(data: DataConfig, tmp_path: Path):
     store = prepare(data)
     result = lm("data", "inspect", str(store.path), "--out", str(tmp_path / "lengths.svg"), "--samples", "3")

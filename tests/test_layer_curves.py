@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import PAINTING, unpainted
 from fabricated import save
 from reported import build_run, write_report
 
@@ -62,6 +61,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("painted")
 def test_a_line_is_the_median_over_heads_its_band_reaches_from_the_least_to_the_largest_and_no_spike_is_lost(run: Path):
     picture = layers_of(read_run(run))
     rows = list(csv.DictReader(io.StringIO(picture.csv)))
@@ -74,8 +74,7 @@ def test_a_line_is_the_median_over_heads_its_band_reaches_from_the_least_to_the_
     assert picture.svg.count("<svg") == 1
 
 
-def test_only_the_report_of_a_single_run_has_them(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(PAINTING, unpainted)
+def test_only_the_report_of_a_single_run_has_them(run: Path, tmp_path: Path):
     one = write_report([run], tmp_path / "one").html
     assert "By layer, while training" in one.read_text()
     assert sorted(path.name for path in one.parent.glob("by-layer.*")) == ["by-layer.csv", "by-layer.svg"]

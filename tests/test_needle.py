@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import PAINTING, lm, unpainted
+from conftest import lm
 
 from lm.attention import catalogue
 from lm.config.eval_config import FinetuneConfig, NeedleConfig
@@ -180,7 +180,6 @@ def test_numbers_beside_the_needle_make_a_chance(tiny):
 def test_training_draws_at_its_last_step_and_where_wandb_is_sent_the_picture(
     tiny, monkeypatch, wandb: str, experiment: str, drawn: list[int]
 ):
-    monkeypatch.setattr(PAINTING, unpainted)
     monkeypatch.setenv("WANDB_MODE", wandb)
     options = ["data.seq_len=128", "eval.needle.length_factors=[2]", "eval.needle.trials=2", "eval.needle.at=[0.5, 1]"]
     config = tiny("name=drawn", f"experiment.name={experiment}", f"log.wandb={wandb}", *options, "eval.needle.heads_at=null")
@@ -190,6 +189,7 @@ def test_training_draws_at_its_last_step_and_where_wandb_is_sent_the_picture(
     assert [path.name for path in sorted(folder.glob("*.png"))] == [f"needle.step-{step:06d}.png" for step in drawn]
 
 
+@pytest.mark.usefixtures("painted")
 def test_lm_eval_asks_for_needles_and_draws_them(tiny):
     options = ["data.seq_len=128", "eval.needle.length_factors=[2]", "eval.needle.trials=2", "eval.needle.at=[0.5]"]
     config = tiny("name=hay", *options, "eval.needle.heads_at=2")

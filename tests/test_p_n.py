@@ -62,6 +62,7 @@ def test_a_table_that_was_not_trained_has_no_r2():
     assert found["constant"].parameters == {"b": 1.0}
 
 
+@pytest.mark.usefixtures("painted")
 def test_table_summary_and_picture_are_of_the_models_table(tiny, tmp_path: Path, capsys: pytest.CaptureFixture):
     made = Decoder(tiny("model.normalizer=p_n").model, 400, 64, seed=1)
     with torch.no_grad():

@@ -38,18 +38,23 @@ SCENARIOS = {
     "isolated documents": (["data.lengths={name: curriculum, starts: {0.0: 16, 0.5: 32}}", "data.documents=isolate"], (3,)),
     "bf16": (["trainer.precision=bf16-mixed"], (3,)),
 }
-SWAPS = {"swap, before": (2,), "swap, at": (4,), "swap, after": (6,), "swap, all three": (2, 4, 6)}
+SWAPS = {"swap, before": (2,), "swap, at": (4,), "swap, after": (6,), "swap, at and after": (4, 6), "swap, all three": (2, 4, 6)}
 
 
-# By default the whole table for one normalizer, and its two richest columns for one of each kind of kernel, parameter and state.
-SOME, RICHEST = ("ssmax",), ("twice in a row", "swap, all three")
+# By default those columns of the table that contain the others for one normalizer, and a rich one for one of each kind of kernel,
+# parameter and state.
+SOME, RICH, RICHEST = ("ssmax",), "swap, at and after", "swap, all three"
+CONTAINED = ("plain", "accumulation", "dropout", "swap, before", "swap, at", "swap, after", RICH)
 KINDS = ("softmax", "relu2", "entmax15", "linear", "window", "forget", "p_n", "qassmax")
 
 
 def cells(scenarios: dict[str, object]) -> pytest.MarkDecorator:
     """Every normalizer x scenario, as parameters `name` and `scenario`."""
     quick = [
-        (name, scenario) for name in catalogue.ENTRIES for scenario in scenarios if name in SOME or (name in KINDS and scenario in RICHEST)
+        (name, scenario)
+        for name in catalogue.ENTRIES
+        for scenario in scenarios
+        if (name in SOME and scenario not in CONTAINED) or (name in KINDS and scenario == RICH)
     ]
     slow = [(name, scenario) for name in catalogue.ENTRIES for scenario in scenarios if (name, scenario) not in quick]
     return pytest.mark.parametrize(("name", "scenario"), quick + [pytest.param(*cell, marks=pytest.mark.slow) for cell in slow])
@@ -73,9 +78,7 @@ FOR_OPTIMIZERS = {name: (["model.normalizer=ssmax", *options], kills) for name, 
 FOR_OPTIMIZERS |= {name: ([swap_to("ssmax"), *SCENARIOS["twice in a row"][0]], kills) for name, kills in SWAPS.items()}
 
 
-@pytest.mark.parametrize(
-    "scenario", [one if one == "swap, all three" else pytest.param(one, marks=pytest.mark.slow) for one in FOR_OPTIMIZERS]
-)
+@pytest.mark.parametrize("scenario", [one if one == RICHEST else pytest.param(one, marks=pytest.mark.slow) for one in FOR_OPTIMIZERS])
 @pytest.mark.parametrize("optimizer", OTHERS)
 def test_a_run_of_another_optimizer_resumed_is_bitwise_the_same(tiny, record_property, optimizer: str, scenario: str):
     options, kills = FOR_OPTIMIZERS[scenario]
@@ -125,29 +128,41 @@ def check(tiny, record_property, name: str, scenario: str, options: list[str], k
     return parts.run_folder
 
 
-RANKS = {"2 ranks": ([], (4,)), "2 ranks, dropout, accumulation": (["model.dropout=0.2", "trainer.micro_batch=1"], (3, 6))}
+SWAP = "swap"  # in place of the options for it
+MASKED = ["model.dropout=0.2", "trainer.micro_batch=1"]
+RANKS = {
+    "2 ranks": ([], (4,)),
+    "2 ranks, dropout, accumulation": (MASKED, (3, 6)),
+    "2 ranks, swap": ([SWAP], (2, 4, 6)),
+    "2 ranks, swap, dropout, accumulation": ([SWAP, *MASKED], (2, 6)),
+}
 
 
 @pytest.mark.parametrize(
-    ("names", "optimizer"),
+    ("names", "scenarios", "optimizer"),
     [
-        (SOME, "adamw"),
-        pytest.param(tuple(name for name in catalogue.ENTRIES if name not in SOME), "adamw", marks=pytest.mark.slow),
-        *(pytest.param(SOME, optimizer, marks=pytest.mark.slow) for optimizer in OTHERS),
+        (SOME, [*RANKS][-1:], "adamw"),
+        pytest.param(SOME, [*RANKS][:-1], "adamw", marks=pytest.mark.slow),
+        pytest.param(tuple(name for name in catalogue.ENTRIES if name not in SOME), [*RANKS], "adamw", marks=pytest.mark.slow),
+        *(pytest.param(SOME, [*RANKS], optimizer, marks=pytest.mark.slow) for optimizer in OTHERS),
     ],
-    ids=["some", "others", *OTHERS],
+    ids=["richest", "contained", "others", *OTHERS],
 )
 def test_two_ranks_resumed_are_bitwise_the_same(
-    arguments: list[str], tmp_path: Path, record_property, names: tuple[str, ...], optimizer: str
+    arguments: list[str], tmp_path: Path, record_property, names: tuple[str, ...], scenarios: list[str], optimizer: str
 ):
     """One group of ranks makes all the runs: in one go, in one go again and then back to earlier checkpoints."""
     jobs = []
     expected = []
     for name in names:
-        for scenario, (options, backs) in {**RANKS, "2 ranks, swap": ([swap_to(name)], (2, 4, 6))}.items():
+        for scenario in scenarios:
+            options, backs = RANKS[scenario]
             folder = f"{name} {scenario}".replace(",", "").replace(" ", "-")
-            common = [*arguments, *EVERY_STEP, "trainer.devices=2", f"optim.optimizer={optimizer}", *options]
-            common += [f"model.normalizer={name}"] if "swap" not in scenario else []
+            model = [
+                swap_to(name) if option == SWAP else option
+                for option in (options if SWAP in options else [*options, f"model.normalizer={name}"])
+            ]
+            common = [*arguments, *EVERY_STEP, "trainer.devices=2", f"optim.optimizer={optimizer}", *model]
             jobs += [[*common, f"name={folder}-a"], [*common, f"name={folder}-b"]]
             for step in backs:
                 jobs.append([*common, f"name={folder}-b", f"resume={tmp_path}/runs/{folder}-b/checkpoints/step-{step:06d}.ckpt"])
@@ -165,12 +180,15 @@ def test_two_ranks_resumed_are_bitwise_the_same(
 # ---------------------------------------------------------------- other splits, more steps, going back
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (8, 2), (1, 8)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(8, 2), (1, 8), *(pytest.param(*split, marks=pytest.mark.slow) for split in ((1, 2), (2, 1)))]
+)
 def test_a_run_resumed_with_another_split_sees_the_same_tokens(tiny, before: int, after: int):
-    train(tiny("name=whole"))
-    train(tiny("name=parts", f"trainer.micro_batch={before}", "trainer.checkpoint_every=3"))
+    options = ["trainer.checkpoint_every=3", "eval.every=8", "eval.long_context.length_factor=0"]
+    train(tiny("name=whole", *options))
+    train(tiny("name=parts", f"trainer.micro_batch={before}", *options))
     first = tiny("name=parts").run_folder / "checkpoints" / "step-000003.ckpt"
-    train(tiny("name=parts", f"trainer.micro_batch={after}", "trainer.checkpoint_every=3", f"resume={first}"))
+    train(tiny("name=parts", f"trainer.micro_batch={after}", f"resume={first}", *options))
     assert len(losses(tiny("name=parts").run_folder)) == 8
     assert losses(tiny("name=parts").run_folder) == pytest.approx(losses(tiny("name=whole").run_folder), abs=1e-4)
 

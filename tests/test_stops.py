@@ -135,7 +135,7 @@ def test_a_run_killed_at_random_moments_ends_bitwise_the_same(arguments: list[st
         "trainer.keep_checkpoints=2",
         "eval.every=50",
         "eval.sequences=4",
-        f"trainer.max_steps={40 * kills}",
+        f"trainer.max_steps={25 * kills}",
     ]
     options += ["model.n_embd=128", "model.dropout=0.1", swap_to("ssmax"), "log.progress=none", "eval.long_context.length_factor=0"]
     folder, during = tmp_path / "runs" / "killed", 0
@@ -150,7 +150,7 @@ def test_a_run_killed_at_random_moments_ends_bitwise_the_same(arguments: list[st
                 pass
             during += 1
         else:
-            time.sleep(drawn.uniform(0, 0.4))
+            time.sleep(drawn.uniform(0, 0.2))
         assert process.is_alive(), f"the run ended after {number} kills: {(tmp_path / 'output').read_text()}"
         process.kill()
         process.join()

@@ -283,44 +283,53 @@ def test_a_verdict_takes_a_difference_of_interest(matters: float):
         verdicts({}, matters, "lower")
 
 
-def test_simulated_experiments_with_equal_arms_have_few_false_verdicts_and_intervals_that_hold():
-    counts, held = many(World("4 equal arms, heavy tails", 5, (0.0,) * 4, equal_on_text=True, heavy=True), range(300))
-    assert counts["false"] / 300 <= 0.06
+MANY = pytest.mark.parametrize("count", [100, pytest.param(300, marks=pytest.mark.slow)])  # experiments
+
+
+@MANY
+def test_simulated_experiments_with_equal_arms_have_few_false_verdicts_and_intervals_that_hold(count: int):
+    counts, held = many(World("4 equal arms, heavy tails", 5, (0.0,) * 4, equal_on_text=True, heavy=True), range(count))
+    assert counts["false"] / count <= 0.06
     assert 0.95 <= held[:, 0].mean() <= 0.995
-    assert counts["together"] / 300 >= 0.94
+    assert counts["together"] / count >= 0.94
 
 
-def test_simulated_arms_at_the_margin_are_seldom_called_equivalent():
+@MANY
+def test_simulated_arms_at_the_margin_are_seldom_called_equivalent(count: int):
     world = World("4 arms worse by exactly what matters", 3, (MATTERS,) * 4, equal_on_text=True, tuning="none")
-    counts, held = many(world, range(300))
-    assert counts["no difference above margin"] <= counts["false"] <= 0.07 * 300
+    counts, held = many(world, range(count))
+    assert counts["no difference above margin"] <= counts["false"] <= 0.07 * count
     assert 0.92 <= held[:, 0].mean() <= 0.98
 
 
-def test_simulated_accuracies_in_steps_have_few_false_verdicts():
-    counts, _ = many(World("an accuracy near 1", 3, (0.0,) * 4, equal_on_text=True, tuning="none", ceiling=True), range(300))
-    assert counts["false"] / 300 <= 0.05
+@MANY
+def test_simulated_accuracies_in_steps_have_few_false_verdicts(count: int):
+    counts, _ = many(World("an accuracy near 1", 3, (0.0,) * 4, equal_on_text=True, tuning="none", ceiling=True), range(count))
+    assert counts["false"] / count <= 0.05
 
 
-def test_a_second_look_shares_the_level_with_the_first():
+@MANY
+def test_a_second_look_shares_the_level_with_the_first(count: int):
     world = World("1 equal arm", 5, (0.0,), equal_on_text=True, tuning="none", arm_seed=0.02, more_seeds=10)
-    counts, _ = many(world, range(300))
-    assert counts["false"] / 300 <= 0.08, "in 3,000 experiments 4.5 %"
-    assert 5 < counts["seeds"] / 300 <= 15
+    counts, _ = many(world, range(count))
+    assert counts["false"] / count <= 0.08, "in 3,000 experiments 4.5 %"
+    assert 5 < counts["seeds"] / count <= 15
 
 
-def test_simulated_tuning_that_is_misled_by_unlucky_runs_gives_few_false_verdicts():
+@MANY
+def test_simulated_tuning_that_is_misled_by_unlucky_runs_gives_few_false_verdicts(count: int):
     world = World("unlucky", 5, (0.0,) * 4, equal_on_text=True, unlucky=0.2, curvature=0.05, optima=(0.4,) * 5)
-    counts, held = many(world, range(200))
-    assert counts["false"] / 200 <= 0.03
+    counts, held = many(world, range(count))
+    assert counts["false"] / count <= 0.03
     assert held[:, 2].mean() > 0.2, "tuning chose different rates"
     assert held[:, 0].mean() >= 0.95
 
 
-def test_simulated_experiments_find_what_was_planned_for():
+@MANY
+def test_simulated_experiments_find_what_was_planned_for(count: int):
     world = World("1 arm better", 6, (-MATTERS,), equal_on_text=True, optima=(0.4, 0.4))
-    counts, _ = many(world, range(300))
-    assert (counts["better"] + counts["difference below margin"]) / 300 >= 0.72
+    counts, _ = many(world, range(count))
+    assert (counts["better"] + counts["difference below margin"]) / count >= 0.72
     assert not counts["worse"]
 
 
