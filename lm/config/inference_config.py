@@ -33,7 +33,7 @@ class RopeScaling:
         return frequencies
 
     def logit_factor(self, s: float) -> float:
-        """Multiplies the logits."""
+        """A factor on the logits."""
         return 1.0
 
 

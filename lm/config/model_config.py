@@ -26,13 +26,13 @@ class TrainedScaling:
 
     @property
     def amplitude(self) -> float:
-        """Multiplies cos and sin, so that logits are multiplied by its square."""
+        """A factor on cos and sin; logits are multiplied by its square."""
         return 1.0
 
 
 @dataclass(frozen=True)
 class Unscaled(TrainedScaling):
-    """The frequencies of theta."""
+    """RoPE's frequencies as theta gives them."""
 
     name: ClassVar[str] = "none"
 

@@ -34,7 +34,7 @@ def find(argument: str | Path, kind: str = "") -> Path:
 
 
 def names() -> Iterator[tuple[str, str]]:
-    """The name of each preset and what it is, as the comment at the top of its file begins."""
+    """Each preset's name, with the beginning of the comment at the top of its file."""
     root = folder()
     for path in sorted(root.rglob("*.yaml"), key=lambda path: (len(path.relative_to(root).parts), str(path))):
         first = path.read_text(encoding="utf-8").partition("\n")[0]

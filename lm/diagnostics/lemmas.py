@@ -66,7 +66,7 @@ def directions(visible: Tensor, shape: torch.Size, generator: torch.Generator) -
 
 
 def _unit(v: Tensor) -> Tensor:
-    """Rows of length 1, or 0."""
+    """Rows scaled to length 1; rows of zeros stay."""
     norm = v.norm(dim=-1, keepdim=True)
     return v / norm.masked_fill(norm == 0, 1.0)
 

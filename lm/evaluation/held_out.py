@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Pinned held-out sequences."""
+    """Held-out sequences that are the same for every run and checkpoint."""
 
     sequences: np.ndarray  # (N, length + 1) token ids
     token_bytes: np.ndarray  # (V,) UTF-8 bytes that each token stands for

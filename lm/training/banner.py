@@ -104,7 +104,7 @@ def _ratio(config: Config, parameters: dict[str, int]) -> float:
 
 
 def _memory(config: Config, phase: int, vocab_size: int, machine: Machine) -> str:
-    """The estimate of what the tensors of a training step take."""
+    """The estimated memory of the tensors of a training step, in words."""
     try:
         n_bytes = estimated_memory(config, phase, vocab_size, machine.bf16, machine.accelerator)
     except Exception as error:  # by code of a normalizer from outside: no estimate must keep a run from starting
