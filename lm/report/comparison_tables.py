@@ -19,7 +19,9 @@ from lm.schema import Plain, flatten, to_plain
 from lm.statistics.intervals import Interval
 
 BETTER = {"lower": "below zero: better", "higher": "above zero: better", "none": ""}  # words for a difference
-REPORTING = "held-out text: numbers are of the documents that report, without the third that selects learning rates and checkpoints"
+REPORTING = (
+    "of held-out text or tasks, numbers are of the documents or sequences that report, without the third that selects rates and checkpoints"
+)
 SAME = {True: "yes", False: "NO", None: "unknown"}  # words for a check of fairness
 _ELSEWHERE = ("model.n_layer", "model.n_head", "model.n_embd", "model.dropout", "model.normalizer.", "model.transfer.")  # in the methods
 Span = tuple[datetime, datetime]
