@@ -267,22 +267,20 @@ def harness(
 
 def print_tasks(result: dict[str, Plain], source: Path) -> None:
     """Print a table of metrics with their standard errors, an arrow where more (or less) is better, and what was cut."""
-    from lm.report.tables import Column, Table, print_tables
+    from lm.report.tables import from_lines, print_tables
 
-    rows: list[tuple[str, ...]] = []
+    lines: list[dict[str, str]] = []
     for name, task in {**result["tasks"], **result["groups"]}.items():
-        cells = name, str(task.get("num_fewshot", "")), str(task.get("documents", ""))
+        cells = {"task": name, "shots": str(task.get("num_fewshot", "")), "documents": str(task.get("documents", ""))}
         for metric, value in task["metrics"].items():
             base, *kind = metric.split(",")
             if base.endswith("_stderr"):
                 continue
             arrow = {True: " ↑", False: " ↓"}.get(task.get("higher_is_better", {}).get(base), "")
             error = task["metrics"].get(",".join([f"{base}_stderr", *kind]))
-            rows.append((*cells, metric + arrow, f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}")))
-            cells = "", "", ""
-    kinds = {"task": "label", "shots": "number", "documents": "number", "metric": "label", "value": "number"}
-    contents = [(Column(name, kind=kind), [row[number] for row in rows]) for number, (name, kind) in enumerate(kinds.items())]
-    print_tables(Table(f"{source}, step {result['step']}", "", tuple(contents)))
+            lines.append(cells | {"metric": metric + arrow, "value": f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}")})
+            cells = dict.fromkeys(cells, "")
+    print_tables(from_lines(f"{source}, step {result['step']}", lines, ("shots", "documents", "value")))
     for name, task in result["tasks"].items():
         if task["requests_cut"]:
             print(f"{name}: {task['requests_cut']} requests were longer than {task['max_length']} tokens and lost some on the left")
