@@ -138,7 +138,7 @@ def _labels(model: ShownModel) -> list[str]:
 
 def token_label(token: str) -> str:
     """A token's text as a label shows it."""
-    return "".join("\u00b7" if letter == " " else letter if letter.istoken_label() else repr(letter)[1:-1] for letter in token) or "-"
+    return "".join("\u00b7" if letter == " " else letter if letter.isprintable() else repr(letter)[1:-1] for letter in token) or "-"
 
 
 # ---------------------------------------------------------------- lm diagnose --text
