@@ -196,7 +196,7 @@ def write_comparison(comparison: RunComparison, out: Path) -> Path:
             runs.add("details", run_details(run, f"{printable(run.name)} ({arm.label})"))
     sections = [training, by_layer, *run_sections(comparison, comparison.runs, methods(comparison)), runs]
     contents = page_files([PagePart(comparison.title, [section for section in sections if section.blocks])], out) | {
-        out / PICTURE: picture.png,
+        out / PICTURE: picture.file(".png"),
         out / "table.md": to_markdown(tables, notes(comparison)).encode(),
         out / "table.csv": to_csv(tables).encode(),
         out / "table.tex": to_latex(tables).encode(),
