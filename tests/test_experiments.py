@@ -95,7 +95,7 @@ def test_tables_have_no_empty_columns_and_reasons_stand_below_them(tmp_path, ove
     assert tuned == ["arm", "rate", "val/loss"]
     assert (judged[:3], judged[-1]) == (["arm", "optim.lr", "seeds"], "verdict")
     _, ssmax = json.loads((tmp_path / "runs" / "trial" / "verdicts.json").read_text())["arms"]
-    assert f"\nssmax: {ssmax['verdict']}: {ssmax['reason']}\n" in out
+    assert f"\nssmax: {ssmax['words']}: {ssmax['reason']}\n" in out
 
 
 def test_what_was_stopped_goes_on_and_what_failed_is_said(tmp_path, overrides):
