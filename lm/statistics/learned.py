@@ -19,18 +19,18 @@ class LearnedCounts:
     """How many runs of an arm and of the baseline have learned, of those that have ended.
 
     Attributes:
-        ours, of_ours, theirs, of_theirs: runs of the arm that have learned, and all of them; those of the baseline. A run that diverged
-            has not learned.
+        learned, ended: runs of the arm that have learned, and all that have ended. A run that diverged has not learned.
+        base_learned, base_ended: those of the baseline.
         others: the same four numbers at further pairs of rates, of arms that were trained at several: each must show the difference.
         diverged: how many of them all diverged.
         tuned: False if the best rate of either is at an edge of the grid.
         planned: seeds that were planned for each.
     """
 
-    ours: int
-    of_ours: int
-    theirs: int
-    of_theirs: int
+    learned: int
+    ended: int
+    base_learned: int
+    base_ended: int
     others: Sequence[Counts] = ()
     diverged: int = 0
     tuned: bool = True
@@ -39,12 +39,12 @@ class LearnedCounts:
     @property
     def whole(self) -> bool:
         """Whether all planned seeds are there."""
-        return min(self.of_ours, self.of_theirs) >= self.planned
+        return min(self.ended, self.base_ended) >= self.planned
 
     @property
     def difference(self) -> float:
         """The arm's fraction minus the baseline's; NaN without runs."""
-        return self.ours / self.of_ours - self.theirs / self.of_theirs if self.of_ours and self.of_theirs else math.nan
+        return self.learned / self.ended - self.base_learned / self.base_ended if self.ended and self.base_ended else math.nan
 
 
 def learned_verdicts(counts: Mapping[Name, LearnedCounts], looks: int = 1) -> dict[Name, Verdict]:
@@ -57,51 +57,51 @@ def learned_verdicts(counts: Mapping[Name, LearnedCounts], looks: int = 1) -> di
     """
     family = max(1, len(counts)) * looks
     needed = fewest_seeds(ALPHA / family)
-    tested = {name: _p(learned) if learned.tuned and learned.whole else 1.0 for name, learned in counts.items()}
-    return {name: _verdict(learned, min(1.0, family * tested[name]), needed) for name, learned in counts.items()}
+    tested = {name: _p(each) if each.tuned and each.whole else 1.0 for name, each in counts.items()}
+    return {name: _verdict(each, min(1.0, family * tested[name]), needed) for name, each in counts.items()}
 
 
-def _p(learned: LearnedCounts) -> float:
+def _p(counts: LearnedCounts) -> float:
     """The p of Fisher's test, the greatest of all pairs of rates; 1 where one has a difference of another direction."""
-    sign = np.sign(learned.difference)
-    tests = [fisher_exact(learned.ours, learned.of_ours, learned.theirs, learned.of_theirs)]
-    for ours, of_ours, theirs, of_theirs in learned.others:
-        same = np.sign(ours / of_ours - theirs / of_theirs) == sign
-        tests.append(fisher_exact(ours, of_ours, theirs, of_theirs) if same else 1.0)
+    sign = np.sign(counts.difference)
+    tests = [fisher_exact(counts.learned, counts.ended, counts.base_learned, counts.base_ended)]
+    for learned, ended, base_learned, base_ended in counts.others:
+        same = np.sign(learned / ended - base_learned / base_ended) == sign
+        tests.append(fisher_exact(learned, ended, base_learned, base_ended) if same else 1.0)
     return max(tests)
 
 
-def _verdict(learned: LearnedCounts, p: float, needed: int) -> Verdict:
-    counts = f"{learned.ours} of {learned.of_ours} have learned, {learned.theirs} of {learned.of_theirs} of the baseline"
-    counts += f"; {learned.diverged} diverged, and count as not learned" if learned.diverged else ""
-    kind, reason, unanswered = "undecided", f"{counts}; Fisher's exact test: p = {p:.2g}", "no arm is shown to learn more often"
-    seeds = min(learned.of_ours, learned.of_theirs)
-    if not learned.tuned:
+def _verdict(counts: LearnedCounts, p: float, needed: int) -> Verdict:
+    words = f"{counts.learned} of {counts.ended} have learned, {counts.base_learned} of {counts.base_ended} of the baseline"
+    words += f"; {counts.diverged} diverged, and count as not learned" if counts.diverged else ""
+    kind, reason, unanswered = "undecided", f"{words}; Fisher's exact test: p = {p:.2g}", "no arm is shown to learn more often"
+    seeds = min(counts.ended, counts.base_ended)
+    if not counts.tuned:
         kind, (reason, unanswered) = "not tuned", UNTUNED
-    elif not learned.whole:
-        kind, reason = "incomplete", f"{seeds} of {learned.planned} seeds have ended"
+    elif not counts.whole:
+        kind, reason = "incomplete", f"{seeds} of {counts.planned} seeds have ended"
         unanswered = reason
     elif p <= ALPHA:
-        kind, unanswered = "better" if learned.difference > 0 else "worse", ""
-    elif fisher_exact(learned.ours, learned.of_ours, learned.theirs, learned.of_theirs) <= ALPHA < _p(learned):
-        reason = f"{counts}; but not so at the other rates that the arms were trained at"
+        kind, unanswered = "better" if counts.difference > 0 else "worse", ""
+    elif fisher_exact(counts.learned, counts.ended, counts.base_learned, counts.base_ended) <= ALPHA < _p(counts):
+        reason = f"{words}; but not so at the other rates that the arms were trained at"
     elif seeds < needed:
-        reason = f"{counts}; Fisher's exact test can show a difference from {needed} seeds on"
-    tested = seeds if learned.tuned and learned.whole else 0
+        reason = f"{words}; Fisher's exact test can show a difference from {needed} seeds on"
+    tested = seeds if counts.tuned and counts.whole else 0
     return Verdict(kind, reason, None, p, SeedsNeeded(needed, needed, needed), open=unanswered, seeds=tested)
 
 
-def fisher_exact(ours: int, of_ours: int, theirs: int, of_theirs: int) -> float:
+def fisher_exact(learned: int, ended: int, base_learned: int, base_ended: int) -> float:
     """Two-sided p of equal chances: the probability of all tables with these margins that are no more probable than this one (Fisher 1935).
 
     Computed in whole numbers, so that equally probable tables are found equal. 1 where either has no runs.
     """
-    learned = ours + theirs
+    total = learned + base_learned
     ways = {
-        mine: math.comb(of_ours, mine) * math.comb(of_theirs, learned - mine)
-        for mine in range(max(0, learned - of_theirs), min(of_ours, learned) + 1)
+        mine: math.comb(ended, mine) * math.comb(base_ended, total - mine)
+        for mine in range(max(0, total - base_ended), min(ended, total) + 1)
     }
-    return sum(way for way in ways.values() if way <= ways[ours]) / math.comb(of_ours + of_theirs, learned)
+    return sum(way for way in ways.values() if way <= ways[learned]) / math.comb(ended + base_ended, total)
 
 
 def fewest_seeds(alpha: float) -> int:
