@@ -233,7 +233,7 @@ def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: lis
         return build(block, value, path, problems)
     converted = convert(spec.type, value)
     if converted is MISSING:
-        problems.append(Problem(path, value, f"must be {type_name(spec.type)}", _type_remedy(spec.type, value)))
+        problems.append(Problem(path, value, f"must be {type_name(spec.type)}", _type_remedy(spec.type, value, spec.metadata["help"])))
         return MISSING
     limits = spec.metadata["limits"]
     for item in _items(converted):
@@ -316,13 +316,16 @@ def type_name(hint: type) -> str:
     return {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "a map", types.NoneType: "null"}[hint]
 
 
-def _type_remedy(hint: type, value: Plain) -> str:
+def _type_remedy(hint: type, value: Plain, meaning: str) -> str:
+    """Words on what to write instead; `meaning`: help of the key, which names its texts where yes or no was given."""
     literals = _literals(hint)
     unknown = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str) and item not in literals]
     if unknown and literals:
         words = [_written(arg) for arg in literals]
         return f"write {unknown[0]} without quotes" if unknown[0] in words else suggest(unknown[0], words)
-    return "quote it in the YAML" if hint is str else ""
+    if hint is not str:
+        return ""
+    return meaning if isinstance(value, bool) else "quote it in the YAML"
 
 
 def _written(value: str | int | bool) -> str:

@@ -394,7 +394,8 @@ def test_the_command_prints_a_plan_and_trains_nothing(tmp_path, overrides):
     assert "done: 0 of the 8 runs known so far" in result.stdout
     assert "primary metric val/loss" in result.stdout
     missing = lm("compare", str(tmp_path / "no.yaml"))
-    assert (missing.returncode, missing.stderr) == (2, f"error: {tmp_path / 'no.yaml'}: no such experiment file\n")
+    expected = f"error: {tmp_path / 'no.yaml'}: no such experiment file; lm configs lists presets\n"
+    assert (missing.returncode, missing.stderr) == (2, expected)
     early = lm("compare", str(written(tmp_path)), *overrides, "--report-only")
     assert early.returncode == 1
     assert "no run has ended yet" in early.stderr

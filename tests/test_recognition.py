@@ -44,3 +44,19 @@ def test_commands_on_runs_refuse_the_folder_of_an_experiment(tmp_path: Path, com
     assert f"{folder}: the folder of an experiment, not of a run; name runs below it" in line
     assert line.endswith("lm compare mine.yaml --report-only")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["config", CONFIGURATION, "resume=yes"], 2, "resume = true: must be text; `auto`: go on from the run's last checkpoint; or"),
+        (["config", CONFIGURATION, "name=7"], 2, "name = 7: must be text; quote it in the YAML"),
+        (["config", CONFIGURATION, "trainer.micro_batch=7"], 2, "does not divide the 16 sequences of a process in a step; e.g. 4"),
+        (["compare", "nothing-of-the-kind"], 2, "no such experiment file; lm configs lists presets"),
+        (["judge", "nowhere.csv"], 1, "nowhere.csv: no such file; a CSV table with columns arm, seed and value is needed"),
+        (["report", str(ROOT / "lm" / "modell")], 1, "no such run folder; did you mean 'model'?"),
+        (["report", "nowhere/run"], 1, "nowhere/run: no such run folder; lm train makes one, runs/NAME"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line_with_a_remedy(arguments: list[str], status: int, words: str):
+    assert words in error_of(*arguments, status=status)

@@ -179,6 +179,8 @@ def judged_table(
         return judge_table(table, "the table", primary, baseline, where, by)
     try:
         lines = pd.read_csv(table)
+    except FileNotFoundError:
+        raise RunError(f"{os.fspath(table)}: no such file; a CSV table with columns arm, seed and value is needed") from None
     except (OSError, ValueError) as error:
         raise RunError(f"{os.fspath(table)}: no CSV table: {one_line(error)}") from None
     return judge_table(lines, os.fspath(table), primary, baseline, where, by)

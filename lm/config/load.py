@@ -4,7 +4,6 @@
 `ConfigError` with every problem, those that involve several keys included. Nothing here imports torch.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -74,10 +73,11 @@ def check(config: Config) -> list[Problem]:
         "set it to " + " or ".join(str(fit) for fit in (below, above) if fit),
     )  # fmt: skip
     if trainer.micro_batch and optim.batch_tokens % step_length == 0:
+        fits = range(min(trainer.micro_batch, config.rank_sequences), 0, -1)
         problem(
             config.rank_sequences % trainer.micro_batch != 0,
             "trainer.micro_batch", trainer.micro_batch, f"does not divide the {config.rank_sequences} sequences of a process in a step",
-            f"e.g. {math.gcd(config.rank_sequences, trainer.micro_batch)}",
+            f"e.g. {next(size for size in fits if config.rank_sequences % size == 0)}",
         )  # fmt: skip
     problem(
         trainer.max_steps is None and trainer.tokens_per_parameter is None,

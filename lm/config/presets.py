@@ -43,10 +43,10 @@ def names() -> Iterator[tuple[str, str]]:
 
 
 def suggestion(path: Path) -> str:
-    """The preset whose name is nearest to that of a file which is not there, as a remedy; empty if none is near."""
+    """The preset whose name is nearest to that of a file which is not there, as a remedy; else where presets are listed."""
     known = [name for name, _ in names()]
     text = suggest(path.with_suffix("").as_posix(), [*known, *(name.rpartition("/")[2] for name in known)])
-    return f"; {text}" if text.startswith("did you mean") else ""
+    return f"; {text if text.startswith('did you mean') else 'lm configs lists presets'}"
 
 
 def copy(to: Path) -> Path:

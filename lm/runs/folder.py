@@ -19,7 +19,7 @@ from lm.config.tree import Config, ExperimentConfig
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, RunError, one_line, shown
 from lm.files import plain_sha256, write_text, write_together
-from lm.schema import Plain, convert, type_name
+from lm.schema import Plain, convert, suggest, type_name
 
 CONFIG, ENVIRONMENT, METRICS, TOKENIZER = "config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json"
 CHECKPOINTS, EVALUATIONS, PROFILE = "checkpoints", "evaluations", "profile"
@@ -104,7 +104,9 @@ def require_run(folder: Path, *files: str) -> None:
     if (folder / "config.json").is_file() or (folder.suffix == ".gguf" and folder.is_file()):
         raise RunError(f"{folder}: a model that was not imported; name OUT in place of it after: lm import {folder} -o OUT")
     if not folder.is_dir():
-        raise RunError(f"{folder}: no such run folder")
+        beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
+        near = suggest(folder.name, beside)
+        raise RunError(f"{folder}: no such run folder; {near if 'did' in near else 'lm train makes one, runs/NAME'}")
     if (folder / RESOLVED).is_file():
         use = f"name runs below it, or judge all of them: lm compare {folder.resolve().name}.yaml --report-only"
         raise RunError(f"{folder}: the folder of an experiment, not of a run; {use}")
