@@ -37,14 +37,17 @@ from lm.training.train import train
 
 WILD = {"optim.lr": 1e30, "optim.optimizer.weight_decay": 0, "optim.grad_clip": 0, "optim.warmup_steps": 1}  # diverges
 
+# a run takes a second and learns something
+LEARNS = [f"{key}=40" for key in ("trainer.max_steps", "trainer.checkpoint_every", "eval.every")]
+LEARNS += ["optim.batch_tokens=512", "eval.sequences=64", "eval.long_context.length_factor=0"]
+
 pytestmark = pytest.mark.usefixtures("inline")
 
 
 @pytest.fixture
 def overrides(arguments: list[str]) -> list[str]:
-    """Overrides under which a run takes a second and learns something; the experiment's folder is below `runs`."""
-    steps = [f"{key}=40" for key in ("trainer.max_steps", "trainer.checkpoint_every", "eval.every")]
-    return [*arguments[1:], *steps, "optim.batch_tokens=512", "eval.sequences=64", "eval.long_context.length_factor=0"]
+    """Overrides of an experiment of such runs, whose folder is below `runs`."""
+    return [*arguments[1:], *LEARNS]
 
 
 def here(run: Run) -> int:

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, Inline
 from test_documents import blocks
-from test_experiments import here, inline, overrides, written  # noqa: F401
+from test_experiments import LEARNS, here
+from trials import written
 
 import lm
 from lm.errors import ConfigError, RunError
@@ -23,16 +24,21 @@ TABLE = "size,arm,key,rate,seed,val/loss,configuration\n" + "".join(
 )
 
 
-@pytest.fixture
-def file(tmp_path: Path, overrides: list[str]) -> Path:  # noqa: F811
-    """An experiment file whose runs are finished."""
-    (tmp_path / "rates.csv").write_text(TABLE)
-    path = written(tmp_path, tune={"table": "rates.csv"}, seeds=[1, 2, 3])
-    Jobs(open_experiment(path, overrides), Slots(1), here).work()
-    return path
+@pytest.fixture(scope="module")
+def experiment(corpus: Path, store_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """An experiment file whose runs are finished, and its overrides."""
+    folder = tmp_path_factory.mktemp("experiment")
+    (folder / "rates.csv").write_text(TABLE)
+    path = written(folder, tune={"table": "rates.csv"}, seeds=[1, 2, 3])
+    overrides = [f"data.source.paths=[{corpus}]", f"data.root={store_root}", f"runs={folder / 'runs'}", *LEARNS]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("lm.experiments.engine.ThreadPoolExecutor", Inline)
+        Jobs(open_experiment(path, overrides), Slots(1), here).work()
+    return path, overrides
 
 
-def test_the_long_table_holds_what_the_verdict_follows_from(file, overrides, tmp_path, capfd):  # noqa: F811
+def test_the_long_table_holds_what_the_verdict_follows_from(experiment, tmp_path, capfd):
+    file, overrides = experiment
     capfd.readouterr()
     compared = lm.compare(file, *overrides, train=False)
     table = compared.results
@@ -70,8 +76,9 @@ def test_the_long_table_holds_what_the_verdict_follows_from(file, overrides, tmp
         lm.compare(file, file)
 
 
-def test_the_page_of_python_runs(file, overrides, tmp_path, monkeypatch):  # noqa: F811
+def test_the_page_of_python_runs(experiment, tmp_path, monkeypatch):
     """The code of docs/python.md, with a smaller run and an experiment that is finished in place of the preset."""
+    file, overrides = experiment
     (page,) = blocks((ROOT / "docs" / "python.md").read_text(), "python")
     small = {
         '{"max_steps": 100}': '{"max_steps": 8}, "optim": {"warmup_steps": 2}, "eval": {"recall": {"sequences": 8, "length_factors": [1]}}',

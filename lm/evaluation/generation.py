@@ -18,19 +18,12 @@ from lm.schema import Plain
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of a sequence are drawn.
+    """How the tokens of a sequence are drawn."""
 
-    Attributes:
-        temperature: divides the logits; 0: always the most probable token.
-        top_k: draw among the k most probable tokens only.
-        top_p: draw among the most probable tokens that together have this probability.
-        seed: seed of the draws.
-    """
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
+    temperature: float = 1.0  # divides the logits; 0: always the most probable token
+    top_k: int | None = None  # draw among the k most probable tokens only
+    top_p: float | None = None  # draw among the most probable tokens that together have this probability
+    seed: int = 0  # seed of the draws
 
 
 class Continuation:

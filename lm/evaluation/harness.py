@@ -257,19 +257,12 @@ class HarnessLM(LM):
 
 @dataclass(frozen=True)
 class _AskedText:
-    """A text that the model is to write.
+    """A text that the model is to write."""
 
-    Attributes:
-        ids: tokens of the context.
-        new: new tokens at most.
-        sampling: how they are drawn.
-        stops: texts before which it ends.
-    """
-
-    ids: list[int]
-    new: int
-    sampling: Sampling
-    stops: list[str]
+    ids: list[int]  # tokens of the context
+    new: int  # new tokens at most
+    sampling: Sampling  # how they are drawn
+    stops: list[str]  # texts before which it ends
 
 
 def run_tasks(
