@@ -25,6 +25,7 @@ from lm.experiments.slots import log_path
 from lm.machine import born
 from lm.runs.folder import read_json, write_json
 
+pytestmark = pytest.mark.usefixtures("untimed")
 INSTALLED = pytest.mark.skipif(find_spec("submitit") is None, reason="without submitit")
 
 
