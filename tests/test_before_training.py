@@ -101,5 +101,10 @@ def test_another_optimizer_at_resume_is_one_difference_and_not_one_for_each_of_i
 def test_a_checkpoint_that_is_not_there_is_said_with_those_that_are(tiny):
     run = tiny(*SIZES, "name=run", "trainer.checkpoint_every=1")
     assert train(run) == 0
-    with pytest.raises(RunError, match=r"step-2\.ckpt: no such checkpoint \(resume\); the run has: step-000001\.ckpt, step-000002\.ckpt$"):
-        train(tiny(*SIZES, "name=run", f"resume={run.run_folder}/checkpoints/step-2.ckpt"))
+    saved = rf"set it to auto, or to one of step-000001\.ckpt, step-000002\.ckpt in {run.run_folder}/checkpoints$"
+    for other in (f"{run.run_folder}/checkpoints/step-2.ckpt", "latest", run.run_folder):
+        with pytest.raises(RunError, match=rf"^resume = {other}: no checkpoint; {saved}"):
+            train(tiny(*SIZES, "name=run", f"resume={other}"))
+    with pytest.raises(RunError, match=r"^resume = latest: no checkpoint; set it to auto, or to a path; the run has no checkpoint$"):
+        train(tiny(*SIZES, "name=new", "resume=latest"))
+    assert not (run.run_folder.parent / "new").exists()

@@ -22,7 +22,7 @@ from lm.config.load import to_yaml
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.page import SizeResults, write_page
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.summary import summary_lines
+from lm.experiments.summary import summary_lines, trends
 from lm.report.comparison_pictures import differences_along
 from lm.report.comparison_tables import cost_table
 from lm.report.pictures import Panel, Picture, Trace
@@ -256,6 +256,46 @@ def test_sizes_have_sections_and_several_experiments_a_page_with_all_verdicts_at
     assert {"two-small-curves.svg", "two-large-seeds.csv", "one-seeds.csv"} <= {path.name for path in page.parent.iterdir()}
     by_size = [(row["x"], row["of"]) for row in rows(page.parent / "two-differences.csv") if row["kind"] == "dots"]
     assert {of for _, of in by_size} == {f"{size}, {arm}, single seeds" for size in ("small", "large") for arm in ("ssmax", "log_n")}
+
+
+def sized(tmp_path: Path) -> Procedure:
+    """An experiment in three sizes of 1, 4 and 8 M parameters, in which the gain of other arms than softmax shrinks with size."""
+    gains = {"a": 0.1, "b": 0.07, "c": 0.02}
+    procedure = made(tmp_path, tune=None, sizes={name: {"model.n_embd": 16 * n} for n, name in enumerate(gains, 1)})
+
+    def loss(run: Run) -> float:
+        return 3.8 - (gains[run.size] + 0.003 * run.seed * (run.size == "c")) * (run.arm != "softmax") + 0.01 * run.seed
+
+    finish_all(procedure, loss)
+    for run in procedure.known():
+        path = run.config.run_folder / "environment.json"
+        environment = json.loads(path.read_text())
+        environment["parameters"]["non_embedding"] = {"a": 10**6, "b": 4 * 10**6, "c": 8 * 10**6}[run.size]
+        path.write_text(json.dumps(environment))
+    return Procedure(procedure.experiment)
+
+
+def test_the_trend_over_sizes_is_that_of_the_slopes_of_single_seeds(tmp_path, undrawn):
+    procedure = sized(tmp_path)
+    judged = procedure.judged()
+    line, _ = trends(procedure, judged)
+    runs = {(size, arm): [run.value for run in judged.judged_runs(size, arm)] for size in "abc" for arm in ("softmax", "ssmax")}
+    apart = np.array([np.subtract(runs[size, "ssmax"], runs[size, "softmax"]) for size in "abc"])
+    slopes = [np.polyfit([0, 2, 3], seed, 1)[0] for seed in apart.T]  # in doublings of parameters
+    expected = ttest_1samp(slopes, 0).confidence_interval(0.95)
+    assert line["change"] == pytest.approx([np.mean(slopes), *expected], rel=1e-9)
+    assert 0.01 < line["change"][0] < 0.04
+    assert (line["arm"], line["with_each_doubling_of"], line["over"]) == ("ssmax", "parameters", "3 sizes, 3 seeds")
+    words = text_of(write_page([procedure], tmp_path / "out"))
+    assert f"Over sizes, ssmax: the difference to softmax changes by {line['change'][0]:+.4f}" in words.replace("&#43;", "+")
+    assert "with each doubling of parameters (3 sizes, 3 seeds; 95 %, not adjusted)." in words
+
+
+def test_sizes_that_are_alike_or_not_trained_have_no_trend(tmp_path):
+    procedure = made(tmp_path, tune=None, sizes={"a": {"model.n_embd": 16}, "b": {"model.n_embd": 64}})
+    assert trends(procedure, procedure.judged()) == []
+    procedure = finish_all(procedure)
+    assert trends(procedure, procedure.judged()) == [], "the records have as many parameters and tokens"
 
 
 def test_by_position_arms_of_other_training_lengths_are_paired_where_they_were_measured_alike(tmp_path):

@@ -35,7 +35,7 @@ from lm.experiments.plan import (
 )
 from lm.experiments.procedure import Procedure, next_look
 from lm.experiments.slots import Slots, Stopped, commands, slots_of
-from lm.experiments.summary import findings, print_verdicts, summary_lines, tuning_means, tuning_table
+from lm.experiments.summary import findings, print_verdicts, summary_lines, trend_words, trends, tuning_means, tuning_table
 from lm.files import write_together
 from lm.report.html import PAGE
 from lm.report.tables import csv_text, digits, from_lines, print_tables
@@ -246,6 +246,8 @@ def _conclude(procedure: Procedure) -> list[dict[str, Plain]]:
     judged = procedure.judged()
     lines, notes = summary_lines(procedure, judged), [*procedure.notes(), *noise(procedure, judged)]
     verdicts = {"primary": vars(experiment.primary), "notes": notes, "arms": lines}
+    over_sizes = trends(procedure, judged)
+    verdicts |= {"trends": over_sizes} if over_sizes else {}
     files = {experiment.folder / f"{VERDICTS}.json": json_bytes(verdicts), experiment.folder / f"{VERDICTS}.csv": csv_text(lines).encode()}
     if rates := tuning_table(procedure):
         files[experiment.folder / f"{TUNING}.csv"] = csv_text(rates).encode()
@@ -261,6 +263,8 @@ def _conclude(procedure: Procedure) -> list[dict[str, Plain]]:
         if failure := read_failure(experiment.folder, run):
             print(f"failed: {run.stage}: {run.label}: {failure} ({failure.log}); --retry tries again")
     write_together(files | experiment_files([procedure], experiment.folder / REPORT, judged), "verdicts and report")
-    print(*findings(procedure, lines), f"verdicts: {experiment.folder / VERDICTS}.json", sep="\n")
+    base, reach = experiment.arms[0].name, experiment.primary.reach is not None
+    words = [trend_words(line, base, reach) for line in over_sizes]
+    print(*findings(procedure, lines), *words, f"verdicts: {experiment.folder / VERDICTS}.json", sep="\n")
     print(f"report: {experiment.folder / REPORT / PAGE}")
     return lines

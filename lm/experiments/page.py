@@ -17,7 +17,7 @@ from lm.experiments.experiment_folder import noise
 from lm.experiments.judging import Judged
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION
-from lm.experiments.summary import amount, differences_by_rate, has_reached, summary_lines, summary_table
+from lm.experiments.summary import amount, differences_by_rate, has_reached, summary_lines, summary_table, trend_words, trends
 from lm.files import write_together
 from lm.report.comparison import ArmRuns, RunComparison, comparison_of
 from lm.report.comparison_pictures import LOSSES, DrawnRun, by_layer, curves
@@ -468,7 +468,9 @@ def differences_picture(procedure: Procedure, sizes: list[SizeResults]) -> Pictu
     panel = Panel(title, "", label, traces, dict(enumerate(places)), zero=True, small=small)
     crossed = " and rates" if any(procedure.choice(results.size).crossed for results in sizes) else ""
     caption = f"Dots: single seeds. Bars: mean with its Student t interval over seeds{crossed}; all of them hold together with 95%."
-    return Picture([panel], names, f"{caption} Shaded: differences below {small:g}.")
+    over_sizes = trends(procedure, sizes[0].judged) if several else []
+    words = " ".join(trend_words(line, names[0], experiment.primary.reach is not None) for line in over_sizes)
+    return Picture([panel], names, f"{caption} Shaded: differences below {small:g}. {words}".strip())
 
 
 def _bar(number: int, label: str, x: float, interval: list[float]) -> Trace:

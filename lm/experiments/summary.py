@@ -11,10 +11,10 @@ from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import SELECTION
 from lm.report.tables import Cell, Column, Filled, Table, digits, print_tables
 from lm.runs.evaluations import Series
-from lm.runs.folder import DIVERGED
+from lm.runs.folder import DIVERGED, ENVIRONMENT
 from lm.schema import Plain
-from lm.statistics.intervals import Interval
-from lm.statistics.learned import has_learned, log_tokens
+from lm.statistics.intervals import Interval, trend
+from lm.statistics.learned import factor, has_learned, log_tokens
 from lm.statistics.tuning import Rate, mean_loss, rate_cell, rate_differences, rate_words
 
 
@@ -145,6 +145,49 @@ def _difference(line: dict[str, Plain], unit: str) -> str:
     if "factor" in line:
         return f"{Column('factor', kind='mean', decimals=2).shown(interval)} times the tokens"
     return f"a difference of {Column('difference', kind='mean', decimals=2 if unit == 'fraction' else 4).shown(interval)}"
+
+
+def trends(procedure: Procedure, judged: Judged) -> list[dict[str, Plain]]:
+    """The trend over sizes of each arm's difference to the baseline, at the judged rates, over the seeds that both have finished in every
+    size: its change with each doubling of parameters, or where all sizes have as many, of tokens. With `primary.reach` the factor that
+    each doubling multiplies the factor by. The intervals hold alone. None of runs that learn or don't."""
+    experiment, primary = procedure.experiment, procedure.experiment.primary
+    (base, *arms), sizes = (arm.name for arm in experiment.arms), list(experiment.sizes)
+    if len(sizes) < 2 or primary.learned is not None:
+        return []
+    finished = ((run for run in procedure.final(size) if run.outcome.state == "finished") for size in sizes)
+    records = [next((run.outcome.record for run in runs if (run.config.run_folder / ENVIRONMENT).is_file()), None) for runs in finished]
+    if None in records:
+        return []
+    amounts = {
+        "parameters": [record.measured("parameters.non_embedding") for record in records],
+        "tokens": [record.tokens_seen for record in records],
+    }
+    by = next((name for name, known in amounts.items() if None not in known and len(set(known)) > 1), None)
+    lines = []
+    for arm in arms if by else ():
+        value = log_tokens if primary.reach is not None else float
+        runs = [[judged.judged_runs(size, name) for name in (arm, base)] for size in sizes]
+        if not all(map(all, runs)):
+            continue
+        differences = np.array([[value(ours.value) - value(theirs.value) for ours, theirs in zip(*both, strict=True)] for both in runs])
+        differences = differences[:, np.isfinite(differences).all(0)]
+        if differences.shape[1] > 1:
+            interval = trend(differences, np.array(amounts[by]))
+            interval = factor(interval) if primary.reach is not None else interval
+            change = [value if math.isfinite(value) else None for value in interval.listed()]
+            over = f"{len(sizes)} sizes, {differences.shape[1]} seeds"
+            lines.append({"arm": arm, "with_each_doubling_of": by, "over": over, "change": change})
+    return lines
+
+
+def trend_words(line: dict[str, Plain], base: str, reach: bool) -> str:
+    """A trend as a sentence."""
+    interval = Interval(*(math.nan if value is None else value for value in line["change"]))
+    shown = (Column("factor", kind="mean", decimals=3) if reach else Column("difference", kind="difference")).shown(interval)
+    verb = "factor to {} is multiplied by" if reach else "difference to {} changes by"
+    of = f"with each doubling of {line['with_each_doubling_of']} ({line['over']}; 95 %, not adjusted)"
+    return f"Over sizes, {line['arm']}: the {verb.format(base)} {shown} {of}."
 
 
 def tuning_table(procedure: Procedure) -> list[dict[str, Plain]]:

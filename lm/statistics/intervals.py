@@ -188,6 +188,18 @@ def over_seeds(values: np.ndarray) -> Estimate:
     return _estimate(values.mean(-1), values.var(-1, ddof=1) / seeds, seeds - 1, np.abs(values).max(-1), f"{seeds} seeds")
 
 
+def trend(differences: np.ndarray, sizes: np.ndarray) -> Interval:
+    """The change of a difference with each doubling of size: the mean over seeds of least-squares slopes, with Student's t over seeds.
+
+    Args:
+        differences: (sizes, seeds), of one seed at every size; at least two seeds.
+        sizes: (sizes,), at least two different ones, such as numbers of parameters.
+    """
+    doublings = np.log2(np.asarray(sizes, dtype=float))
+    centred = doublings - doublings.mean()
+    return over_seeds(centred @ np.asarray(differences, dtype=float) / (centred @ centred)).interval()
+
+
 def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> Estimate | None:
     """The mean over seeds and documents, for intervals over both: what other seeds and other text of the kind would give.
 

@@ -70,7 +70,7 @@ def _resumed(config: Config) -> Path | None:
     if not config.resume:
         return None
     path = config.run_folder / CHECKPOINTS / LAST if config.resume == "auto" else Path(config.resume)
-    if path.exists():
+    if path.is_file():
         if not is_own(config.run_folder, path):
             remedy = "to start a new run from it: branch_from=... (with its optimizer state) or init_from=... (its weights) instead"
             raise RunError(
@@ -84,7 +84,8 @@ def _resumed(config: Config) -> Path | None:
         if others:
             raise RunError(f"{path}: missing, but the run has other checkpoints; go on from the newest with resume={others[-1]}")
         return None
-    raise RunError(f"{path}: no such checkpoint (resume); the run has: {', '.join(other.name for other in others) or 'none'}")
+    have = f"one of {', '.join(other.name for other in others)} in {others[0].parent}" if others else "a path; the run has no checkpoint"
+    raise RunError(f"resume = {config.resume}: no checkpoint; set it to auto, or to {have}")
 
 
 def create_run_folder(folder: Path, resume: bool) -> None:
