@@ -49,6 +49,9 @@ RUNS = pd.DataFrame(
 )
 
 
+UNITS = pd.concat([RUNS.assign(unit=unit, value=RUNS["value"] + 0.1 * unit) for unit in range(5)])
+
+
 def grid(part: bool) -> pd.DataFrame:
     """Runs at three rates, of which the middle one is the best for both arms; with `part` by other lines than those that report."""
     rates = [RUNS.assign(rate=rate, value=RUNS["value"] + worse) for rate, worse in ((1e-3, 0.2), (2e-3, 0.0), (4e-3, 0.3))]
@@ -127,6 +130,19 @@ def test_units_are_averaged_and_paired_over():
         (grid(True).query("part == 'selects' or rate == 0.001"), {}, "a: 0.002 is the best rate, but no line at it reports"),
         (RUNS.assign(part="all"), {}, "part all; it is selects or reports"),
         (RUNS.assign(part="selects"), {}, "no line reports"),
+        (UNITS.assign(weight=[None] + [1.0] * 29), {}, "1 lines have no weight above 0, the first of a seed 1"),
+        (UNITS.assign(weight=[2.0] + [1.0] * 29), {}, "not measured on the same units: a unit's weight or group"),
+        (UNITS.assign(group=["x"] + ["y"] * 29), {}, "not measured on the same units: a unit's weight or group"),
+        (pd.concat([grid(True).assign(unit=0), grid(True)[:1].assign(unit=1)]), {}, "not measured on the same units"),
+        (dict(arm=[1]), {}, "must be a CSV file or a pandas.DataFrame, not dict"),
+        (np.zeros((2, 3)), {}, "must be a CSV file or a pandas.DataFrame, not ndarray"),
+        (RUNS, {"by": "seed"}, "runs can't be judged apart by seed"),
+        (RUNS, {"by": ["arm"]}, "runs can't be judged apart by arm"),
+        (RUNS, {"metric": "loss"}, "has no column metric, of which loss could be chosen"),
+        (RUNS.rename(columns={"arm": "Arm", "seed": " seed"}), {}, "there is Arm,  seed, value; rename 'Arm' to arm, ' seed' to seed"),
+        (RUNS.assign(state="bogus"), {}, "state bogus; it is finished, unfinished or diverged"),
+        (RUNS.assign(value=[True, False] * 3), {}, "values are true and false; write numbers"),
+        (RUNS.assign(value=[1e300] + [1.0] * 5), {}, "1 lines have no value below 1e+30, the first of a seed 1"),
     ],
 )
 def test_a_table_that_can_not_be_judged_is_refused_in_one_line(table, options, said):
@@ -134,6 +150,44 @@ def test_a_table_that_can_not_be_judged_is_refused_in_one_line(table, options, s
         lm.judge(table, **options)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_weights_count_within_a_run_only_as_parts_of_their_sum():
+    once = lm.judge(UNITS.assign(weight=UNITS["unit"] + 1.0))
+    pd.testing.assert_frame_equal(lm.judge(UNITS.assign(weight=(UNITS["unit"] + 1.0) * UNITS["seed"])), once)
+    pd.testing.assert_frame_equal(lm.judge(RUNS.assign(weight=[1.0, 2.0] * 3)), lm.judge(RUNS))
+
+
+def test_a_run_without_weights_has_equal_ones():
+    pd.testing.assert_frame_equal(lm.judge(UNITS.assign(weight=[None, 3.0] * 15)), lm.judge(UNITS))
+
+
+def test_one_seed_has_columns_for_the_ends_of_an_interval_too():
+    judged = lm.judge(RUNS[RUNS["seed"] == 1])
+    assert judged[["difference", "difference low", "difference high"]].isna().all(axis=None)
+
+
+@pytest.mark.parametrize("name", ["None", "NA", "null"])
+def test_arms_may_have_the_names_of_missing_values(name, tmp_path):
+    RUNS.assign(arm=RUNS["arm"].replace("b", name)).to_csv(tmp_path / "runs.csv", index=False)
+    assert lm.judge(tmp_path / "runs.csv")["arm"].tolist() == ["a", name]
+
+
+@pytest.mark.parametrize(("mark", "word"), [(";", "semicolons"), ("\t", "tabs")])
+def test_a_table_with_other_separators_is_refused_with_their_name(mark, word, tmp_path):
+    RUNS.to_csv(tmp_path / "runs.csv", index=False, sep=mark)
+    with pytest.raises(RunError, match=f"columns are separated by {word}: write the file with commas"):
+        lm.judge(tmp_path / "runs.csv")
+
+
+def test_the_command_says_which_seeds_a_mean_is_over_and_each_cause_once(tmp_path):
+    third = RUNS[RUNS["arm"] == "b"].assign(arm="c")
+    pd.concat([RUNS, third.assign(state=["diverged", "finished", "finished"])]).to_csv(tmp_path / "runs.csv", index=False)
+    out = command("judge", str(tmp_path / "runs.csv")).stdout
+    assert "common" in out
+    assert "c: unstable: 1 final run diverged: c seed 1: diverged" in out
+    RUNS.to_csv(tmp_path / "runs.csv", index=False)
+    assert "common" not in command("judge", str(tmp_path / "runs.csv")).stdout
 
 
 def test_the_command_prints_the_verdicts(tmp_path, monkeypatch):
@@ -150,9 +204,12 @@ def test_the_command_prints_the_verdicts(tmp_path, monkeypatch):
         lm.judge(RUNS, matters=-1)
 
 
+BOUNDS = ("", "__MIN", "__MAX")  # of each column that wandb exports
+
+
 def test_the_example_of_the_page_judges_an_export_of_wandb(tmp_path, monkeypatch):
     code = next(block for block in blocks((ROOT / "docs" / "experiments.md").read_text(), "python") if "lm.judge" in block)
-    values = {f"{arm}-seed{seed} - eval/loss": [5.0, value] for arm, seed, value in RUNS.itertuples(index=False)}
+    values = {f"{arm}-seed{seed} - eval/loss{bound}": [5.0, value] for arm, seed, value in RUNS.itertuples(index=False) for bound in BOUNDS}
     monkeypatch.chdir(tmp_path)
     pd.DataFrame({"Step": [100, 200], **values}).to_csv("wandb_export.csv", index=False)
     exec(code, names := {})

@@ -24,7 +24,7 @@ from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.experiments.compare import REPORT, VERDICTS, Work, compare_experiments
 from lm.experiments.experiment import Experiment, Primary
 from lm.experiments.experiment_folder import open_experiment
-from lm.experiments.judging import Judged
+from lm.experiments.judging import INTERVALS, Judged
 from lm.experiments.run_table import judge_table
 from lm.report.frame import evaluation_blocks, frame, results, run_columns
 from lm.report.html import PAGE
@@ -133,7 +133,7 @@ def compare(*given: Given, jobs: int | None = None, train: bool = True, verbose:
     with _printing(verbose):
         compare_experiments(files, overrides, Work(jobs), report_only=not train, send=send_to_wandb)
     folder = open_experiment(files[0], overrides).experiment.folder
-    return Compared(folder, pd.read_csv(folder / f"{VERDICTS}.csv"))
+    return Compared(folder, _verdict_frame(folder / f"{VERDICTS}.csv"))
 
 
 def judge(
@@ -164,7 +164,7 @@ def judge(
     """
     columns = (by,) if isinstance(by, str) else by
     judged = judged_table(table, {"metric": metric, "better": better, "matters": matters}, baseline, where, columns)
-    return pd.read_csv(io.StringIO(csv_text(judged.lines())))
+    return _verdict_frame(io.StringIO(csv_text(judged.lines(), intervals=INTERVALS)))
 
 
 def judged_table(
@@ -177,13 +177,22 @@ def judged_table(
         raise ConfigError(problems)
     if isinstance(table, pd.DataFrame):
         return judge_table(table, "the table", primary, baseline, where, by)
+    if not isinstance(table, str | os.PathLike):
+        raise RunError(f"the table must be a CSV file or a pandas.DataFrame, not {type(table).__name__}")
     try:
         lines = pd.read_csv(table)
+        if "arm" in lines and lines["arm"].isna().any():  # it may be named None
+            lines["arm"] = pd.read_csv(table, usecols=["arm"], dtype=str, keep_default_na=False)["arm"]
     except FileNotFoundError:
         raise RunError(f"{os.fspath(table)}: no such file; a CSV table with columns arm, seed and value is needed") from None
     except (OSError, ValueError) as error:
         raise RunError(f"{os.fspath(table)}: no CSV table: {one_line(error)}") from None
     return judge_table(lines, os.fspath(table), primary, baseline, where, by)
+
+
+def _verdict_frame(text: Path | io.StringIO) -> pd.DataFrame:
+    """The frame of verdicts in a CSV; an arm may be named None."""
+    return pd.read_csv(text, keep_default_na=False, na_values=[""])
 
 
 def _run(folder: Path) -> dict[str, object]:

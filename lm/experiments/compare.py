@@ -15,6 +15,7 @@ from lm.experiments.engine import LOCK, Cluster, Engine, Jobs, RunsFailed, read_
 from lm.experiments.experiment import Experiment
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import folder_of, noise, open_experiment, other_runs, start
+from lm.experiments.judging import INTERVALS
 from lm.experiments.live_table import live_table
 from lm.experiments.page import experiment_files, write_page
 from lm.experiments.plan import (
@@ -248,7 +249,10 @@ def _conclude(procedure: Procedure) -> list[dict[str, Plain]]:
     verdicts = {"primary": vars(experiment.primary), "notes": notes, "arms": lines}
     over_sizes = trends(procedure, judged)
     verdicts |= {"trends": over_sizes} if over_sizes else {}
-    files = {experiment.folder / f"{VERDICTS}.json": json_bytes(verdicts), experiment.folder / f"{VERDICTS}.csv": csv_text(lines).encode()}
+    files = {
+        experiment.folder / f"{VERDICTS}.json": json_bytes(verdicts),
+        experiment.folder / f"{VERDICTS}.csv": csv_text(lines, intervals=INTERVALS).encode(),
+    }
     if rates := tuning_table(procedure):
         files[experiment.folder / f"{TUNING}.csv"] = csv_text(rates).encode()
         without = ("size",) if "" in experiment.sizes else ()

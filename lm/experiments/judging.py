@@ -17,6 +17,7 @@ from lm.statistics.tuning import Rate, rate_cell, rate_words, read_rate
 from lm.statistics.verdicts import FEWEST_SEEDS, MOST_SEEDS, POWER, Comparison, Verdict, power, seeds_needed, verdicts
 
 RUN_KEY = ["size", "arm", "rate", "seed"]
+INTERVALS = ("difference", "factor", "alone")  # of a line: their ends have columns even where there are none
 JUDGED_COLUMNS = (*RUN_KEY, "state", "note", "sample", "group", "weight", "value")
 Place = tuple[str, str]  # size and arm
 Pair = tuple[Rate | None, Rate | None]  # the rates of an arm and of the baseline
@@ -224,15 +225,24 @@ class Judged:
         at each rate of an arm that has several; verdict, and the difference with its interval over seeds and that over seeds and documents.
         With `primary.reach` geometric means of tokens over the runs that `reached` it, and factors in place of differences; if runs learn
         or don't, how many `learned` of those that `ended`, and the fraction's interval."""
-        lines, arms = [], self.question.arms
-        for size in self.question.rates:
-            finished = [[run.state == "finished" for run in self.judged_runs(size, arm)] for arm in arms]
-            common = np.all([some for some in finished if any(some)] or [[False] * len(self.question.seeds)], axis=0).tolist()
-            lines += [self._line(size, arm, common) for arm in arms]
-        return lines
+        return [self._line(size, arm, self.common(size)) for size in self.question.rates for arm in self.question.arms]
+
+    def common(self, size: str) -> list[bool]:
+        """By seed, whether all arms that have finished any seed have finished this one: means are over these."""
+        finished = [[run.state == "finished" for run in self.judged_runs(size, arm)] for arm in self.question.arms]
+        return np.all([seeds for seeds in finished if any(seeds)] or [[False] * len(self.question.seeds)], axis=0).tolist()
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a finished run is in no mean, as another arm has not finished its seed."""
+        return any(
+            run.state == "finished" and not has
+            for size, arm in product(self.question.rates, self.question.arms)
+            for run, has in zip(self.judged_runs(size, arm), self.common(size), strict=False)
+        )
 
     def _line(self, size: str, arm: str, common: list[bool]) -> dict[str, Plain]:
-        """The line of an arm; `common`: whether all arms that have finished any seed have finished this one, by seed."""
+        """The line of an arm; `common`: the seeds that its mean is over."""
         question, primary, runs = self.question, self.question.primary, self.judged_runs(size, arm)
         reach, by_rate = primary.reach is not None, self.runs.get((size, arm), {})
         values = [run.value for run in runs if run.state == "finished"]

@@ -14,6 +14,9 @@ from lm.runs.folder import DIVERGED
 from lm.statistics.tuning import FEWEST_TUNING_SEEDS, Rate, best_rate, chosen, coordinates, rate_cell, rate_words, read_rate
 
 _UNIT = ("sample", "unit")  # columns that tell a run's evaluation units apart, the first that there is
+_OTHER_MARKS = {";": "semicolons", "\t": "tabs"}
+_STATES = ("finished", "unfinished", DIVERGED)
+_LARGEST = 1e30  # of a value: squares and products of such are still finite
 
 
 def judge_table(
@@ -31,6 +34,8 @@ def judge_table(
     Raises:
         RunError: columns, arms, seeds or values are missing, or there are runs twice.
     """
+    if key := next((name for name in by if name in ("arm", "seed", "value")), ""):
+        raise RunError(f"{source}: runs can't be judged apart by {key}")
     lines = _asked_lines(table, source, primary.metric, where, (*by, "arm", "seed", "value"))
     metric = primary.metric or (str(lines["metric"].iloc[0]) if "metric" in lines else "value")
     by = tuple(by) or tuple(name for name in ("size",) if name in lines and lines[name].notna().any())
@@ -43,7 +48,7 @@ def judge_table(
         group = lines["group"].map(str, na_action="ignore").fillna(group)
     state = lines["state"].fillna("finished") if "state" in lines else "finished"
     rate = lines["rate"] if "rate" in lines and "rate" not in by else math.nan
-    weight = lines["weight"].fillna(1.0) if "weight" in lines else 1.0
+    weight = lines.get("weight", math.nan)
     runs = lines.assign(
         size=size if by else "", arm=lines["arm"].map(str, na_action="ignore"), rate=rate, state=state, note="", weight=weight,
         sample=units.map(str), group=group,
@@ -82,7 +87,12 @@ def judge_table(
 def _asked_lines(table: pd.DataFrame, source: str, metric: str, where: str, names: tuple[str, ...]) -> pd.DataFrame:
     """The lines of a metric for which a condition holds. Raises RunError: there are none."""
     if missing := [name for name in names if name not in table]:
-        raise RunError(f"{source}: has no column {', '.join(missing)}; there is {', '.join(map(str, table.columns))}")
+        columns = ", ".join(map(str, table.columns))
+        alike = [f"{other!r} to {name}" for name in missing for other in table if str(other).strip().casefold() == name.casefold()]
+        remedy = f"; rename {', '.join(alike)}" if alike else ""
+        if len(table.columns) == 1 and (marks := [word for mark, word in _OTHER_MARKS.items() if mark in columns]):
+            remedy = f"; columns are separated by {marks[0]}: write the file with commas"
+        raise RunError(f"{source}: has no column {', '.join(missing)}; there is {columns}{remedy}")
     if not table.columns.is_unique:
         raise RunError(f"{source}: two columns are named {table.columns[table.columns.duplicated()][0]}")
     try:
@@ -92,6 +102,8 @@ def _asked_lines(table: pd.DataFrame, source: str, metric: str, where: str, name
     if not isinstance(lines, pd.DataFrame) or lines.empty:
         raise RunError(f"{source}: no line" + (f" with {where}" if where else ""))
     if "metric" not in lines:
+        if metric:
+            raise RunError(f"{source}: has no column metric, of which {metric} could be chosen; leave the metric out")
         return lines
     known = [str(name) for name in lines["metric"].dropna().unique()]
     if (metric and metric not in known) or (not metric and len(known) != 1):
@@ -102,14 +114,21 @@ def _asked_lines(table: pd.DataFrame, source: str, metric: str, where: str, name
 def _check_lines(runs: pd.DataFrame, source: str, others: list[str]) -> None:
     """Raises RunError: no number, no arm or seed, or a unit of a run twice; `others`: columns in which these may differ."""
     rated = runs["rate"].notna()
+    if unknown := [*map(str, set(runs["state"]) - set(_STATES))]:
+        raise RunError(f"{source}: state {', '.join(sorted(unknown))}; it is {', '.join(_STATES[:-1])} or {_STATES[-1]}")
+    if runs["value"].map(lambda value: isinstance(value, bool | np.bool_)).any():
+        raise RunError(f"{source}: values are true and false; write numbers, such as 1 and 0")
+    unweighted = runs["weight"].isna().groupby([runs[name] for name in RUN_KEY], dropna=False).transform("all")
     for name in ("value", "weight"):
         runs[name] = pd.to_numeric(runs[name], errors="coerce")
+    runs.loc[unweighted, "weight"] = 1.0
     runs["rate"] = runs["rate"].map(_finite_rate)
     total = runs.groupby(RUN_KEY, dropna=False)["weight"].transform("sum")
     for name, wrong in (
-        ("arm", runs["arm"].isna()),
+        ("arm", runs["arm"].isna() | (runs["arm"] == "")),
         ("seed", runs["seed"].isna()),
         ("finite value", ~np.isfinite(runs["value"]) & (runs["state"] == "finished")),
+        (f"value below {_LARGEST:g}", (runs["value"].abs() > _LARGEST) & (runs["state"] == "finished")),
         ("finite rate", rated & runs["rate"].isna()),
         ("weight above 0", ~((runs["weight"] >= 0) & (total > 0))),
     ):
@@ -152,10 +171,18 @@ def _parts(runs: pd.DataFrame, source: str) -> tuple[pd.DataFrame, pd.DataFrame]
 
 
 def _check_alike(reporting: pd.DataFrame, selecting: pd.DataFrame, source: str) -> None:
-    """Raises RunError: runs were measured on different units, or arms tuned over different rates or with fewer than two seeds."""
-    finished = reporting[reporting["state"] == "finished"]
-    if finished.groupby(["arm", "rate", "seed"], dropna=False)["sample"].agg(frozenset).nunique() > 1:
-        raise RunError(f"{source}: runs were not measured on the same units")
+    """Raises RunError: runs were measured on different units, or these have other weights or groups; or arms were tuned over different
+    rates or with fewer than two seeds."""
+    stages = [lines for _, lines in selecting.groupby("stage", dropna=False)] if "stage" in selecting else [selecting]
+    for lines in (reporting, *stages):
+        finished = lines[lines["state"] == "finished"]
+        runs = [finished[name] for name in ("arm", "rate", "seed")]
+        part = (finished["weight"] / finished["weight"].groupby(runs, dropna=False).transform("sum")).round(12)
+        unit = pd.Series([*zip(finished["sample"], finished["group"].map(str), part, strict=True)], finished.index, dtype=object)
+        if unit.groupby(runs, dropna=False).agg(frozenset).nunique() > 1:
+            same = finished.groupby(["arm", "rate", "seed"], dropna=False)["sample"].agg(frozenset).nunique() == 1
+            what = ": a unit's weight or group is not the same in all" if same else ""
+            raise RunError(f"{source}: runs were not measured on the same units{what}")
     tuning = _tuning(selecting)
     grids = {arm: frozenset(rates) for arm, rates in tuning.groupby("arm")["rate"] if rates.nunique() > 1}
     if len(set(grids.values())) > 1:

@@ -66,7 +66,8 @@ def summary_table(judged: Judged, lines: list[dict[str, Plain]]) -> Table:
     columns += column(question.key, [None if line["rate"] is None else rate_words(line["rate"]) for line in lines])
     columns += column("seeds", [f"{line['runs']} of {line['of']}" for line in lines])
     kind = "mean" if primary.reach is None else "geometric mean,"
-    columns += column(f"{kind} {primary.quantity}", [amount(primary, line["mean"]) for line in lines], question.measured_on)
+    where = ", ".join(filter(None, (question.measured_on, "common seeds" if judged.leaves_out else "")))
+    columns += column(f"{kind} {primary.quantity}", [amount(primary, line["mean"]) for line in lines], where)
     if primary.reach is not None:
         columns += column("have reached it", [f"{line['reached']} of {line['runs']}" for line in lines])
     if primary.learned is not None:
@@ -90,7 +91,9 @@ def print_verdicts(judged: Judged, lines: list[dict[str, Plain]], title: str) ->
     print_tables(replace(summary_table(judged, lines), title=title))
     for line in lines:
         if "verdict" in line:
-            print(f"{' '.join(filter(None, (line['size'], line['arm'])))}: {line['words']}: {line['reason']}")
+            arm, unanswered = " ".join(filter(None, (line["size"], line["arm"]))), judged.verdicts[line["size"], line["arm"]].open
+            reason = line["reason"].removeprefix(unanswered).removeprefix(": ")  # the words end with it
+            print(": ".join(filter(None, (arm, line["words"], reason))))
 
 
 def has_reached(tokens: float | None) -> bool:

@@ -162,21 +162,22 @@ def from_lines(title: str, lines: Sequence[dict[str, Cell]], numbers: Sequence[s
     return Table(title, "", tuple((Column(name, kind=kind), [line.get(name, "") for line in lines]) for name, kind in kinds.items()))
 
 
-def csv_text(lines: Sequence[dict[str, Plain]], columns: Sequence[str] = ()) -> str:
-    """Lines as CSV with these columns and all others that they have: an interval in three, a map in one for each of its keys."""
+def csv_text(lines: Sequence[dict[str, Plain]], columns: Sequence[str] = (), intervals: Sequence[str] = ()) -> str:
+    """Lines as CSV with these columns and all others that they have: an interval in three, a map in one for each of its keys.
+    `intervals`: names of those that have three columns even where there is none."""
     text = io.StringIO()
-    cells = [dict(cell for name, value in line.items() for cell in _in_columns(name, value)) for line in lines]
+    cells = [dict(cell for name, value in line.items() for cell in _in_columns(name, value, intervals)) for line in lines]
     writer = csv.DictWriter(text, list(dict.fromkeys([*columns, *(name for line in cells for name in line)])), lineterminator="\n")
     writer.writeheader()
     writer.writerows(cells)
     return text.getvalue()
 
 
-def _in_columns(name: str, value: Plain) -> list[tuple[str, Plain]]:
+def _in_columns(name: str, value: Plain, intervals: Sequence[str]) -> list[tuple[str, Plain]]:
     if isinstance(value, dict):
         return [(f"{name} {key}", item) for key, item in value.items()]
-    if isinstance(value, list):
-        return list(zip((name, f"{name} low", f"{name} high"), value, strict=True))
+    if isinstance(value, list) or (value is None and name in intervals):
+        return list(zip((name, f"{name} low", f"{name} high"), value or [None] * 3, strict=True))
     return [(name, value)]
 
 
