@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -319,6 +320,40 @@ def test_an_export_is_pushed_and_kept_where_the_hub_refuses(tmp_path: Path, monk
     assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
     assert "me/it: the hub does not take it: not yours; the folder is written" in refused.stderr
     assert (tmp_path / "kept" / "lm.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["bad name/..//", "a/b/c", ""])
+def test_a_name_that_the_hub_can_not_have_is_refused_before_the_export(name: str, tmp_path: Path):
+    save_model(Decoder(shape(opt.SSMax()), V, 64), tmp_path / "ours")
+    refused = lm("export", str(tmp_path / "ours"), "-o", str(tmp_path / "out"), "--push", name)
+    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
+    assert "not a name of the hub; it is NAME or OWNER/NAME" in refused.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_model_is_said_to_be_none(tmp_path: Path):
+    _, folder = moved(shape(opt.SSMax()), 64, tmp_path)
+    (tmp_path / "empty").mkdir()
+    for source, reason in ((folder, "a model exported for transformers with its code"), (tmp_path / "empty", "neither a run folder")):
+        refused = lm("export", str(source), "-o", str(tmp_path / "out"))
+        assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
+        assert reason in refused.stderr
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_fine_tuning_in_transformers_drops_out_where_training_did(kind: str, tmp_path: Path):
+    save_model(Decoder(replace(SHAPES[kind], dropout=0.25), V, 64), tmp_path / "ours")
+    config = json.loads((exported(tmp_path / "ours", tmp_path / "hf") / "config.json").read_text())
+    dropouts = {name: value for name, value in config.items() if "drop" in name}
+    assert dropouts == ({"embd_pdrop": 0.25, "resid_pdrop": 0.25, "attn_pdrop": 0.0} if kind == "gpt2" else {"attention_dropout": 0.0})
+
+
+@pytest.mark.parametrize("case", ["qassmax", "ssmax with b", "window, layers", "cosine, log n"])
+@torch.no_grad()
+def test_code_of_its_own_computes_in_float64(case: str, tmp_path: Path):
+    decoder, folder = moved(OWN_CODE[case], 64, tmp_path)
+    theirs, given = of_transformers(folder, dtype=torch.float64), tokens()[:, :64]
+    torch.testing.assert_close(theirs(given).logits.float(), decoder.logits(given), rtol=0, atol=1e-4)
 
 
 REFUSED = {

@@ -143,7 +143,7 @@ def test_a_model_that_was_not_imported_is_said_to_be_one(command: str, what: str
         (path / "config.json").write_text("{}")
     arguments = {"train": [config, f"init_from={path}"], "eval": [path], "swap": [path, "--to", "ssmax", "-o", tmp_path / "out"]}[command]
     result = lm(command, *map(str, arguments))
-    expected = f"error: {path}: a model that was not imported; name OUT in place of it after: lm import {path} -o OUT\n"
+    expected = f"error: {path}: a model that was not imported; run lm import {path} -o OUT, and name OUT here\n"
     assert (result.returncode, result.stderr) == (1, expected)
 
 

@@ -193,6 +193,10 @@ def export(
     Writes safetensors, JSON and the tokenizer to a folder that `lm.load` and all commands accept as a model, or one that transformers
     loads (docs/pretrained.md).
     """
+    if push is not None:
+        from lm.huggingface.exporting import check_hub_name
+
+        check_hub_name(push)
     if format == "hf":
         from lm.huggingface.exporting import export_for_transformers
 
@@ -201,7 +205,7 @@ def export(
         from lm.runs.loading import export
 
         print(export(source, checkpoint, out))
-    if push:
+    if push is not None:
         from lm.huggingface.exporting import upload
 
         print(upload(out, push))

@@ -125,6 +125,7 @@ class GPT2(Architecture):
             "n_inner": model.mlp_width,
             "activation_function": activation, "layer_norm_epsilon": model.norm_eps, "tie_word_embeddings": model.tied,
             "initializer_range": model.init_std, "dtype": "float32",
+            "embd_pdrop": model.dropout, "resid_pdrop": model.dropout, "attn_pdrop": 0.0,
         }  # fmt: skip
 
     def parts(self, shape: Shape, fields: Fields) -> Iterator[Part]:
@@ -193,7 +194,7 @@ class Llama(Architecture):
             "max_position_embeddings": shape.positions, "hidden_size": model.n_embd, "intermediate_size": model.mlp_width,
             "num_hidden_layers": model.n_layer, "num_attention_heads": model.n_head, "num_key_value_heads": model.kv_heads,
             "head_dim": model.key_dims, "hidden_act": "silu", "rms_norm_eps": model.norm_eps, "tie_word_embeddings": model.tied,
-            "initializer_range": model.init_std, "dtype": "float32", **self.write_own(model),
+            "initializer_range": model.init_std, "dtype": "float32", "attention_dropout": 0.0, **self.write_own(model),
             "rope_parameters": write_rope(model.position) if model.position.rotates else {"rope_type": "default"},
         }  # fmt: skip
 

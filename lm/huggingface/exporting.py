@@ -265,6 +265,16 @@ def _own_tensors(loaded: Loaded) -> tuple[dict[str, Described], Iterator[tuple[s
     return described, ((name, value.float().contiguous()) for name, value in state.items())
 
 
+def check_hub_name(name: str) -> None:
+    """Raises DataError: not a name that a model on the hub can have."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise DataError(f"--push {name}: not a name of the hub; it is NAME or OWNER/NAME, of letters, digits, `-`, `_` and `.`") from None
+
+
 def upload(folder: Path, name: str) -> str:
     """Upload a folder to the hub as the model `name`, which is created if it is not there; returns its address.
 

@@ -96,7 +96,7 @@ def _affine(own: "Normalizer", growth: Tensor) -> Tensor:
 
 
 def _mlp(layers: nn.Module, x: Tensor) -> Tensor:
-    hidden = F.gelu(F.linear(x, layers.hidden.weight, layers.hidden.bias))
+    hidden = F.gelu(F.linear(x.to(layers.hidden.weight.dtype), layers.hidden.weight, layers.hidden.bias))
     return F.linear(hidden, layers.out.weight, layers.out.bias)
 
 

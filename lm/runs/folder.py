@@ -101,8 +101,10 @@ def read_sealed(path: Path) -> dict[str, Plain]:
 
 def require_run(folder: Path, *files: str) -> None:
     """Raises RunError if `folder` is not a run folder that holds `files`: with what it is instead, and what takes it."""
+    if (folder / "modeling_lm.py").is_file():
+        raise RunError(f"{folder}: a model exported for transformers with its code, which is not read back; name what it was exported from")
     if (folder / "config.json").is_file() or (folder.suffix == ".gguf" and folder.is_file()):
-        raise RunError(f"{folder}: a model that was not imported; name OUT in place of it after: lm import {folder} -o OUT")
+        raise RunError(f"{folder}: a model that was not imported; run lm import {folder} -o OUT, and name OUT here")
     if not folder.is_dir():
         beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
         near = suggest(folder.name, beside)

@@ -205,6 +205,8 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> Loaded:
         return _load_model(path)
     if path.is_dir() or path.suffix == ".gguf":
         require_run(path)
+        if not (path / CHECKPOINTS).is_dir() and not (path / CONFIG).is_file():
+            raise RunError(f"{path}: neither a run folder (it has no {CONFIG}) nor a model folder (no {DESCRIPTION})")
         path = find_checkpoint(path, checkpoint)
     content = load_checkpoint(path)
     file = _folder(path) / ENVIRONMENT
