@@ -37,7 +37,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_the_examples_keep_all_promises(mine: Path, kind: str):
     checked = lm("check-extension", kind, NAMES[kind])
     assert checked.returncode == 0, checked.stdout + checked.stderr
-    assert [line.startswith(f"{NAMES[kind]}: kept: ") for line in checked.stdout.splitlines()] == [True] * len(KINDS[kind][1])
+    assert [line.startswith(f"{NAMES[kind]}: kept: ") for line in checked.stdout.splitlines()] == [True] * len(KINDS[kind][2])
 
 
 # A change of the example, of its kind, that breaks one promise, and what is said.
@@ -74,6 +74,32 @@ def test_a_broken_promise_is_named(mine: Path, case: str):
     checked = lm("check-extension", kind, NAMES[kind])
     assert checked.returncode == 1
     assert any("BROKEN" in line and said in line for line in checked.stdout.splitlines()), checked.stdout
+
+
+# A change of the example, of its kind, that leaves nothing to be used, and the cause.
+USELESS = {
+    "signature": ("optimizer", "def make(self, groups, decoder):", "def make(self, groups):", "takes 2 positional arguments but 3"),
+    "no optimizer": ("optimizer", "return Signs(", "Signs(", "gives NoneType, not a torch.optim.Optimizer"),
+    "raises": ("optimizer", "return Signs(", "raise ValueError('no')  # ", "ValueError: no; optimizer mine.optimizer:SignMomentum failed in"),
+    "documents": ("source", "def documents(self", "def documents(self, more", "missing 1 required positional argument: 'more'"),
+    "few tokens": ("task", "draw.below(self.symbols, length + 1)", "draw.below(self.symbols, length)", "gives 256 tokens, not length + 1"),
+    "no sequence": ("task", "return Example(", "Example(", "`make` gives NoneType, not an Example"),
+    "no class": ("evaluation", "mine.evaluation:Measured", "mine.evaluation:Missing", "has no attribute 'Missing'"),
+    "no series": ("evaluation", "return [self.series(", "[self.series(", "`measure` gives NoneType, not a list of Series"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", USELESS)
+def test_code_that_can_not_be_used_is_said_so_once_with_the_cause(mine: Path, case: str):
+    kind, before, after, said = USELESS[case]
+    code = mine / f"{kind}.py"
+    text = code.read_text()
+    assert before in text
+    code.write_text(text.replace(before, after))
+    checked = lm("check-extension", kind, NAMES[kind])
+    assert (checked.returncode, checked.stdout.count("\n")) == (1, 1), checked.stdout
+    assert said in checked.stdout
+    assert "hint" not in checked.stdout
 
 
 def test_a_run_of_all_but_the_task_is_trained_resumed_evaluated_and_reported(mine: Path, arguments: list[str], tmp_path: Path):
@@ -133,6 +159,21 @@ def test_an_entry_point_gives_a_bare_name(mine: Path, arguments: list[str]):
     config = load([*others, "optim.optimizer=short", "data.source=short", "eval.others=[short]", *tasks, "name=short"])
     assert config.plugin_names == set(NAMES.values())
     assert lm("check-extension", "source", "short").returncode == 0
+    with pytest.raises(ConfigError, match="unknown name; did you mean 'short'"):
+        load([*others, "optim.optimizer=shorts", "name=short"])
+    with pytest.raises(ConfigError, match="unknown name; choose from: adamw, muon, short"):
+        load([*others, "optim.optimizer=unlike", "name=short"])
+
+
+def test_an_entry_point_with_a_built_in_name_is_said_to_be_another(mine: Path, arguments: list[str], capsys: pytest.CaptureFixture):
+    info = mine.parent / "mine-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text(f"[lm.optimizers]\nadamw = {NAMES['optimizer']}\n")
+    for _ in range(2):
+        assert not load([*arguments, "optim.optimizer=adamw"]).plugin_names
+    note = f"note: adamw is lm's own; the entry point of that name is meant by {NAMES['optimizer']}\n"
+    assert capsys.readouterr().err == note
 
 
 @pytest.mark.parametrize(
@@ -143,6 +184,8 @@ def test_an_entry_point_gives_a_bare_name(mine: Path, arguments: list[str]):
         ("mine.optimizer:Missing", "can't be imported: AttributeError"),
         ("lm.config.training_config:AdamW", "is not whole: it has no make"),
         ("adam", "did you mean 'adamw'"),
+        ("mine.optimizer:", "names no class; write package.module:Class"),
+        (":Signs", "names no class; write package.module:Class"),
     ],
 )
 def test_a_name_of_another_kind_is_refused_in_one_line(mine: Path, arguments: list[str], name: str, said: str):

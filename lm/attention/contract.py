@@ -17,6 +17,7 @@ from lm.attention.elementwise_sums import SCORE_MAPS
 from lm.attention.layout import AttentionLayout, by_documents
 from lm.attention.normalizer import LayerSpec, Normalizer, group_key_features
 from lm.attention.options import Options
+from lm.attention.plugins import PLUGINS
 from lm.errors import one_line
 
 HEADS, SIZE, WIDTH, TRAIN_LENGTH = 4, 16, 12, 64
@@ -398,16 +399,34 @@ CHECKS: tuple[Callable[[Options], None], ...] = (
 )  # fmt: skip
 
 
-def checked_promises(options: object, checks: Iterable[Callable[..., None]] = CHECKS) -> Iterator[tuple[str, str]]:
-    """Check each promise of code with these options (a normalizer's): its words, and how it is broken, with a hint; empty if it is kept."""
+def used(options: Options) -> None:
+    """it can be made, and gives an output"""
+    q, k, v = inputs(4, normalizer=(normalizer := randomized(options)))
+    out = normalizer(q, k, v, AttentionLayout.full(4))
+    require(isinstance(out, Tensor), f"`forward` gives {type(out).__name__}, not a tensor")
+
+
+def checked_promises(
+    options: object, checks: Iterable[Callable[..., None]] = CHECKS, use: Callable[..., None] = used
+) -> Iterator[tuple[str, str]]:
+    """Check each promise of code with these options (a normalizer's): its words, and how it is broken, with a hint; empty if it is kept.
+    Code that `use` can't use breaks that promise alone: others would repeat why."""
+    if how := _broken(use, options):
+        yield use.__doc__, how
+        return
     for check in checks:
         promise, _, hint = check.__doc__.partition("\n\n")
-        try:
-            check(options)
-        except AssertionError as error:
-            how = one_line(error)
-        except Exception as error:  # whatever code from outside raises
-            how = f"stopped by {type(error).__name__}: {one_line(error)}"
-        else:
-            how = ""
+        how = _broken(check, options)
         yield promise, how and f"{how}; hint: {hint.strip()}"
+
+
+def _broken(check: Callable[..., None], options: object) -> str:
+    """How code breaks a promise, in words; empty if it keeps it."""
+    try:
+        check(options)
+    except Exception as error:  # whatever code from outside raises
+        if isinstance(error, AssertionError) and str(error):
+            return one_line(error)
+        where, _ = PLUGINS.failure(error)
+        return f"stopped by {type(error).__name__}: {one_line(error)}" + (f"; {where}" if where else "")
+    return ""

@@ -88,6 +88,7 @@ class Plugins:
         self._needed: set[str] = set()  # those of the allowed that something was named of
         self._trusting = False
         self._loaded: dict[str, Plugin] = {}
+        self._noted: set[tuple[str, str]] = set()  # groups and built-in names whose entry points have been looked for
 
     def allow(self, packages: Iterable[str]) -> None:
         """Let files that name code of these packages (or modules) have it imported."""
@@ -113,6 +114,8 @@ class Plugins:
             KeyError: it means none from outside.
             Unavailable: it may not be imported, can't be, or is not of this kind.
         """
+        if ":" in name and not all(name.split(":", 1)):
+            raise Unavailable("names no class", "write package.module:Class")
         reference = name if ":" in name else metadata.entry_points(group=kind.group)[name].value  # nothing is imported
         module = reference.partition(":")[0]
         allowing = {package for package in self._allowed if f"{module}.".startswith(f"{package}.")}
@@ -125,6 +128,14 @@ class Plugins:
                 raise Unavailable("is code from outside, which a file names", remedy)
             self._loaded[reference] = _imported(reference, kind)
         return self._loaded[reference].options
+
+    def note_hidden(self, name: str, kind: Kind) -> None:
+        """Say once on stderr that an entry point has the built-in name that the user gave, and so is not what is meant."""
+        if not self._trusting or (kind.group, name) in self._noted:
+            return
+        self._noted.add((kind.group, name))
+        for entry in metadata.entry_points(group=kind.group, name=name):
+            print(f"note: {name} is lm's own; the entry point of that name is meant by {entry.value}", file=sys.stderr)
 
     def implementation(self, name: str) -> type:
         """The class of options that `options` has given, by their `name`."""
@@ -164,6 +175,15 @@ class Table(dict[str, type]):
 
     def __missing__(self, name: str) -> type:
         return PLUGINS.options(str(name), self.kind)
+
+    def __getitem__(self, name: str) -> type:
+        if name in self:
+            PLUGINS.note_hidden(name, self.kind)
+        return super().__getitem__(name)
+
+    def installed(self) -> list[str]:
+        """Names that installed packages give to code of this kind."""
+        return sorted(metadata.entry_points(group=self.kind.group).names)
 
 
 def sources_sha256(places: Iterable[str | Path]) -> str:

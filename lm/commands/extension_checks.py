@@ -223,12 +223,34 @@ def leaves_model(options: EvaluationConfig) -> None:
         require(not decoder.training, "the decoder is left in training mode")
 
 
+def used_optimizer(options: Optimizer) -> None:
+    """`make` gives a torch optimizer, which makes a step"""
+    decoder = _decoder()
+    _step(_optimizer(options, decoder, 1e-3), decoder)
+
+
+def used_source(source: OutsideSource) -> None:
+    """`documents`, `identity` and `licence` can be called"""
+    next(iter(source.documents()), None), source.identity(), source.licence()
+
+
+def used_task(task: Task) -> None:
+    """`make` gives a sequence"""
+    example(task, 1, 0, 256)
+
+
+def used_evaluation(options: EvaluationConfig) -> None:
+    """its measurement can be made, and measures"""
+    if options.wanted(Config().data):
+        next(_measured(options))
+
+
 Check = Callable[..., None]
-KINDS: dict[str, tuple[Table, tuple[Check, ...]]] = {
-    "optimizer": (OPTIMIZERS, (lower_loss, rate_of_zero, resumed_state, implied_state)),
-    "source": (SOURCES, (same_documents, plain_identity)),
-    "task": (TASKS, (pure_sequences, answers_in_place, different_sequences)),
-    "evaluation": (EVALUATIONS, (same_numbers, leaves_model)),
+KINDS: dict[str, tuple[Table, Check, tuple[Check, ...]]] = {  # the second is what all the others need
+    "optimizer": (OPTIMIZERS, used_optimizer, (lower_loss, rate_of_zero, resumed_state, implied_state)),
+    "source": (SOURCES, used_source, (same_documents, plain_identity)),
+    "task": (TASKS, used_task, (pure_sequences, answers_in_place, different_sequences)),
+    "evaluation": (EVALUATIONS, used_evaluation, (same_numbers, leaves_model)),
 }
 
 
@@ -243,7 +265,7 @@ def check_extension(noun: str, name: str, overrides: list[str]) -> Iterator[tupl
     Raises:
         ConfigError: it can't be imported, is of another kind, or has no such options.
     """
-    table, checks = KINDS[noun]
+    table, use, checks = KINDS[noun]
     problems = []
     with PLUGINS.trusted():
         one_key = make_dataclass("Named", [(noun, list, variants(table, ""))])
@@ -251,4 +273,4 @@ def check_extension(noun: str, name: str, overrides: list[str]) -> Iterator[tupl
     if problems := problems or own_problems(named):
         raise ConfigError(problems)
     (options,) = getattr(named, noun)
-    return checked_promises(options, checks)
+    return checked_promises(options, checks, use)

@@ -390,7 +390,10 @@ def example(task: Task, seed: int, index: int, length: int, subset: Subset = "tr
         except NoRoom:  # names and numbers differ in tokens: others may fit
             if not last:
                 raise
-    assert len(sequence.tokens) == length + 1
+    if not isinstance(sequence, Example):
+        raise TaskError(f"`make` gives {type(sequence).__name__}, not an Example")
+    if len(sequence.tokens) != length + 1:
+        raise TaskError(f"`make` gives {len(sequence.tokens)} tokens, not length + 1 = {length + 1}")
     return sequence
 
 

@@ -103,6 +103,8 @@ class Measurement(ABC):
         """Measure a decoder that was trained for so many steps and tokens. Collective."""
         weights = weights_sha256(decoder)
         series = self.measure(decoder, where, progress)
+        if not isinstance(series, Sequence):
+            raise TypeError(f"`measure` gives {type(series).__name__}, not a list of Series")
         return Evaluation(
             self.kind, step, tokens_seen, self.fingerprint, self.options, self.precision(where), weights, tuple(series),
             self.config.eval.asked(self.kind), self.code,

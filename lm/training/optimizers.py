@@ -172,6 +172,8 @@ def make_optimizer(decoder: Decoder, optim: OptimConfig) -> torch.optim.Optimize
     options, groups = optim.optimizer, parameter_groups(decoder, optim)
     builder = BUILDERS.get(options.name)
     optimizer = builder(options, groups, decoder) if builder else options.make(groups, decoder)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"`make` of {options.name} gives {type(optimizer).__name__}, not a torch.optim.Optimizer")
     for group in optimizer.param_groups:
         group.setdefault("lr", 0.0)
     return optimizer
