@@ -80,7 +80,7 @@ def test_a_broken_promise_is_named(mine: Path, case: str):
 USELESS = {
     "signature": ("optimizer", "def make(self, groups, decoder):", "def make(self, groups):", "takes 2 positional arguments but 3"),
     "no optimizer": ("optimizer", "return Signs(", "Signs(", "gives NoneType, not a torch.optim.Optimizer"),
-    "raises": ("optimizer", "return Signs(", "raise ValueError('no')  # ", "ValueError: no; optimizer mine.optimizer:SignMomentum failed in"),
+    "raises": ("optimizer", "return Signs(", "raise ValueError('no')  # ", "ValueError: no; optimizer mine.optimizer:SignMomentum failed"),
     "documents": ("source", "def documents(self", "def documents(self, more", "missing 1 required positional argument: 'more'"),
     "few tokens": ("task", "draw.below(self.symbols, length + 1)", "draw.below(self.symbols, length)", "gives 256 tokens, not length + 1"),
     "no sequence": ("task", "return Example(", "Example(", "`make` gives NoneType, not an Example"),
