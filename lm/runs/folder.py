@@ -105,6 +105,8 @@ def require_run(folder: Path, *files: str) -> None:
         raise RunError(f"{folder}: a model exported for transformers with its code, which is not read back; name what it was exported from")
     if (folder / "config.json").is_file() or (folder.suffix == ".gguf" and folder.is_file()):
         raise RunError(f"{folder}: a model that was not imported; run lm import {folder} -o OUT, and name OUT here")
+    if folder.is_file():
+        raise RunError(f"{folder}: a file, not a run folder; name the folder that holds it")
     if not folder.is_dir():
         beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
         near = suggest(folder.name, beside)
