@@ -415,7 +415,7 @@ def test_a_run_a_checkpoint_and_an_export_give_the_same_model(tiny, tmp_path: Pa
     (tmp_path / "exported" / "model.safetensors").write_bytes(b"x")
     with pytest.raises(RunError, match=r"model.safetensors: not readable"):
         lm.load(tmp_path / "exported")
-    with pytest.raises(RunError, match="no such checkpoint"):
+    with pytest.raises(RunError, match="neither a run folder"):
         lm.load(tmp_path)
 
 

@@ -104,7 +104,7 @@ class WindowNormalizer(SoftmaxNormalizer):
 @dataclass
 class ScaleInvariant(Options):
     name = "scale_invariant"
-    full_formula = "softmax(a_t z + m_t)"
+    full_formula = "softmax(a_t z + m_t), a_t^2 = 1 + 2 ln(1 + t / tau), m_t = 1 - a_t^2"
     source = "arXiv 2505.17083"
     known = "with p-RoPE, trained at 4k, at 64k: loss 3.247 (log n 3.317, softmax 5.735), needles .969 (.939, .000), same paper"
     tau: float = key(10.0, "distance, in tokens, from which on the scale grows", ge=1e-3, le=LONGEST)
@@ -128,7 +128,7 @@ class ScaleInvariantNormalizer(SoftmaxNormalizer):
 @dataclass
 class Forget(Options):
     name = "forget"
-    full_formula = "softmax(z + c_i - c_j)"
+    full_formula = "softmax(z + c_i - c_j), c the running sum of ln sigmoid(w.x + b), x the layer's input"
     learned = "w (width C) and b per layer and head"
     source = "arXiv 2503.02130"
     known = "good extrapolation, needles near-perfect within the training length (abstract)"

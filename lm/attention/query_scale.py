@@ -355,7 +355,7 @@ def unit_vectors(x: Tensor) -> Tensor:
 class PN(Options):
     name = "p_n"
     full_formula = "softmax((s p_n + b) z)"
-    learned = "s, b per layer and head; p_n for each n, shared by all"
+    learned = "s, b per layer and head; p_n for each n to m, shared by all (beyond, the last)"
     source = "Nakanishi 2025, arXiv 2501.19399, sec. 2.1"
     known = "p_n is well fitted by a1 ln n + a2 at 162 M and 1,024 tokens (same paper)"
 
@@ -386,7 +386,7 @@ class PNNormalizer(QueryScale):
 class QASSMax(Options):
     name = "qassmax"
     full_formula = "softmax(z), q times B(ln n) (1 + tanh G(q))"
-    learned = "two MLPs, 64 hidden, per layer"
+    learned = "MLPs B (1 to H x D) and G (D to D) per layer, 64 hidden, GELU"
     source = "TabICLv2's code"
     known = "holds 100 % where SSMax fails, at 15k negatives; adopted by TabPFN-3 (TabICLv2; secondary)"
     n: str = key("visible", N_HELP)

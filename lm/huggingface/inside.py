@@ -5,8 +5,8 @@
     model = AutoModelForCausalLM.from_pretrained(NAME, attn_implementation="lm_ssmax")
     lm.huggingface.add_parameters(model)  # of normalizers that learn something
 
-The same lines read the parameters again from a folder that `save_pretrained` wrote. Without them transformers warns of unexpected tensors
-and computes softmax.
+The same lines read the parameters again from a folder that `save_pretrained` wrote. Without `attn_implementation` transformers computes
+softmax, at most with a warning of unexpected tensors.
 
 Shapes: B sequences, T queries, S keys, H heads of queries, K of keys and values, D head size.
 """
