@@ -126,6 +126,18 @@ def test_ids_are_read_back_document_for_document(tmp_path: Path, tokenizer: Toke
     assert any(line.startswith(f"ids          {len(TEXTS)} documents") for line in describe(store, 1))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_million_ids_and_their_borders_are_those_that_were_written(tmp_path: Path, tokenizer: TokenizerFile, name: str):
+    random = np.random.default_rng(0)
+    lengths = random.integers(1, 4000, 520)
+    many = [random.integers(0, END, length).tolist() for length in lengths]
+    assert sum(lengths) > 10**6
+    kind, write = WRITERS[name]
+    data = config(tmp_path, tokenizer, kind, write(tmp_path, many))
+    assert [document.tolist() for document in documents(data.source, vocabulary=Vocabulary(tokenizer))] == many
+
+
 def test_ids_make_the_tokens_that_their_text_makes(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
     """Held out by other hashes, so the splits are taken together."""
     stores = [
