@@ -117,7 +117,7 @@ def test_a_run_says_where_it_belongs_and_sends_what_is_logged_over_tokens(placed
 
     axes = {one.metric.name or one.metric.glob_name: one.metric.step_metric for one in sent if one.HasField("metric")}
     assert axes["*"] == "tokens"
-    lines, _ = read_metrics(placed.run_folder / METRICS)
+    lines = read_metrics(placed.run_folder / METRICS).lines
     logged = {(line["_step"], name): value for line in history(sent) for name, value in line.items()}
     assert all("tokens" in line for line in history(sent))
     for line in lines:
