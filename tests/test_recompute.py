@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import recompute
 
 
+@pytest.mark.usefixtures("painted")
 def test_pages_and_pictures_are_what_their_results_say(monkeypatch, tmp_path):
     assert {path: content for path, content in recompute.files().items() if path.read_bytes() != content} == {}
 
