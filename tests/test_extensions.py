@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +41,15 @@ def test_the_examples_keep_all_promises(mine: Path, kind: str):
     assert [line.startswith(f"{NAMES[kind]}: kept: ") for line in checked.stdout.splitlines()] == [True] * len(KINDS[kind][2])
 
 
+def checked_with(mine: Path, kind: str, before: str, after: str) -> subprocess.CompletedProcess:
+    """The check of the example of a kind with a piece of its code changed."""
+    code = mine / f"{kind}.py"
+    text = code.read_text()
+    assert before in text
+    code.write_text(text.replace(before, after))
+    return lm("check-extension", kind, NAMES[kind])
+
+
 # A change of the example, of its kind, that breaks one promise, and what is said.
 BROKEN = {
     "rate": ("optimizer", '1 - group["lr"] * group["weight_decay"]', "1 - 0.01", "at a rate of 0 no parameter changes"),
@@ -67,11 +77,7 @@ BROKEN = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_promise_is_named(mine: Path, case: str):
     kind, before, after, said = BROKEN[case]
-    code = mine / f"{kind}.py"
-    text = code.read_text()
-    assert before in text
-    code.write_text(text.replace(before, after))
-    checked = lm("check-extension", kind, NAMES[kind])
+    checked = checked_with(mine, kind, before, after)
     assert checked.returncode == 1
     assert any("BROKEN" in line and said in line for line in checked.stdout.splitlines()), checked.stdout
 
@@ -92,11 +98,7 @@ USELESS = {
 @pytest.mark.parametrize("case", USELESS)
 def test_code_that_can_not_be_used_is_said_so_once_with_the_cause(mine: Path, case: str):
     kind, before, after, said = USELESS[case]
-    code = mine / f"{kind}.py"
-    text = code.read_text()
-    assert before in text
-    code.write_text(text.replace(before, after))
-    checked = lm("check-extension", kind, NAMES[kind])
+    checked = checked_with(mine, kind, before, after)
     assert (checked.returncode, checked.stdout.count("\n")) == (1, 1), checked.stdout
     assert said in checked.stdout
     assert "hint" not in checked.stdout
@@ -192,6 +194,12 @@ def test_a_name_of_another_kind_is_refused_in_one_line(mine: Path, arguments: li
     with pytest.raises(ConfigError, match=said) as error:
         load([*arguments, f"optim.optimizer={{name: '{name}'}}"])
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_task_without_a_method_that_every_task_has_is_refused_in_one_line(mine: Path):
+    checked = checked_with(mine, "task", "def entropy(", "def entropies(")
+    assert (checked.returncode, checked.stdout, checked.stderr.count("\n")) == (2, "", 1), checked.stderr
+    assert "is not whole: it has no entropy; see docs/extending.md" in checked.stderr
 
 
 def test_a_failure_inside_names_function_and_check(mine: Path, arguments: list[str]):

@@ -31,7 +31,7 @@ class Kind:
         group: of entry points that name such code.
         noun: in errors.
         base: the class that it is a subclass of.
-        methods: of `base`, which it must have for itself.
+        methods: of `base`, which it must have for itself, as well as those that are abstract.
         page: says what it has to be.
         check: the command that tests it.
     """
@@ -48,7 +48,8 @@ class Kind:
         if not (isinstance(code, type) and issubclass(code, self.base) and is_dataclass(code)):
             where = f"{self.base.__module__}.{self.base.__name__}"
             raise Unavailable(f"is no {self.noun}: no dataclass that is a subclass of {where}", f"see {self.page}")
-        if missing := [name for name in self.methods if getattr(code, name) is getattr(self.base, name)]:
+        missing = [name for name in self.methods if getattr(code, name) is getattr(self.base, name)]
+        if missing := [*missing, *sorted(getattr(code, "__abstractmethods__", ()))]:
             raise Unavailable(f"is not whole: it has no {', '.join(missing)}", f"see {self.page}")
         return code
 

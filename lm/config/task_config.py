@@ -3,6 +3,7 @@
 The sequences themselves are made in lm/data/tasks.py.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import exp, lgamma, log
 from typing import ClassVar, Literal
@@ -35,7 +36,7 @@ class Chance:
         return cls(sum(1 / (candidates - earlier) for earlier in range(asked)) / asked, 1 / candidates)
 
 
-class Task:
+class Task(ABC):
     """Options of a synthetic task. Training sequences and test sequences have contents of their own; each task says which."""
 
     name: ClassVar[str]
@@ -62,9 +63,9 @@ class Task:
         """Accuracy of chance in test sequences; None where that is not one number."""
         return None
 
+    @abstractmethod
     def entropy(self, length: int) -> float:
         """Entropy of sequences of `length` predicted tokens, or a lower bound: nats."""
-        raise NotImplementedError
 
     def distinct(self, length: int, subset: Literal["train", "test"]) -> float:
         """About how many different training or test sequences there are: sequences are drawn independently and repeat if more are."""

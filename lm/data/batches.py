@@ -4,6 +4,7 @@ It depends on nothing else: not on world size, workers, micro-batch or restarts.
 That holds for the lengths of sequences and for the draws among several streams, too: the options are in lm/config/data_config.py.
 """
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -95,19 +96,19 @@ class NoFullStep(ValueError):
     """The documents have too few pieces of each length to fill a step."""
 
 
-class Lengths:
+class Lengths(ABC):
     """Tokens in each sequence of a step."""
 
     shortest: int  # the least length
     reads_text: ClassVar[bool] = False  # true if the lengths come with the text that is read: a `lm.data.batches.Stream`
 
+    @abstractmethod
     def __call__(self, step: int) -> int:
         """The length of the sequences of `step` (0-based)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fractions(self, steps: int) -> dict[int, float]:
         """By length, the fraction of the tokens of the first `steps` steps that is in sequences of it."""
-        raise NotImplementedError
 
     def note(self) -> str:
         """Which tokens an epoch does not read, in words; empty if it reads all but fewer than a sequence."""
