@@ -1,4 +1,4 @@
-"""How long experiments take, and `--minutes`: final seeds are dropped, said and kept."""
+"""How long experiments take, by ended runs or by a pilot."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, lm
+from conftest import ROOT
 from fabricated import finish, finish_all
 from jobs import compare_with
 from processes import forked
@@ -20,8 +20,8 @@ from waiting import wait_until
 
 from lm.errors import ConfigError, RunError
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.experiment_folder import open_experiment, start
-from lm.experiments.plan import _timed, costs, limited, plan, run_times, seeds_that_fit, total_seconds, with_all_seeds, write_limit
+from lm.experiments.experiment_folder import start
+from lm.experiments.plan import _timed, costs, plan, run_times, total_seconds
 from lm.experiments.procedure import Procedure
 from lm.experiments.slots import Slots
 from lm.machine import born
@@ -72,45 +72,6 @@ def test_time_is_that_of_the_runs_that_have_ended(tmp_path):
         took(procedure, 60 - 5 * step, 1e9, step)
         found = run_times(procedure, costs(procedure), Slots(2))[0]["small", "softmax"]
         assert found == pytest.approx(60), f"20 s of start and evaluations, and 5 s a step, {step} of eight of which were made before"
-
-
-def test_seeds_are_dropped_from_the_end_of_the_experiment_that_has_most_left(tmp_path):
-    text, recall = experiment(tmp_path), experiment(tmp_path, "recall", seeds=[1, 2, 3, 4, 5])
-    times = [{("", "softmax"): 60.0, ("", "ssmax"): 60.0}, {("", "softmax"): 30.0, ("", "ssmax"): 30.0}]
-    assert seeds_that_fit([text, recall], times, 11, [Slots(1)] * 2) == [3, 5]
-    assert seeds_that_fit([text, recall], times, 10.9, [Slots(1)] * 2) == [3, 4]
-    assert seeds_that_fit([text, recall], times, 8, [Slots(1)] * 2) == [2, 3], "of two that have as many left, the longer one loses a seed"
-    assert seeds_that_fit([text, recall], times, 0, [Slots(1)] * 2) == [1, 1]
-    assert seeds_that_fit([text, recall], times, 5.5, [Slots(2)] * 2) == [3, 5]
-    note = limited(recall.experiment, 3, 8, 660, late=False).dropped_note
-    assert note == "final seeds 4, 5 of every arm were dropped: all experiments were estimated at 11 minutes, 8 were given (--minutes)"
-
-
-def test_what_is_dropped_is_said_and_stays_dropped_until_the_limit_is(tmp_path, arguments, monkeypatch):
-    monkeypatch.setattr("lm.experiments.plan._pilot", lambda *_: ({("", "softmax"): 60.0, ("", "ssmax"): 60.0}, "a pilot"))
-    monkeypatch.setattr("lm.experiments.compare.write_page", lambda *_: pytest.fail("nothing to report"))
-    monkeypatch.setattr("lm.experiments.compare.Jobs.work", lambda self: seeds.append(self.procedure.experiment.seeds))
-    seeds, path = [], tmp_path / "trial.yaml"
-    path.write_text(yaml.safe_dump(FILE))
-    plan = lm("compare", str(path), *arguments[1:], "--plan", "--minutes", "4")
-    assert "final seeds 3 of every arm were dropped: all experiments were estimated at 6 minutes, 4 were given" in plan.stdout, plan.stderr
-    assert "time: about 4 min for what is left, 1 at a time" in plan.stdout
-    for minutes in (["--minutes", "4"], ["--minutes", "4"], ["--minutes", "2"], []):
-        lm("compare", str(path), *arguments[1:], *minutes)
-    assert seeds == [(1, 2), (1, 2), (1,), (1, 2, 3)]
-    folder = tmp_path / "runs" / "trial"
-    assert json.loads((folder / "resolved.json").read_text())["seeds"] == [1, 2, 3], "the dropped ones are planned, not added later"
-    lm("compare", str(path), *arguments[1:], "--minutes", "4")
-    opened = open_experiment(path, arguments[1:])
-    assert (opened.experiment.seeds, opened.experiment.dropped) == ((1, 2), (3,))
-    assert "final seeds 3" in finish_all(opened, lambda run: 5.0).notes()[0]
-    assert not opened.left_out
-    write_limit(limited(with_all_seeds(opened.experiment), 1, 2, 360, late=True), 2)
-    late = open_experiment(path, arguments[1:])
-    assert (late.experiment.dropped, late.left_out) == ((2, 3), (2, 3)), "decided when final runs had ended: exploratory"
-    (folder / "minutes.json").write_text("{}")
-    with pytest.raises(RunError, match=r"minutes\.json: does not say which seeds were dropped; delete it"):
-        open_experiment(path, arguments[1:])
 
 
 @pytest.mark.slow  # 10 s
@@ -244,7 +205,7 @@ def test_pilots_end_with_their_plan(tmp_path, number):
     (tmp_path / "program.py").write_text(WAITING)
     path = tmp_path / "trial.yaml"
     path.write_text(yaml.safe_dump(FILE))
-    given = ["data.source.paths=[.]", f"runs={tmp_path / 'runs'}", "--plan", "--minutes", "1000"]
+    given = ["data.source.paths=[.]", f"runs={tmp_path / 'runs'}", "--plan"]
     process = forked(tmp_path / "said", compare_with, str(tmp_path / "program.py"), str(path), *given)
     place = tmp_path / "runs" / "trial"
     wait_until(lambda: any(one.read_text().strip() for one in place.glob(".*/*/output")) or not process.is_alive(), tmp_path)

@@ -38,10 +38,6 @@ def compare(
     report_only: Annotated[bool, typer.Option("--report-only", help="judge what is there, train nothing")] = False,
     retry: Annotated[bool, typer.Option("--retry", help="try the runs that failed again")] = False,
     anew: Annotated[bool, typer.Option("--anew", help="train although all runs that have ended are of another configuration")] = False,
-    aa: Annotated[bool, typer.Option("--aa", help="the baseline against itself with other seeds, in a folder NAME-aa: the noise")] = False,
-    minutes: Annotated[
-        float | None, typer.Option(min=0, help="drop final seeds, from the last on, until the estimate is no longer", show_default=False)
-    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="folder of the reports [default: each experiment's own]", show_default=False)
     ] = None,
@@ -62,23 +58,21 @@ def compare(
     from lm.commands.python_face import send_to_wandb
     from lm.experiments.compare import VERDICTS, Work, compare_experiments, print_commands
     from lm.experiments.experiment_file import read_experiment
-    from lm.experiments.experiment_folder import folder_of
 
     modes = {"--plan": plan, "--report-only": report_only, "--commands": commands, "--submit": submit}
-    modes |= {"--minutes": minutes is not None} if submit or commands else {}
     modes |= {"--jobs": jobs, "--jobs-per-gpu": jobs_per_gpu > 1} if submit else {"--out": out} if commands else {}
     if len(given := [name for name, on in modes.items() if on]) > 1:
         raise ConfigError(f"{' and '.join(given)} exclude each other")
     if as_json and not report_only:
         raise ConfigError("--json goes with --report-only: training prints its progress")
     if commands:
-        print_commands(files, overrides, anew, aa)
+        print_commands(files, overrides, anew)
     else:
-        work = Work(jobs, retry, minutes, anew, aa, jobs_per_gpu, submit, workers, job_options)
+        work = Work(jobs, retry, anew, jobs_per_gpu, submit, workers, job_options)
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
             compare_experiments(files, overrides, work, plan, report_only, out, send_to_wandb)
         for path in files if as_json else ():
-            print((folder_of(read_experiment(path, overrides), aa) / f"{VERDICTS}.json").read_text(encoding="utf-8"), end="")
+            print((read_experiment(path, overrides).folder / f"{VERDICTS}.json").read_text(encoding="utf-8"), end="")
 
 
 def judge(

@@ -14,7 +14,7 @@ from lm.errors import DataError, RunError
 from lm.experiments.engine import LOCK, Cluster, Engine, Jobs, RunsFailed, read_failure, read_options, retry, worker, working_on
 from lm.experiments.experiment import Experiment
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.experiment_folder import folder_of, noise, open_experiment, other_runs, start
+from lm.experiments.experiment_folder import open_experiment, other_runs, start
 from lm.experiments.judging import INTERVALS
 from lm.experiments.live_table import live_table
 from lm.experiments.page import experiment_files, write_page
@@ -24,15 +24,9 @@ from lm.experiments.plan import (
     Times,
     costs,
     duration,
-    forget_limit,
-    limit_of,
-    limited,
     plan,
     run_times,
-    seeds_that_fit,
     total_seconds,
-    with_all_seeds,
-    write_limit,
 )
 from lm.experiments.procedure import Procedure, next_look
 from lm.experiments.slots import Slots, Stopped, commands, slots_of
@@ -54,8 +48,6 @@ class Work:
     Attributes:
         jobs: slots (`lm.experiments.slots`); None: all of this machine's GPUs, or one on the CPU.
         retry: whether runs that failed are tried again.
-        minutes: final seeds are dropped until all experiments are estimated to take no longer; None: nothing is dropped.
-        aa: the A/A experiments are worked on, of the baselines against themselves, in place of the experiments.
         anew: whether an experiment whose folder has ended runs of another configuration alone is trained beside them.
         per_gpu: slots on each GPU.
         engine: the scheduler whose jobs train the runs; None: the slots of this machine do.
@@ -65,9 +57,7 @@ class Work:
 
     jobs: int | None = None
     retry: bool = False
-    minutes: float | None = None
     anew: bool = False
-    aa: bool = False
     per_gpu: int = 1
     engine: Engine | None = None
     workers: int = 1
@@ -106,14 +96,14 @@ def compare_experiments(
     jobs = [1 if report_only or work.engine else work.slots(each).jobs for each in experiments]  # enough, before text is prepared
     opened = partial(start, timed=None if work.engine else work.timed) if working else open_experiment
     with ExitStack() as stack:
-        for folder in dict.fromkeys(folder_of(each, work.aa) for each in experiments if working):
+        for folder in dict.fromkeys(each.folder for each in experiments if working):
             stack.enter_context(working_on(folder))
         for path in files if work.engine else ():
             _settle_in_a_job(path, overrides, work)
-        procedures = [opened(path, overrides, each, work.anew or plan_only, work.aa) for path, each in zip(files, jobs, strict=True)]
+        procedures = [opened(path, overrides, each, work.anew or plan_only) for path, each in zip(files, jobs, strict=True)]
         times: list[Times] = [{} for _ in files]
         if not report_only:
-            procedures, times = _planned(procedures, work, working)
+            times = _planned(procedures, work)
         if plan_only:
             return
         failures, judged = [], []
@@ -138,12 +128,12 @@ def compare_experiments(
 def _settle_in_a_job(path: Path, overrides: list[str], work: Work) -> None:
     """Prepare the text of an experiment here, and start it in a job if it has not been: precision, compilation and threads are those of the
     machines that train."""
-    experiment = open_experiment(path, overrides, 1, work.anew, work.aa).experiment
+    experiment = open_experiment(path, overrides, 1, work.anew).experiment
     cluster = work.cluster(experiment.folder)
     prepare(experiment.first_config.data, progress=True)
     if not (experiment.folder / RESOLVED).exists():
         print(f"{experiment.name}: a first job settles precision, compilation and threads", flush=True)
-        cluster.result(cluster.submit(partial(start, path, overrides, 1, work.anew, work.aa)))
+        cluster.result(cluster.submit(partial(start, path, overrides, 1, work.anew)))
 
 
 def _work(procedure: Procedure, work: Work, times: Times) -> Procedure:
@@ -156,11 +146,11 @@ def _work(procedure: Procedure, work: Work, times: Times) -> Procedure:
     return procedure if following is procedure else _work(following, work, times)
 
 
-def print_commands(files: list[Path], overrides: list[str], anew: bool = False, aa: bool = False) -> None:
+def print_commands(files: list[Path], overrides: list[str], anew: bool = False) -> None:
     """Print what a shell has to do for each run that can be started now, one line a run. Raises LMError: a file is wrong."""
     for path in files:
         with redirect_stdout(sys.stderr):  # what is said of the text, and of others at work, is no command
-            procedure = start(path, overrides, anew=anew, aa=aa)
+            procedure = start(path, overrides, anew=anew)
             folder = procedure.experiment.folder
             if (folder / LOCK).exists():
                 print(f"note: {folder}: {worker(folder)}")
@@ -169,23 +159,14 @@ def print_commands(files: list[Path], overrides: list[str], anew: bool = False, 
             print(" && ".join(lines), flush=True)
 
 
-def _planned(procedures: list[Procedure], work: Work, working: bool) -> tuple[list[Procedure], list[Times]]:
-    """Print the plans; the experiments without the final seeds that do not fit into `work.minutes`, and how long their runs take. Which
-    seeds these are is decided once: by the first call with this limit that works on the experiments (`working`)."""
-    for procedure in procedures if work.minutes is not None else ():
-        if procedure.experiment.look == 2:
-            raise RunError(f"--minutes {work.minutes:g}: {procedure.experiment.name} has begun its second look, whose seeds stay")
-    decided = work.minutes is not None and all(limit_of(procedure.experiment) == work.minutes for procedure in procedures)
-    if not decided:
-        procedures = [Procedure(with_all_seeds(procedure.experiment)) for procedure in procedures]
-    taken, slots = [costs(procedure) for procedure in procedures], [work.slots(procedure.experiment) for procedure in procedures]
-    timed, end = [], time.monotonic() + max(PILOT_SECONDS, 6 * (work.minutes or 0))  # a tenth of the minutes
-    for procedure, each, places in zip(procedures, taken, slots, strict=True):
+def _planned(procedures: list[Procedure], work: Work) -> list[Times]:
+    """Print the plans; returns how long the runs of each experiment take."""
+    timed, end = [], time.monotonic() + PILOT_SECONDS
+    for procedure in procedures:
+        cost, places = costs(procedure), work.slots(procedure.experiment)
         untimed = {}, "not estimated for the machines of the jobs"
-        timed.append(untimed if work.engine else _times(procedure, each, places, end - time.monotonic()))
-    if work.minutes is not None and not decided:
-        procedures = _fitted(procedures, timed, work.minutes, slots)
-    for procedure, cost, places, (times, words) in zip(procedures, taken, slots, timed, strict=True):
+        times, words = untimed if work.engine else _times(procedure, cost, places, end - time.monotonic())
+        timed.append(times)
         if times:
             seconds = total_seconds(procedure, times, len(procedure.experiment.seeds), places)
             words = f"about {duration(seconds)} for what is left, {len(places.lanes())} at a time, by {words}"
@@ -193,25 +174,7 @@ def _planned(procedures: list[Procedure], work: Work, working: bool) -> tuple[li
         print("\n".join(plan(procedure, cost, words, where)), flush=True)
         if others := other_runs(procedure):
             print(f"note: {others}", flush=True)
-        if working and work.minutes is None:
-            forget_limit(procedure.experiment)
-        elif working and not decided:
-            write_limit(procedure.experiment, work.minutes)
-    return procedures, [times for times, _ in timed]
-
-
-def _fitted(procedures: list[Procedure], timed: list[tuple[Times, str]], minutes: float, slots: list[Slots]) -> list[Procedure]:
-    """The experiments with as many final seeds as fit. Raises RunError if it is not known how long they take."""
-    if untimed := [words for times, words in timed if not times]:
-        raise RunError(f"--minutes {minutes:g}: how long the runs take is {untimed[0]}")
-    times = [each for each, _ in timed]
-    counts = seeds_that_fit(procedures, times, minutes, slots)
-    seconds = [total_seconds(each, of, len(each.experiment.seeds), at) for each, of, at in zip(procedures, times, slots, strict=True)]
-    fitted = []
-    for procedure, n_seeds in zip(procedures, counts, strict=True):
-        late = any(run.outcome.ended for run in procedure.known() if run.stage == "final")
-        fitted.append(limited(procedure.experiment, n_seeds, minutes, sum(seconds), late))
-    return [Procedure(experiment) for experiment in fitted]
+    return timed
 
 
 def _times(procedure: Procedure, taken: Costs | None, slots: Slots, budget: float) -> tuple[Times, str]:
@@ -245,7 +208,7 @@ def _conclude(procedure: Procedure) -> list[dict[str, Plain]]:
             reason, remedy = f"no run has a result; {len(failed)} failed, the first with {failed[0]}", "--retry tries again"
         raise RunError(f"{experiment.folder}: {reason}; {remedy}")
     judged = procedure.judged()
-    lines, notes = summary_lines(procedure, judged), [*procedure.notes(), *noise(procedure, judged)]
+    lines, notes = summary_lines(procedure, judged), procedure.notes()
     verdicts = {"primary": vars(experiment.primary), "notes": notes, "arms": lines}
     over_sizes = trends(procedure, judged)
     verdicts |= {"trends": over_sizes} if over_sizes else {}

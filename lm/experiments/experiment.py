@@ -23,7 +23,6 @@ from lm.schema import Plain, build, flatten, is_block, key, to_plain
 from lm.statistics.tuning import FEWEST_TUNING_SEEDS, Rate, coordinates, rates_of
 
 SHARED = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
-MINUTES = "minutes.json"  # in the experiment's folder: which seeds `--minutes` has dropped
 _OF_NORMALIZER = "optim.groups.normalizer."
 _OWN = ("name", "runs", "seed")  # keys of a run that no other key of its configuration depends on
 
@@ -46,7 +45,6 @@ class Arm:
         step: the step of it that the arm branches from, with optimizer state and place in the data; None: it starts from weights alone.
         swap: what becomes of their normalizer; None: it stays.
         trained: False: the swapped weights are measured as they are.
-        offset: what is added to the seeds of its runs, which are paired as if it were not.
     """
 
     name: str
@@ -54,7 +52,6 @@ class Arm:
     start: str = ""
     swap: Swap | None = None
     trained: bool = True
-    offset: int = 0
     step: int | None = None
 
     @property
@@ -173,22 +170,6 @@ class Departure:
 
 
 @dataclass(frozen=True)
-class Original:
-    """The experiment whose baseline an A/A experiment compares with itself.
-
-    Attributes:
-        seeds: how many final ones it has.
-        intervals: how many of its intervals hold together.
-        rates: those that its tuning has chosen for the baseline, by size; None: there were none when the A/A experiment was started.
-    """
-
-    name: str
-    seeds: int
-    intervals: int
-    rates: dict[str, Rate] | None
-
-
-@dataclass(frozen=True)
 class Experiment:
     """An experiment as its file describes it; the first arm is the baseline.
 
@@ -202,10 +183,7 @@ class Experiment:
         evaluate: configuration keys that all finished runs are measured with at their last step, beside what they measure in training.
         more_seeds: seeds of the second look, which are trained if the first leaves a comparison undecided.
         look: which of the looks `seeds` are of; those of the second include the first's.
-        dropped, dropped_note: planned final seeds that are not trained, and why in words (`lm.experiments.plan`).
-        dropped_late: whether that was decided when final runs had ended already.
         departures: what differs from what was planned when no final run had been measured.
-        equal_to: of an A/A experiment (`lm.experiments.experiment_folder`) the one that it is made of.
     """
 
     name: str
@@ -222,27 +200,18 @@ class Experiment:
     more_seeds: tuple[int, ...] = ()
     look: Literal[1, 2] = 1
     planned: tuple[int, ...] | None = None
-    dropped: tuple[int, ...] = ()
-    dropped_note: str = ""
-    dropped_late: bool = False
     departures: tuple[Departure, ...] = ()
-    equal_to: Original | None = None
     _configs: dict[str, Config] = field(default_factory=dict, repr=False, compare=False)  # by their keys but for `_OWN`
 
     @property
     def command(self) -> str:
         """The shell command that trains and judges it, or goes on with it."""
-        return shlex.join(["lm", "compare", str(self.file), *self.overrides, *(["--aa"] if self.equal_to else [])])
+        return shlex.join(["lm", "compare", str(self.file), *self.overrides])
 
     @property
     def all_seeds(self) -> tuple[int, ...]:
-        """The final seeds of both looks, with those that `--minutes` dropped."""
-        return tuple(dict.fromkeys((*self.seeds, *self.dropped, *self.more_seeds)))
-
-    @property
-    def limited(self) -> bool:
-        """Whether `--minutes` has limited its time: then there is no second look."""
-        return (self.folder / MINUTES).exists()
+        """The final seeds of both looks."""
+        return tuple(dict.fromkeys((*self.seeds, *self.more_seeds)))
 
     @property
     def looks(self) -> int:
@@ -308,7 +277,7 @@ class Experiment:
         """The configuration of one run; `rate` is the value of the tuned key. Runs that differ in `_OWN` alone share one that was parsed
         once, as do experiments that were made of each other. Raises ConfigError."""
         plain = self.base
-        for more in (self.sizes[size], arm.changes, nested(self.tuned_keys(size, arm, rate)), {"seed": seed + arm.offset}, changes):
+        for more in (self.sizes[size], arm.changes, nested(self.tuned_keys(size, arm, rate)), {"seed": seed}, changes):
             plain = merge(plain, more)
         plain = interpolated(plain)
         own = {name: plain[name] for name in _OWN if name in plain}

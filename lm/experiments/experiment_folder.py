@@ -1,6 +1,5 @@
-"""The folder of an experiment: what its first start settles for all runs, what departs from the plan, and A/A experiments."""
+"""The folder of an experiment: what its first start settles for all runs, and what departs from the plan."""
 
-import math
 import re
 import time
 from collections.abc import Callable
@@ -8,68 +7,46 @@ from dataclasses import MISSING, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from lm.config.load import merge
 from lm.config.training_config import TrainerConfig
 from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
 from lm.data.prepare import prepare, vocabulary
 from lm.errors import Problem, RunError, shown
-from lm.experiments.experiment import SHARED, Arm, Departure, Experiment, Original, config_hash, deciding, nested
+from lm.experiments.experiment import SHARED, Arm, Departure, Experiment, config_hash, deciding
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.judging import Judged
-from lm.experiments.plan import Times, cost, with_limit
+from lm.experiments.plan import Times, cost
 from lm.experiments.procedure import Procedure, next_look
 from lm.files import write_new
 from lm.machine import threads_each
 from lm.runs.folder import CHECKPOINTS, CONFIG, EVALUATIONS, RESOLVED, json_bytes, read_json, step_path, write_json
 from lm.schema import Plain, build, convert, to_plain
-from lm.statistics.tuning import Rate, rate_cell, rate_of, read_rate
-from lm.statistics.verdicts import ALPHA, POWER, detectable
+from lm.statistics.tuning import rate_of
 
 if TYPE_CHECKING:
     from lm.model.device import Resolved
 
-AA = "-aa"  # behind the name of an experiment of the baseline against itself
 PLAN = "plan"  # in RESOLVED: what was settled when it was written; null: it was lost
-Rates = dict[str, Rate]  # of the baseline, by size
 _OVERRIDES = "overrides"  # in RESOLVED: those of the first start
-_RATES = "rates"  # in RESOLVED of an A/A experiment: the baseline's
 
 
-def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False, aa: bool = False) -> Procedure:
+def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False) -> Procedure:
     """An experiment as it stands: nothing is prepared, trained or written.
 
-    Final seeds that an earlier `--minutes` dropped are left out; those of the second look are in where the first was undecided. Where the
-    file leaves precision, compilation and threads open, they are as the first start has settled them; before it, as they would be settled
-    on this machine for so many runs at a time.
+    Seeds of the second look are in where the first was undecided. Where the file leaves precision, compilation and threads open, they are
+    as the first start has settled them; before it, as they would be settled on this machine for so many runs at a time.
 
     Args:
         anew: open it although its folder has ended runs of another configuration alone (`other_runs`).
-        aa: the A/A experiment of it (`equal_arms`), in a folder of its own.
 
     Raises:
         LMError: the file is wrong, or the experiment's folder is something else.
     """
     experiment = read_experiment(path, overrides)
-    first = experiment.folder / RESOLVED
-    if aa:
-        own = folder_of(experiment, aa) / RESOLVED
-        settled_rates = _settled_rates(own) if own.exists() else baseline_rates(open_experiment(path, overrides, jobs, anew=True))
-        if experiment.tuned and settled_rates and (missing := experiment.sizes.keys() - settled_rates.keys()):
-            raise RunError(f"{own}: has no rate of size {', '.join(sorted(missing))}; delete it, or rename the experiment")
-        experiment = equal_arms(experiment, settled_rates if experiment.tuned else None)
-    experiment = with_limit(experiment)
     if (experiment.folder / CONFIG).exists():
         raise RunError(f"{experiment.folder}: a run folder; give the experiment's file another name, or set runs=...")
     kept = experiment.folder / RESOLVED
-    if kept.exists():
-        settled = read_json(kept)
-    elif aa and first.exists():  # its runs are those of the experiment
-        settled = {name: value for name, value in read_json(first).items() if name in SHARED}
-    else:
-        settled = _on_this_machine(experiment, jobs)
+    settled = read_json(kept) if kept.exists() else _on_this_machine(experiment, jobs)
     if wrong := _wrong(settled):
         raise RunError(f"{kept}: {wrong}; bring it back, or delete it, and the next start writes it anew")
     trainer = experiment.base.get("trainer", {})  # sizes and arms may say otherwise, each for itself
@@ -82,19 +59,8 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
     return next_look(procedure)
 
 
-def _settled_rates(path: Path) -> Rates | None:
-    """The baseline's rates as the first start of an A/A experiment has settled them."""
-    rates = read_json(path).get(_RATES)
-    return rates and {size: read_rate(rate) for size, rate in rates.items()}
-
-
-def folder_of(experiment: Experiment, aa: bool) -> Path:
-    """The folder of an experiment that its file describes, or of the A/A experiment of it."""
-    return experiment.folder.with_name(f"{experiment.name}{AA}") if aa else experiment.folder
-
-
 def start(
-    path: Path, overrides: list[str], jobs: int = 1, anew: bool = False, aa: bool = False, timed: Callable[[Procedure], Times] | None = None
+    path: Path, overrides: list[str], jobs: int = 1, anew: bool = False, timed: Callable[[Procedure], Times] | None = None
 ) -> Procedure:
     """An experiment that can be worked on: with its text prepared, and settled what all runs share. Of several processes that start it
     at the same time, one settles.
@@ -105,27 +71,24 @@ def start(
     Raises:
         LMError: as `open_experiment`; the text can't be prepared, or is another than that of the first runs.
     """
-    store = prepare(open_experiment(path, overrides, jobs, anew, aa).experiment.first_config.data, progress=True)
-    procedure = open_experiment(path, overrides, jobs, True, aa)  # the vocabulary is known now
+    store = prepare(open_experiment(path, overrides, jobs, anew).experiment.first_config.data, progress=True)
+    procedure = open_experiment(path, overrides, jobs, True)  # the vocabulary is known now
     experiment = procedure.experiment
     trainer, kept = experiment.first_config.trainer, experiment.folder / RESOLVED
     settled = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED}
     late, plan = is_measured(experiment), plan_of(experiment)
     undecided = read_experiment(path, overrides)
-    if timed and not aa and not kept.exists() and undecided.first_config.trainer.compile == "auto":
+    if timed and not kept.exists() and undecided.first_config.trainer.compile == "auto":
         compiled = _compiled(undecided, timed(procedure).get((next(iter(undecided.sizes)), undecided.arms[0].name)))
         settled["compile"] = compiled.value == "true"
         print(f"trainer.compile of all runs: {compiled}", flush=True)
     settled |= {"seeds": list(experiment.all_seeds), _OVERRIDES: list(overrides), PLAN: None if late else plan}
-    if aa:
-        rates = experiment.equal_to.rates
-        settled[_RATES] = rates and {size: rate_cell(rate) for size, rate in rates.items()}
     if not write_new(kept, json_bytes(settled)) and not late and is_another(read_json(kept).get(PLAN), plan):
         write_json(kept, read_json(kept) | {PLAN: plan})  # nothing that it could be chosen by was measured yet
     if read_json(kept).get("data_fingerprint") != store.fingerprint:
         reason = "the text is not what the first runs were trained on"
         raise RunError(f"{kept}: {reason}; give the experiment's file another name, or set runs=...")
-    return open_experiment(path, overrides, jobs, True, aa)
+    return open_experiment(path, overrides, jobs, True)
 
 
 def other_runs(procedure: Procedure) -> str:
@@ -142,8 +105,8 @@ def other_runs(procedure: Procedure) -> str:
             if (match := name.fullmatch(folder.name)) and match[1] in arms and folder not in known and (folder / CONFIG).is_file():
                 by_rate.setdefault((match[1], match[2]), []).append((folder, int(match[3])))
         for (arm, rate), runs in by_rate.items():
-            value, offset = rate_of(map(float, rate.split("_"))) if rate else None, arms[arm].offset
-            configs = [procedure.run(size, arms[arm], "final", value, seed - offset, {}).config for _, seed in runs]
+            value = rate_of(map(float, rate.split("_"))) if rate else None
+            configs = [procedure.run(size, arms[arm], "final", value, seed, {}).config for _, seed in runs]
             others = [(run[0], config) for run, config in zip(runs, configs, strict=True) if run[0] != config.run_folder]
             ended, differing = _ended_otherwise(others, experiment.tune.keys)
             count, differences = count + ended, [*differences, differing] if differing else differences
@@ -290,64 +253,3 @@ def _changed_arms(before: dict[str, dict[str, str]], now: dict[str, dict[str, st
     if next(iter(before.values()), {}) and next(iter(next(iter(before.values())))) != baseline:
         changes.append(Departure(f"the baseline is another since the arms were settled ({at})"))
     return changes
-
-
-# ---------------------------------------------------------------- A/A experiments
-
-
-def baseline_rates(procedure: Procedure) -> Rates | None:
-    """The rates that tuning has chosen for the baseline of an experiment; None while it has not, or where nothing is tuned.
-
-    Raises:
-        RunError: its tuning table gives none.
-    """
-    experiment, baseline = procedure.experiment, procedure.experiment.arms[0].name
-    rates = {size: (procedure.rates(size) or {}).get(baseline) for size in experiment.sizes}
-    if all(rate is not None for rate in rates.values()):
-        return rates
-    if experiment.table:
-        raise RunError(f"{experiment.tune.table}: the best rate of {baseline} is at an edge, or every rate diverged: try more rates")
-    return None
-
-
-def equal_arms(experiment: Experiment, rates: Rates | None) -> Experiment:
-    """The A/A experiment: the baseline, and the baseline with seeds that the experiment uses nowhere, an offset above its own. Two runs of
-    one seed would be equal bit for bit. `rates`: of the baseline; None: both arms are tuned as the experiment's are."""
-    baseline, tune = experiment.arms[0], experiment.tune
-    used = (*experiment.all_seeds, *(experiment.planned or ()), *tune.seeds, *(run.seed for run in experiment.table))
-    again = replace(baseline, name=f"{baseline.name[:34]}-again", offset=1000 * (max(used) // 1000 + 1))
-    against_itself = replace(
-        experiment,
-        name=f"{experiment.name}{AA}",
-        arms=(baseline, again),
-        equal_to=Original(experiment.name, len(experiment.all_seeds), experiment.intervals, rates),
-    )
-    if rates is None:
-        return against_itself
-    sizes = {size: merge(changes, nested(experiment.tuned_keys(size, baseline, rates[size]))) for size, changes in experiment.sizes.items()}
-    return replace(against_itself, sizes=sizes, tune=replace(tune, grid=[], table=None), table=())
-
-
-def noise(procedure: Procedure, judged: Judged) -> list[str]:
-    """Findings of an A/A experiment, one sentence a size: the spread of single differences, which difference the experiment's seeds find,
-    and whether the verdict on equal arms held. Nothing of other experiments."""
-    experiment, original = procedure.experiment, procedure.experiment.equal_to
-    if original is None:
-        return []
-    sentences = []
-    for (size, again), verdict in judged.verdicts.items():
-        single = [] if experiment.primary.learned is not None else list(judged.comparisons[size, again].differences)
-        parts = [f"noise{size and ', '}{size}"]
-        if len(single) > 1 and np.isfinite(single).all():
-            spread, ratio = float(np.std(single, ddof=1)), experiment.primary.reach is not None
-            smallest = detectable(original.seeds, spread, ALPHA / original.intervals)
-            what = f"a factor of {math.exp(smallest):.3g}" if ratio else f"a difference of {smallest:.2g}"
-            scale = "logarithms of " if ratio else ""
-            parts.append(f"single differences between {scale}equal arms have a standard deviation of {spread:.2g} over {len(single)} seeds")
-            parts.append(f"by it the {original.seeds} seeds of {original.name} find {what} with probability {POWER:g}")
-        held = {"undecided": "held", "no difference above margin": "held"}
-        held |= dict.fromkeys(("better", "worse", "difference below margin"), "is false")
-        outcome = held.get(verdict.kind, "says nothing of equal arms yet")
-        parts.append(f"the verdict, `{verdict.words}`, {outcome}")
-        sentences.append(f"{parts[0]}: {'; '.join(parts[1:])}")
-    return sentences

@@ -13,7 +13,6 @@ from lm.config.tree import effect_of
 from lm.data.tokenizer import load_tokenizer
 from lm.experiments.engine import read_failure
 from lm.experiments.experiment import Experiment
-from lm.experiments.experiment_folder import noise
 from lm.experiments.judging import Judged
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION
@@ -247,7 +246,7 @@ def _lost(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
             lines.append(f"{of}diverged, counted and in no mean: {_joined(by_state['diverged'])}")
     failures = [(run, failure) for run in procedure.known() if (failure := read_failure(experiment.folder, run))]
     lines += [*infinite, *(f"failed: {run.stage} run {run.label}: {failure}" for run, failure in failures)]
-    return lines + procedure.notes() + noise(procedure, sizes[0].judged)
+    return lines + procedure.notes()
 
 
 def _methods(procedure: Procedure, results: SizeResults) -> str:

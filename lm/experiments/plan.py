@@ -1,4 +1,4 @@
-"""The plan of an experiment: its runs, what each costs, how long all take, and which final seeds `--minutes` drops."""
+"""The plan of an experiment: its runs, what each costs, and how long all take."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import product
@@ -22,7 +22,7 @@ from lm.config.load import to_yaml
 from lm.config.tree import Config, effect_of
 from lm.data.prepare import open_prepared, vocabulary
 from lm.errors import ConfigError, RunError, one_line
-from lm.experiments.experiment import MINUTES, SHARED, Experiment, Primary
+from lm.experiments.experiment import SHARED, Experiment, Primary
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Devices, Slots, Stopped, interruptible
 from lm.files import unfinished, write_text
@@ -132,8 +132,7 @@ def plan(procedure: Procedure, taken: Costs | None, time: str, where: str = "") 
     known = procedure.known()
     yield f"done: {sum(run.outcome.ended for run in known)} of the {len(known)} runs known so far"
     yield f"primary metric {primary.metric}, {primary.better} is better; {_seeds(primary, ALPHA / experiment.intervals)}"
-    more = () if experiment.limited else experiment.more_seeds
-    yield from procedure.judged().power(len({*experiment.seeds, *more}))
+    yield from procedure.judged().power(len(experiment.all_seeds))
     yield from procedure.notes()
     yield f"runs compute with {_settings(experiment)}" + (f"; {where}" if where else "")
 
@@ -361,67 +360,3 @@ def total_seconds(procedure: Procedure, times: Times, n_seeds: int, slots: Slots
     kept = {*experiment.seeds[:n_seeds]}
     done = sum(times[run.size, run.arm] for run in known if run.outcome.ended and (run.stage == "tune" or run.seed in kept))
     return max(0.0, planned - done) / slots.jobs
-
-
-def seeds_that_fit(procedures: Sequence[Procedure], times: Sequence[Times], minutes: float, slots: Sequence[Slots]) -> list[int]:
-    """How many final seeds of each experiment fit into `minutes` for all: dropped from the end, of the one that has most left; at least
-    one stays."""
-    counts = [len(each.experiment.seeds) for each in procedures]
-
-    def seconds(number: int, n_seeds: int) -> float:
-        return total_seconds(procedures[number], times[number], n_seeds, slots[number])
-
-    while sum(seconds(*each) for each in enumerate(counts)) > 60 * minutes and max(counts) > 1:
-        most = max(range(len(counts)), key=lambda number: (counts[number], seconds(number, counts[number])))
-        counts[most] -= 1
-    return counts
-
-
-def limited(experiment: Experiment, n_seeds: int, minutes: float, estimated: float, late: bool) -> Experiment:
-    """The experiment with its first `n_seeds` final seeds, and a note on those that are dropped; `estimated`: seconds without that;
-    `late`: final runs have ended already."""
-    dropped = experiment.seeds[n_seeds:]
-    if not dropped:
-        return experiment
-    why = f"all experiments were estimated at {estimated / 60:.0f} minutes, {minutes:g} were given"
-    note = f"final seeds {', '.join(map(str, dropped))} of every arm were dropped: {why} (--minutes)"
-    return replace(experiment, seeds=experiment.seeds[:n_seeds], dropped=dropped, dropped_note=note, dropped_late=late)
-
-
-def write_limit(experiment: Experiment, minutes: float) -> None:
-    """Record the final seeds that `minutes` leave, for later calls of the same command."""
-    kept = {"minutes": minutes, "dropped": list(experiment.dropped), "note": experiment.dropped_note, "late": experiment.dropped_late}
-    write_json(experiment.folder / MINUTES, kept)
-
-
-def forget_limit(experiment: Experiment) -> None:
-    """Let all planned seeds count again."""
-    (experiment.folder / MINUTES).unlink(missing_ok=True)
-
-
-def limit_of(experiment: Experiment) -> float | None:
-    """The minutes for which seeds were dropped, or were found to fit; None: no limit was given."""
-    path = experiment.folder / MINUTES
-    return float(read_json(path)["minutes"]) if path.exists() else None
-
-
-def with_all_seeds(experiment: Experiment) -> Experiment:
-    """The experiment with the seeds that were dropped."""
-    return replace(experiment, seeds=experiment.seeds + experiment.dropped, dropped=(), dropped_note="", dropped_late=False)
-
-
-def with_limit(experiment: Experiment) -> Experiment:
-    """The experiment without the seeds that an earlier `--minutes` dropped. Raises RunError: the file that says so is damaged."""
-    path: Path = experiment.folder / MINUTES
-    if not path.exists():
-        return experiment
-    content = read_json(path)
-    try:
-        dropped = tuple(int(seed) for seed in content["dropped"])
-        note, late, _ = str(content["note"]), bool(content.get("late")), float(content["minutes"])
-    except (KeyError, TypeError, ValueError):
-        raise RunError(f"{path}: does not say which seeds were dropped; delete it, and give --minutes again") from None
-    kept = tuple(seed for seed in experiment.seeds if seed not in dropped)
-    if not kept or not dropped:
-        return experiment
-    return replace(experiment, seeds=kept, dropped=dropped, dropped_note=note, dropped_late=late)

@@ -116,7 +116,7 @@ class Procedure:
         if known not in self._configs:
             changes: dict[str, Plain] = {"runs": str(self._folder / size), "name": "run"}
             values = "_".join(f"{value:g}" for value in self.experiment.tuned_keys(size, arm, rate).values())
-            at = "-".join(filter(None, (arm.name, values, f"seed{seed + arm.offset}")))
+            at = "-".join(filter(None, (arm.name, values, f"seed{seed}")))
             if start and arm.swap and arm.trained:
                 digest = hashlib.sha256(f"{start.name} {arm.swap}".encode()).hexdigest()[:8]
                 changes["init_from"] = str(self._folder / size / SWAPPED / f"{at}-{digest}")
@@ -251,7 +251,7 @@ class Procedure:
     def notes(self) -> list[str]:
         """Notes that a reader must know beside the numbers, one sentence each."""
         experiment = self.experiment
-        notes = [experiment.dropped_note] if experiment.dropped else []
+        notes: list[str] = []
         for size, arm in product(experiment.sizes if experiment.table else (), (arm for arm in experiment.arms if arm.tuned)):
             config = experiment.config(size, arm, experiment.seeds[0], experiment.first_rate, {"name": "any"})
             ours = described(config, experiment.tune.keys, arm.start)
@@ -264,7 +264,7 @@ class Procedure:
             (self.left_out, "were planned at the first start and are left out"),
         ):
             notes += [f"exploratory: seeds {', '.join(map(str, seeds))} {what}; p values are too small"] if seeds else []
-        if experiment.more_seeds and not experiment.limited:
+        if experiment.more_seeds:
             n, more = len(set(experiment.seeds) - set(experiment.more_seeds)), len(experiment.more_seeds)
             why = "that is trained if the first leaves a comparison undecided"
             why = "the first left a comparison undecided" if experiment.look == 2 else why
@@ -392,11 +392,8 @@ class Procedure:
 
     @property
     def left_out(self) -> tuple[int, ...]:
-        """Seeds that were planned at the first start and that the file has no longer, or that `--minutes` dropped after a look; those
-        that it dropped before any final run had ended count as never planned."""
-        experiment = self.experiment
-        kept = set(experiment.all_seeds) - set(experiment.dropped if experiment.dropped_late else ())
-        return tuple(seed for seed in experiment.planned or () if seed not in kept)
+        """Seeds that were planned at the first start and that the file has no longer."""
+        return tuple(seed for seed in self.experiment.planned or () if seed not in self.experiment.all_seeds)
 
     def quantity(self, outcome: Outcome, selection: bool = False) -> float:
         """The number by which a run is compared, on the documents that report or on those that select: the primary metric, or the tokens
@@ -434,9 +431,9 @@ def check_alike(runs: list[Run], metric: str) -> None:
 
 def next_look(procedure: Procedure) -> Procedure:
     """The experiment with the seeds of its second look, once all runs of the first have ended and left a comparison undecided; else as it
-    is. Under `--minutes` there is no second look."""
+    is."""
     experiment = procedure.experiment
-    if not experiment.more_seeds or experiment.look == 2 or experiment.limited or not all(run.outcome.ended for run in procedure.known()):
+    if not experiment.more_seeds or experiment.look == 2 or not all(run.outcome.ended for run in procedure.known()):
         return procedure
     if all(verdict.kind != "undecided" for verdict in procedure.judged().verdicts.values()):
         return procedure

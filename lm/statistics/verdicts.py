@@ -356,16 +356,3 @@ def seeds_needed(spread: float, difference: float, alpha: float = ALPHA) -> int 
     some = range(max(FEWEST_SEEDS, math.floor(min(known, MOST_SEEDS) ** 2)), MOST_SEEDS + 1)
     fewest = bisect_left(some, True, key=lambda seeds: power(seeds, spread, difference, alpha) >= POWER)
     return some[fewest] if fewest < len(some) else None
-
-
-def detectable(seeds: int, spread: float, alpha: float = ALPHA) -> float:
-    """The smallest difference that so many seeds find with probability `POWER`; infinite with fewer than two."""
-    if seeds < 2:
-        return math.inf
-    low, high = 0.0, 1.0  # in standard deviations
-    while power(seeds, 1.0, high, alpha) < POWER:
-        low, high = high, 2 * high
-    while high - low > 1e-6 * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if power(seeds, 1.0, middle, alpha) >= POWER else (middle, high)
-    return high * spread
