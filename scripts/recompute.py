@@ -47,6 +47,7 @@ class Recall:
         rows: column whose values are judged apart, as one family, of arms that are not tuned: rate or size.
         heading: of that column.
         heads: whether a table says what the head that answers gives at the training length.
+        ranked: whether arms are in the order of their accuracy, in the table and in a picture of all of them.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Recall:
     rows: str = "rate"
     heading: str = "learning rate"
     heads: bool = False
+    ranked: bool = False
 
     @cached_property
     def data(self) -> pd.DataFrame:
@@ -109,12 +111,21 @@ class Recall:
         shared = sum(rate in ours for rate in theirs)
         return Comparison(by_rates[place].tolist(), by_rates=by_rates, place=place, shared=shared, higher=True)
 
+    @cached_property
+    def arms(self) -> list[str]:
+        """The arms in the order shown: as they are named, or from the highest accuracy at the deciding length to the lowest."""
+        return sorted(self.labels, key=lambda arm: tuple(-self._best(arm).mean(0)[::-1])) if self.ranked else list(self.labels)
+
+    def _best(self, arm: str) -> np.ndarray:
+        """(seeds, lengths) accuracy of an arm at its best rate."""
+        return np.stack([self.accuracies[arm, self.rates(arm)[0], length] for length in self.lengths], 1)
+
     def table(self) -> str:
         """The table in Markdown: a line for each arm and rate, accuracies in per cent and the verdicts."""
         against = f"minus {self.labels[self.baseline].partition(' at ')[0]}"
         heads = [self.heading, self.layers, *(f"{length:,}" for length in self.lengths)]
         heads += [f"{against}, at {length:,}" for length in self.deciding]
-        places = [(arm, rate) for arm in self.labels for rate in self.rates(arm)]
+        places = [(arm, rate) for arm in self.arms for rate in self.rates(arm)]
         lines = [
             [self._row(rate), self.labels[arm], *self._cells(arm, rate)]
             for arm, rate in (places if self.tuned else sorted(places, key=lambda place: place[1]))
@@ -131,18 +142,20 @@ class Recall:
         """
         lines = [[self.heading, self.layers, "margin, nats", "slope", "half-length, predicted", "observed"]]
         heads = self.data[self.data.setting == "head"]
-        for row in sorted(set(heads[self.rows])):
-            for arm in self.labels:
-                run = heads[(heads.arm == arm) & (heads[self.rows] == row)].pivot(index="seed", columns="metric", values="value")
-                margin, slope = run["margin"], run["slope"].mean()
-                cells = [f"{margin.mean():.1f} [{margin.min():.1f}, {margin.max():.1f}]", f"{slope:.2f}"]
-                by_length = np.array([self.accuracies[arm, row, length] for length in self.lengths])
-                observed = [observed_half_length(self.lengths, accuracy) for accuracy in by_length.T]
-                fell, median = int(np.isfinite(observed).sum()), float(np.median(observed))
-                counted = f" ({fell} of {len(observed)} fall)" if 0 < fell < len(observed) else ""
-                cells += [_tokens(float(run["predicted half-length"].median()), "never")]
-                cells += [_tokens(median, f"not up to {self.lengths[-1]:,}") + counted]
-                lines.append([self._row(row), self.labels[arm], *cells])
+        rows = sorted(set(heads[self.rows]))
+        for row, arm in (
+            [(self.rates(arm)[0], arm) for arm in self.arms] if self.tuned else [(row, arm) for row in rows for arm in self.labels]
+        ):
+            run = heads[(heads.arm == arm) & (heads[self.rows] == row)].pivot(index="seed", columns="metric", values="value")
+            margin, slope = run["margin"], run["slope"].mean()
+            cells = [f"{margin.mean():.1f} [{margin.min():.1f}, {margin.max():.1f}]", f"{slope:.2f}"]
+            by_length = np.array([self.accuracies[arm, row, length] for length in self.lengths])
+            observed = [observed_half_length(self.lengths, accuracy) for accuracy in by_length.T]
+            fell, median = int(np.isfinite(observed).sum()), float(np.median(observed))
+            counted = f" ({fell} of {len(observed)} fall)" if 0 < fell < len(observed) else ""
+            cells += [_tokens(float(run["predicted half-length"].median()), "never")]
+            cells += [_tokens(median, f"not up to {self.lengths[-1]:,}") + counted]
+            lines.append([self._row(row), self.labels[arm], *cells])
         return _markdown(lines)
 
     def _cells(self, arm: str, rate: float) -> list[str]:
@@ -155,6 +168,26 @@ class Recall:
             verdict = self.verdicts.get((arm, rate, length))
             cells.append(_difference(replace(verdict, margin=f"{100 * self.matters:g}")) if verdict else "")
         return cells
+
+    def overview(self) -> bytes:
+        """The picture of all arms at their best rates: mean accuracy by length as coloured cells, seeds that learned, and verdicts."""
+        values = np.stack([100 * self._best(arm).mean(0) for arm in self.arms])
+        with plt.rc_context({"font.size": 9}), canvas(1, 1, (7.2, 0.8 + 0.235 * len(self.arms))) as (figure, axes):
+            axes.imshow(values, cmap="viridis", vmin=0, vmax=100, aspect="auto")
+            for (row, column), value in np.ndenumerate(values):
+                axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=8, color="w" if value < 60 else "0.1")
+            for row, arm in enumerate(self.arms):
+                verdict = self.verdicts.get((arm, self.rates(arm)[0], self.deciding[0]))
+                said = "baseline" if verdict is None else replace(verdict, margin=f"{100 * self.matters:g}").statement.partition(":")[0]
+                axes.text(len(self.lengths) - 0.4, row, said, va="center", fontsize=8, color="0.5")
+            axes.set_yticks(range(len(self.arms)), [self.labels[arm] for arm in self.arms])
+            axes.set_xticks(range(len(self.lengths)), [f"{length:,}" for length in self.lengths])
+            axes.set_xlabel(
+                f"accuracy, %, by sequence length (training: {self.lengths[0]} tokens), and against {self.labels[self.baseline]}"
+            )
+            axes.tick_params(length=0)
+            axes.spines[:].set_visible(False)
+            return saved(figure)
 
     def drawn(self) -> bytes:
         """The picture: accuracy by length, a row for each rate, a panel for each arm, so that no arm lies on another."""
@@ -274,7 +307,7 @@ def files() -> dict[Path, bytes]:
         if shown.heads:
             pages[page] = filled(pages[page], f"{shown.name} heads", shown.head_table())
         if shown.picture:
-            pictures[ROOT / "docs" / f"{shown.name}.svg"] = shown.drawn()
+            pictures[ROOT / "docs" / f"{shown.name}.svg"] = shown.overview() if shown.ranked else shown.drawn()
     return {page: text.encode() for page, text in pages.items()} | pictures
 
 
@@ -301,18 +334,22 @@ def heads(lines: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     runs = lines[lines.metric == "mqar accuracy"].drop_duplicates("folder")
     if runs.empty:
         return runs[:0]
-    from theory_prediction import HALF, SEQUENCES, measured
+    from theory_prediction import HALF, SEQUENCES, UNSEEN, measured, observed
 
     rows = []
     for run in runs.to_dict("records"):
-        head = measured(Path(run["folder"]))
+        head = observed(measured(Path(run["folder"]), any_map=True), (8192, 16384), UNSEEN)
         numbers = {
             "margin": float(np.median(head.found.margin)),
             "slope": float(np.median(head.found.slope)),
             "weight on the needle": head.at_length,
             "N_eff": head.effective,
             "S": head.s,
+            "entropy": head.entropy,
+            "formula holds": float(head.holds),
             "predicted half-length": head.predicted(HALF),
+            "half-length": head.observed,
+            "longest": head.lengths[-1],
         }
         place = {key: run[key] for key in keys} | {"setting": "head", "x": head.length, "sequences": SEQUENCES}
         rows += [place | {"metric": metric, "value": value} for metric, value in numbers.items()]

@@ -23,6 +23,7 @@ from lm.schema import to_plain
 
 HALF = 0.5  # accuracy that a run falls below, and the threshold of the form without a fitted constant
 SEQUENCES = 64  # test sequences that scores are measured on
+UNSEEN = 8  # test sequences of each length that the recall evaluation has not measured
 LEARNED = 0.9  # accuracy at the training length from which on a run has learned the task
 CLEAR = 0.99  # accuracy at the longest length evaluated, above which a run is not measured at longer ones
 
@@ -54,7 +55,8 @@ class Run:
 
     Attributes:
         head: (layer, head) with the largest mean weight on the needle, `at_length`.
-        effective: mean N_eff of that head on the questions; `s`: mean S.
+        effective: mean N_eff of that head on the questions; `s`: mean S; `entropy`: mean, nats.
+        holds: whether the head's weights are those that the formula is of.
     """
 
     folder: Path
@@ -68,6 +70,8 @@ class Run:
     weights: np.ndarray
     lengths: tuple[int, ...] = ()
     accuracy: tuple[float, ...] = ()
+    entropy: float = math.nan
+    holds: bool = True
 
     @property
     def observed(self) -> float:
@@ -88,22 +92,24 @@ class Run:
         return half_length(self.weights, self.length, threshold)
 
 
-def measured(folder: Path) -> Run:
-    """A run's numbers at the training length.
+def measured(folder: Path, any_map: bool = False) -> Run:
+    """A run's numbers at the training length; with `any_map` of heads that the prediction does not hold for as well.
 
-    Raises RunError: it was not trained on recall of pairs, or has no attention that the prediction holds for.
+    Raises RunError: it was not trained on recall of pairs, or has no such attention.
     """
     config = read_config(folder)
     if not config.data.tasks:
         raise RunError(f"{folder}: was trained on text, not on a recall task: give --recall the runs of a recall experiment")
     task, length = config.data.tasks[0].task, config.data.seq_len
-    head = retrieving_head(load(folder).decoder, [example(task, QUESTION_SEED, index, length, "test") for index in range(SEQUENCES)])
+    questions = [example(task, QUESTION_SEED, index, length, "test") for index in range(SEQUENCES)]
+    head = retrieving_head(load(folder).decoder, questions, any_map)
     if head is None:
         raise RunError(f"{folder}: no layer has weights that are e^score over their sum, which the prediction is of")
     arm = f"{', '.join(dict.fromkeys(layer.label() for layer in config.model.normalizer.layer_options()))}, {config.optim.lr:g}"
     s = float(np.sqrt(head.effective_keys / head.scores.n).mean())
     effective, weights = float(head.effective_keys.mean()), median_weights(head.scores, length)
-    return Run(folder, arm, length, (head.layer, head.head), head.weight, effective, s, head.scores, weights)
+    place, entropy = (head.layer, head.head), float(head.entropy.mean())
+    return Run(folder, arm, length, place, head.weight, effective, s, head.scores, weights, entropy=entropy, holds=head.holds)
 
 
 def between(lengths: list[int], accuracy: list[float]) -> list[int]:

@@ -89,7 +89,7 @@ def test_the_weight_at_twice_the_length_is_predicted_from_the_training_length(ti
 
 def test_the_length_at_which_retrieval_fails_is_printed_where_the_prediction_was_tested(tiny, tmp_path, monkeypatch):
     config, decoder = symbols(tiny)
-    head = RetrievingHead(1, 0, 0.9, np.ones(5), made(6.0))
+    head = RetrievingHead(1, 0, 0.9, np.ones(5), np.zeros(5), made(6.0))
     monkeypatch.setattr("lm.evaluation.diagnostics.retrieving_head", lambda decoder, examples: head)
     fails, _ = retrieval_series(decoder, config, DiagnosticsConfig())
     assert (fails.metric, fails.unit) == ("predicted 50% length of retrieval", "tokens")

@@ -61,40 +61,49 @@ class RetrievingHead:
     head: int  # from 0
     weight: float  # that mean
     effective_keys: np.ndarray  # (Q,) N_eff of its rows
+    entropy: np.ndarray  # (Q,) of its rows, nats
     scores: Retrieval  # those of its rows
+    holds: bool = True  # whether its weights are those that the formula is of
 
 
 @torch.no_grad()
-def retrieving_head(decoder: Decoder, examples: list[Example]) -> RetrievingHead | None:
+def retrieving_head(decoder: Decoder, examples: list[Example], any_map: bool = False) -> RetrievingHead | None:
     """The head that answers questions of sequences of one length; None if no layer is one that the formula holds for.
 
     It holds for weights e^score over their sum, on all keys before the query, that do not depend on distance. Filler is neither in a pair
-    nor in a question, nor is its predecessor.
+    nor in a question, nor is its predecessor. With `any_map` other weights on all keys before the query count as well: the log of a
+    weight's share in its row stands for its score, without a slope.
     """
     parts: dict[int, list[tuple[np.ndarray, ...]]] = {}
+    holds: dict[int, bool] = {}
     for example in examples:
         asked = (example.questions[:, 0] - 1).tolist()
         batch = Batch.of(example.tokens[None]).to(decoder.head.weight.device)
         for block in attention_blocks(decoder, batch, asked, inputs=True, block=len(asked)):
             rows = AttentionRows.of(block)
             by_score = block.normalizer.score_map == "exp" and not block.normalizer.log_decay(rows.scores).any()
-            if by_score and bool((rows.n == rows.queries + 1).all()):
-                parts.setdefault(block.layer, []).append(_of_block(block, rows, example))
+            if (by_score or any_map) and bool((rows.n == rows.queries + 1).all()):
+                parts.setdefault(block.layer, []).append(_of_block(block, rows, example, by_score))
+                holds[block.layer] = by_score
     best: RetrievingHead | None = None
     for layer, blocks in parts.items():
-        needle, others, filler, n, slope, weight, effective = (np.concatenate(values) for values in zip(*blocks, strict=True))
+        needle, others, filler, n, slope, weight, effective, entropy = (np.concatenate(values) for values in zip(*blocks, strict=True))
         head = int(weight.mean(0).argmax())
         if best is None or weight[:, head].mean() > best.weight:
             scores = Retrieval(needle[:, head], others[:, head], filler, n, slope[:, head])
-            best = RetrievingHead(layer, head, float(weight[:, head].mean()), effective[:, head], scores)
+            mean = float(weight[:, head].mean())
+            best = RetrievingHead(layer, head, mean, effective[:, head], entropy[:, head], scores, holds[layer])
     return best
 
 
-def _of_block(block: AttentionBlock, rows: AttentionRows, example: Example) -> tuple[np.ndarray, ...]:
-    """For each question of a sequence: needle (Q, H), others (Q, H, L), filler (Q, L), n (Q,), slope, weight and N_eff (Q, H)."""
+def _of_block(block: AttentionBlock, rows: AttentionRows, example: Example, by_score: bool) -> tuple[np.ndarray, ...]:
+    """For each question of a sequence: needle (Q, H), others (Q, H, L), filler (Q, L), n (Q,), slope, weight, N_eff and entropy (Q, H)."""
     length, keys, device = len(example.tokens) - 1, rows.visible.size(-1), rows.visible.device
     evidence, questions = torch.as_tensor(example.evidence[:, 0], device=device), torch.arange(len(example.questions), device=device)
-    scores = rows.scores.double().masked_fill(~rows.visible, -math.inf).transpose(0, 1)  # (Q, H, S)
+    weights = rows.weights if by_score else (rows.size / rows.total.unsqueeze(-1)).nan_to_num()
+    shares = weights.double().transpose(0, 1)  # (Q, H, S)
+    scores = rows.scores.double().transpose(0, 1) if by_score else shares.clamp_min(1e-300).log()
+    scores = scores.masked_fill(~rows.visible.unsqueeze(1), -math.inf)
     needle = scores[questions, :, evidence]
     others = scores.clone()
     others[questions, :, evidence] = -math.inf
@@ -102,12 +111,13 @@ def _of_block(block: AttentionBlock, rows: AttentionRows, example: Example) -> t
     for start, stop in [*example.needles, (example.questions[0, 0] - 1, length + 1)]:
         special[start:stop] = True
     filler = ~special[:keys] & ~torch.cat((special.new_ones(1), special[: keys - 1])) & rows.visible
-    slope = (_scale_at_twice(block, rows, length) - 1) / torch.log1p(length / rows.n.double()).unsqueeze(-1)
-    weight = rows.weights.transpose(0, 1)[questions, :, evidence]
-    effective = 1 / rows.weights.double().square().sum(-1).transpose(0, 1)
+    growth = _scale_at_twice(block, rows, length) - 1 if by_score else torch.zeros_like(needle)
+    slope = growth / torch.log1p(length / rows.n.double()).unsqueeze(-1)
+    weight, entropy = shares[questions, :, evidence], -torch.special.xlogy(shares, shares).sum(-1)
+    effective = 1 / shares.square().sum(-1)
     pad = (0, length - keys)
     padded = F.pad(others, pad, value=-math.inf), F.pad(filler, pad)
-    return tuple(values.cpu().numpy() for values in (needle, *padded, rows.n.double(), slope, weight, effective))
+    return tuple(values.cpu().numpy() for values in (needle, *padded, rows.n.double(), slope, weight, effective, entropy))
 
 
 def _scale_at_twice(block: AttentionBlock, rows: AttentionRows, length: int) -> Tensor:

@@ -1,0 +1,181 @@
+"""Which number of a trained model, taken at the training length, predicts the length at which it loses recall: a table and a picture.
+
+Settled before the final runs of configs/experiments/recall-all.yaml:
+
+- Runs: the final ones of `EXPERIMENTS` that have learned the task (accuracy of at least 0.9 at the training length). A run falls at the
+  length at which accuracy falls below one half.
+- Numbers, of the head that gives the needle most weight: the formula of docs/theory.md with margin and slope, which has no fitted constant;
+  and straight lines for log2 of the length in margin, log odds of the weight on the needle, ln N_eff, ln S and entropy, fitted on the runs
+  that fall of all other arms, each arm with equal weight.
+- To beat: the mean of the other arms, and of the other seeds of the same arm.
+- An error is |log2(predicted / observed)| of a run that falls, with predictions kept within 64 and 2^20 tokens. Arms are the sample: each
+  counts by its mean error, and 0.25 octaves matter.
+- Order: of pairs of runs of two arms of which it is known which falls first, the part that a number puts in that order.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from pages import canvas, finish, logarithmic_x, saved
+
+from lm.report.pictures import COLOURS
+from lm.statistics.verdicts import Comparison, Verdict, verdicts
+
+EXPERIMENTS = ("recall-after", "recall-all")
+LEARNED = 0.9  # accuracy at the training length from which on a run has learned the task
+MATTERS = 0.25  # octaves
+NEAREST, FARTHEST = 64.0, 2.0**20  # tokens that predictions are kept within
+FORMULA = "margin and slope: the formula, nothing fitted"
+LINES: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
+    "margin": lambda runs: runs.margin.clip(upper=100),
+    "weight on the needle": lambda runs: np.log(runs["weight on the needle"] / (1 - runs["weight on the needle"]).clip(lower=1e-12)),
+    "N_eff": lambda runs: -np.log(runs.N_eff),
+    "S": lambda runs: -np.log(runs.S),
+    "entropy": lambda runs: -runs.entropy,
+}  # numbers that are larger where a run falls later
+OTHERS, SEEDS = "mean of the other arms", "mean of the arm's other seeds"
+
+
+def learned(results: Path) -> pd.DataFrame:
+    """The runs that have learned the task, a line each: experiment, arm, its numbers, the length observed (infinite) and the longest."""
+    frames = []
+    for name in EXPERIMENTS:
+        lines = pd.read_csv(results / name / "seeds.csv").query("stage == 'final'")
+        lines = lines.assign(line=name + " " + lines.get("size", ""))
+        keys = ["line", "arm", "rate", "seed"]
+        heads = lines[lines.setting == "head"].pivot(index=keys, columns="metric", values="value")
+        right = lines[(lines.metric == "mqar accuracy") & (lines.setting == "as trained")]
+        at_length = right[right.x == right.x.min()].set_index(keys).value
+        frames.append(heads[at_length.reindex(heads.index) >= LEARNED].reset_index())
+    return pd.concat(frames, ignore_index=True)
+
+
+def fell(runs: pd.DataFrame) -> pd.DataFrame:
+    """The runs whose accuracy falls below one half."""
+    return runs[np.isfinite(runs["half-length"])]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A number as a prediction.
+
+    Attributes:
+        name: of the number.
+        lengths: (runs,) predicted, tokens; NaN where nothing can be said.
+        order: (runs,) larger where a run is predicted to fall later; None if the number says nothing about arms that it has not seen.
+    """
+
+    name: str
+    lengths: pd.Series
+    order: pd.Series | None
+
+    def errors(self, runs: pd.DataFrame) -> pd.Series:
+        """Mean error of each arm, octaves, by its name."""
+        seen = fell(runs)
+        return np.log2(self.lengths[seen.index].clip(NEAREST, FARTHEST) / seen["half-length"]).abs().groupby(seen.arm).mean().dropna()
+
+    def in_order(self, runs: pd.DataFrame) -> float:
+        """The part of pairs of runs of two arms that is in the order observed, those that are level counted half."""
+        first = fell(runs)
+        ends = runs["half-length"].fillna(np.inf).clip(upper=runs.longest.where(~np.isfinite(runs["half-length"]), np.inf))
+        right = total = 0.0
+        for index, run in first.iterrows():
+            later = (runs.arm != run.arm) & (ends > ends[index])
+            right += float((self.order[later] > self.order[index]).sum() + 0.5 * (self.order[later] == self.order[index]).sum())
+            total += float(later.sum())
+        return right / total if total else float("nan")
+
+
+def predictions(runs: pd.DataFrame) -> Iterator[Prediction]:
+    """Every number as a prediction, the formula first; lines and means are fitted on what they don't predict."""
+    yield Prediction(FORMULA, runs["predicted half-length"], runs["predicted half-length"])
+    for name, number in LINES.items():
+        values = number(runs)
+        yield Prediction(name, _by_arm(runs, lambda others, values=values: _line(others, values)), values)
+    yield Prediction(OTHERS, _by_arm(runs, lambda others: _line(others, None)), None)
+    logs = np.log2(fell(runs)["half-length"]).reindex(runs.index)
+    groups = logs.groupby([runs.line, runs.arm, runs.rate])
+    count = groups.transform("count") - logs.notna()
+    yield Prediction(SEEDS, 2 ** ((groups.transform("sum") - logs.fillna(0)) / count.where(count > 0)), None)
+
+
+def _by_arm(runs: pd.DataFrame, fitted: Callable[[pd.DataFrame], Callable[[pd.Index], np.ndarray]]) -> pd.Series:
+    """The lengths predicted for each arm by what is fitted on the runs of all others that fall."""
+    lengths = pd.Series(np.nan, runs.index)
+    for arm, part in runs.groupby("arm"):
+        others = fell(runs[runs.arm != arm])
+        if len(others):
+            lengths[part.index] = 2 ** fitted(others)(part.index)
+    return lengths
+
+
+def _line(others: pd.DataFrame, values: pd.Series | None) -> Callable[[pd.Index], np.ndarray]:
+    """The straight line in `values` (None: the constant) for log2 of the length, least squares with each arm of equal weight."""
+    weights = 1 / others.groupby("arm").arm.transform("size")
+    heights = np.log2(others["half-length"])
+    if values is None or np.ptp(values[others.index]) == 0:
+        level = float(np.average(heights, weights=weights))
+        return lambda index: np.full(len(index), level)
+    slope, level = np.polyfit(values[others.index], heights, 1, w=np.sqrt(weights))
+    return lambda index: slope * values[index].to_numpy() + level
+
+
+def compared(runs: pd.DataFrame) -> dict[str, Verdict]:
+    """Each number against the formula, by the errors of the arms that both predict, as one family."""
+    formula, *others = predictions(runs)
+    ours = formula.errors(runs)
+    comparisons = {}
+    for other in others:
+        differences = (other.errors(runs) - ours).dropna()
+        comparisons[other.name] = Comparison(differences.tolist())
+    return verdicts(comparisons, MATTERS, "lower")
+
+
+def table(runs: pd.DataFrame, markdown: Callable[[list[list[str]]], str]) -> str:
+    """The table in Markdown: a line for each number."""
+    judged = compared(runs)
+    lines = [
+        ["number at the training length", "arms", "mean error, octaves", "minus the formula's", "pairs in order, %", "leaving an arm out"]
+    ]
+    for number in predictions(runs):
+        errors, verdict = number.errors(runs), judged.get(number.name)
+        cells = [number.name, str(len(errors)), f"{errors.mean():.2f}", "" if verdict is None else difference(verdict)]
+        if number.order is None:
+            cells += ["", ""]
+        else:
+            without = [100 * number.in_order(runs[runs.arm != arm]) for arm in sorted(set(fell(runs).arm))]
+            cells += [f"{100 * number.in_order(runs):.0f}", f"{min(without):.0f} to {max(without):.0f}"]
+        lines.append(cells)
+    return markdown(lines)
+
+
+def difference(verdict: Verdict) -> str:
+    """A verdict with the difference and its interval."""
+    mean, low, high = verdict.interval.listed()
+    return f"{mean:+.2f} [{low:+.2f}, {high:+.2f}] *{verdict.statement}*"
+
+
+def drawn(runs: pd.DataFrame) -> bytes:
+    """The picture: lengths observed over those predicted, a panel for each number; hollow: a run that doesn't fall."""
+    shown = [number for number in predictions(runs) if number.name != SEEDS]
+    with canvas(2, 4, (13, 6.4), sharey=True, sharex=True) as (figure, panels):
+        for axes, number in zip(panels.flat, shown, strict=False):
+            axes.plot((NEAREST, FARTHEST), (NEAREST, FARTHEST), color="0.6", linewidth=1)
+            for holds, colour in ((1, COLOURS[0]), (0, COLOURS[1])):
+                part = runs[runs["formula holds"] == holds]
+                down = np.isfinite(part["half-length"])
+                kept = number.lengths[part.index].clip(NEAREST, FARTHEST)
+                axes.scatter(kept[~down], part.longest[~down], s=14, facecolors="none", edgecolors=colour, linewidths=0.6, alpha=0.6)
+                axes.scatter(kept[down], part["half-length"][down], s=14, color=colour, label="e^score" if holds else "other weights")
+            axes.set_title(number.name.partition(":")[0], fontsize=9)
+            axes.set_yscale("log", base=2)
+            logarithmic_x(axes, [NEAREST, 1024.0, 16384.0, FARTHEST])
+            finish(axes)
+        for axes in panels.flat[len(shown) :]:
+            axes.set_visible(False)
+        figure.supxlabel("length predicted, arms held out (tokens)", fontsize=9)
+        figure.supylabel("length observed (tokens)", fontsize=9)
+        return saved(figure)

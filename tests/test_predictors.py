@@ -1,0 +1,101 @@
+"""Numbers at the training length as predictions of the length at which recall fails, on made-up results."""
+
+import importlib
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from test_half_length import TASK, symbols
+
+from lm.data.tasks import example
+from lm.diagnostics.retrieval_length import retrieving_head
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+NUMBERS = {"margin": 5.0, "weight on the needle": 0.9, "N_eff": 1.2, "S": 0.1, "entropy": 0.3, "formula holds": 1.0, "longest": 4096.0}
+
+
+@pytest.fixture
+def predictors(monkeypatch: pytest.MonkeyPatch):
+    """The module of scripts/."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module("predictors")
+
+
+def made(arms: dict[str, list[tuple[float, float]]], **numbers: float) -> pd.DataFrame:
+    """Runs by arm, each (margin, length at which it falls); the formula says 64 e^(margin - 5)."""
+    lines = [
+        NUMBERS
+        | {"line": "recall", "arm": arm, "rate": 0.003, "seed": seed, "margin": margin, "half-length": length}
+        | {"predicted half-length": 64 * math.exp(margin - 5)}
+        | numbers
+        for arm, runs in arms.items()
+        for seed, (margin, length) in enumerate(runs)
+    ]
+    return pd.DataFrame(lines)
+
+
+def exactly(margin: float) -> tuple[float, float]:
+    return margin, 64 * math.exp(margin - 5)
+
+
+def test_what_is_exact_has_no_error_and_every_pair_in_order(predictors):
+    runs = made({"a": [exactly(6), exactly(7)], "b": [exactly(6.5), exactly(7.5)], "c": [exactly(8), (12.0, math.inf)]})
+    formula, margin, *_ = predictions = list(predictors.predictions(runs))
+    assert [number.name for number in predictions[1:6]] == list(predictors.LINES)
+    for number in (formula, margin):  # a line in the margin, fitted on the other arms, is the formula here
+        assert number.errors(runs).tolist() == pytest.approx([0, 0, 0], abs=1e-9)
+        assert number.in_order(runs) == 1
+    others = next(number for number in predictions if number.name == "N_eff")  # the same for every run: half of the pairs
+    assert others.in_order(runs) == 0.5
+
+
+def test_an_arm_is_predicted_from_the_others_alone(predictors):
+    runs = made({"a": [(6.0, 100.0)], "b": [(6.0, 400.0)], "c": [(6.0, 400.0), (6.0, 1600.0)]})
+    by_name = {number.name: number for number in predictors.predictions(runs)}
+    assert by_name[predictors.OTHERS].lengths.tolist() == pytest.approx([400 * math.sqrt(2), 200 * math.sqrt(2), 200, 200])
+    seeds = by_name[predictors.SEEDS]
+    assert np.isnan(seeds.lengths[:2]).all()
+    assert seeds.lengths[2:].tolist() == pytest.approx([1600, 400])
+    assert seeds.errors(runs).to_dict() == pytest.approx({"c": 2.0})
+
+
+def test_predictions_far_away_count_as_the_farthest(predictors):
+    runs = made({"a": [(50.0, 1024.0)], "b": [(-50.0, 1024.0)]})
+    assert next(predictors.predictions(runs)).errors(runs).to_dict() == pytest.approx({"a": 10.0, "b": 4.0})
+
+
+def test_runs_that_have_not_learned_are_left_out(predictors, tmp_path, monkeypatch):
+    monkeypatch.setattr(predictors, "EXPERIMENTS", ("pairs",))
+    (tmp_path / "pairs").mkdir()
+    lines = [
+        dict(arm="a", rate=0.003, stage="final", seed=seed, metric=metric, setting=setting, x=x, value=value)
+        for seed, learned in ((1, 0.95), (2, 0.5))
+        for metric, setting, x, value in (
+            ("mqar accuracy", "as trained", 64, learned),
+            ("mqar accuracy", "as trained", 512, 0.1),
+            ("half-length", "head", 64, math.inf if seed == 1 else 64),
+        )
+    ]
+    pd.DataFrame(lines).to_csv(tmp_path / "pairs" / "seeds.csv", index=False)
+    runs = predictors.learned(tmp_path)
+    assert runs.seed.tolist() == [1]
+    assert predictors.fell(runs).empty
+
+
+def test_a_head_without_exponentials_is_described_by_shares(tiny):
+    examples = [example(TASK, 0, index, 32, "test") for index in range(4)]
+    model = symbols(tiny)[1]
+    assert retrieving_head(model, examples).holds
+    options = ("eval.long_context.length_factor=0", "data.seq_len=32")
+    relu = tiny("name=relu", *options, "model={n_layer: 1, n_head: 2, n_embd: 32, position: none, normalizer: relu2}")
+    decoder = type(model)(relu.model, TASK.vocab_size + 1, 32).eval()
+    assert retrieving_head(decoder, examples) is None
+    head = retrieving_head(decoder, examples, any_map=True)
+    assert not head.holds
+    weight = head.scores.weight(0)  # of its share in the row
+    assert weight.mean() == pytest.approx(head.weight)
+    assert (head.scores.slope == 0).all()
+    assert (head.effective_keys <= 32).all()
+    assert (head.entropy <= math.log(32)).all()
