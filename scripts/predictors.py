@@ -79,12 +79,12 @@ class Prediction:
 
     def in_order(self, runs: pd.DataFrame) -> float:
         """The part of pairs of runs of two arms that is in the order observed, those that are level counted half."""
-        first = fell(runs)
-        ends = runs["half-length"].fillna(np.inf).clip(upper=runs.longest.where(~np.isfinite(runs["half-length"]), np.inf))
+        order = self.order[runs.index]
+        ends = runs["half-length"].where(np.isfinite(runs["half-length"]), runs.longest)  # a run that doesn't fall ends later than this
         right = total = 0.0
-        for index, run in first.iterrows():
+        for index, run in fell(runs).iterrows():
             later = (runs.arm != run.arm) & (ends > ends[index])
-            right += float((self.order[later] > self.order[index]).sum() + 0.5 * (self.order[later] == self.order[index]).sum())
+            right += float((order[later] > order[index]).sum() + 0.5 * (order[later] == order[index]).sum())
             total += float(later.sum())
         return right / total if total else float("nan")
 
@@ -154,6 +154,8 @@ def table(runs: pd.DataFrame, markdown: Callable[[list[list[str]]], str]) -> str
 
 def difference(verdict: Verdict) -> str:
     """A verdict with the difference and its interval."""
+    if verdict.interval is None:
+        return verdict.statement
     mean, low, high = verdict.interval.listed()
     return f"{mean:+.2f} [{low:+.2f}, {high:+.2f}] *{verdict.statement}*"
 
