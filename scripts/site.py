@@ -1,4 +1,4 @@
-"""The hook of mkdocs.yml: pages link to files of the clone, which the site then holds, too; README and CHANGELOG become pages."""
+"""The hook of mkdocs.yml: navigation from docs/README.md; README, CHANGELOG and files of the clone that pages link to are in the site."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,32 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"README.md": "about.md", "CHANGELOG.md": "changes.md"}  # of the clone's top folder, by their names in the site
+INDEXED = re.compile(r"\[([^\]]+)\]\(([\w./-]+\.md)\)")  # a page in a table of docs/README.md
+STYLE = """
+.md-grid { max-width: 80rem; }
+.md-typeset table:not([class]) { font-size: .66rem; }
+.md-typeset table:not([class]) :is(th, td) { min-width: 0; padding: .5em .9em; }
+.md-typeset table:not([class]) td:last-child { min-width: 11rem; }
+@media print {
+  .md-typeset__scrollwrap { margin: 0; overflow: visible; }
+  .md-typeset__table { display: block; padding: 0; }
+  .md-typeset table:not([class]) { display: table; width: 100%; overflow: visible; font-size: 7pt; }
+  .md-typeset table:not([class]) :is(th, td) { padding: .3em .5em; overflow-wrap: anywhere; }
+  .md-typeset table:not([class]) td:last-child { min-width: 6rem; }
+  .md-typeset :is(tr, img, pre) { break-inside: avoid; }
+  .md-typeset :is(h2, h3) { break-after: avoid; }
+}
+"""
 OUTSIDE = re.compile(r"\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")  # a link from docs/ to a file outside
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Group the navigation as docs/README.md does, so that its tables are the only list of pages."""
+    config.nav = [{"all pages": "README.md"}, {"about lm": "about.md"}]
+    for table in (ROOT / "docs" / "README.md").read_text(encoding="utf-8").split("\n\n")[1:]:
+        pages = [{title: PAGES.get(path.removeprefix("../"), path)} for title, path in INDEXED.findall(table)]
+        config.nav.append({table.split("|")[1].strip(): pages})
+    config.extra_css.append("site.css")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -18,6 +43,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in sorted(linked - PAGES.keys()):
         if (ROOT / path).is_file():
             files.append(File.generated(config, f"files/{path}", abs_src_path=str(ROOT / path)))
+    files.append(File.generated(config, "site.css", content=STYLE))
     for source, name in PAGES.items():
         files.append(File.generated(config, name, content=_within_docs((ROOT / source).read_text(encoding="utf-8"))))
     return files
