@@ -10,6 +10,7 @@ training length, of models that recall pairs (torch is needed).
 import argparse
 import math
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -192,7 +193,7 @@ class Recall:
     def drawn(self) -> bytes:
         """The picture: accuracy by length, a row for each rate, a panel for each arm, so that no arm lies on another."""
         rates = sorted({row for _, row, _ in self.accuracies})
-        size = 13 / 6 * len(self.labels), 1 + 1.8 * len(rates)
+        size = max(6.5, 1.6 * len(self.labels)), 1.4 + 1.7 * len(rates)  # inches; shown about 700 pixels wide
         factors = {length: f"{length // self.lengths[0]:,}" for length in (self.lengths[0], *self.lengths[:0:-2])}  # with room for words
         style, shared = plt.rc_context({"font.size": 9}), {"sharex": True, "sharey": True, "squeeze": False}
         with style, canvas(len(rates), len(self.labels), size, **shared) as (figure, panels):
@@ -211,9 +212,9 @@ class Recall:
                 row[0].set_ylabel(
                     f"{self._row(rate)} steps\naccuracy, %" if self.rows == "size" else f"learning rate {self._row(rate)}\naccuracy, %"
                 )
-                row[0].annotate("guess among\nvalues shown", (self.lengths[0], GUESSING + 2), fontsize=7, color="0.4")
+                row[0].annotate("dotted:\na guess", (self.lengths[0], 3), fontsize=8, color="0.35")
             for axes, label in zip(panels[0], self.labels.values(), strict=True):
-                axes.set_title(label.replace(" put in", "\nput in"), fontsize=9)
+                axes.set_title(textwrap.fill(label, 16, break_long_words=False), fontsize=9)
             figure.supxlabel(f"sequence length, in training lengths ({self.lengths[0]} tokens)", fontsize=9)
             return saved(figure)
 
