@@ -86,7 +86,7 @@ def test_the_primary_metric_may_choose_the_rates_and_solved_everywhere_is_no_edg
 
 
 WORSE = (
-    "In sequences of 64 tokens, 2 times the training length, the accuracy of ssmax is 39.2 % and that of softmax 90.0 %, a difference of "
+    "In sequences of 64 tokens, 2 times the training length, the accuracy of ssmax is 0.392 and that of softmax 0.900, a difference of "
     "-0.51 [-0.51, -0.50]. Worse by more than 0.1 (3 seeds)."
 )
 AT_8 = WORSE.replace("64 tokens, 2", "16 tokens, 0.5")
@@ -103,7 +103,7 @@ AT_8 = WORSE.replace("64 tokens, 2", "16 tokens, 0.5")
         ({}, (4.9,), ""),
         (OF_RECALL, (0.39, 0.391, 0.394), WORSE),
         (OF_RECALL | {"metric": "recall/passkey 16"}, (0.39, 0.391, 0.394), AT_8),
-        (OF_RECALL, (1.0, 0.4, 0.9), "In sequences of 64 tokens, 2 times the training length, the accuracy of ssmax is 76.7 % and that"),
+        (OF_RECALL, (1.0, 0.4, 0.9), "In sequences of 64 tokens, 2 times the training length, the accuracy of ssmax is 0.767 and that"),
         ({"reach": 6.0}, (4.9, 4.9, 4.9), ""),  # reached before it was measured, so that there is no factor
         ({"learned": 4.95}, (4.9, 4.9, 5.0), ""),
     ],

@@ -158,8 +158,8 @@ def _seeds(primary: Primary, alpha: float) -> str:
     margin, what = primary.matters, f"a difference of {primary.matters:g}"
     if primary.reach is not None:
         margin, what = math.log1p(primary.matters), f"a factor of {1 + primary.matters:g} in {primary.quantity}"
-    needed = ", ".join(f"{seeds_needed(each, margin, alpha)} at {each:.3g}" for each in (margin / 2, margin, 2 * margin))
-    return f"seeds to find {what} with probability {POWER:g}, by the standard deviation of differences between {runs}: {needed}"
+    needed = ", ".join(f"{seeds_needed(each, margin, alpha)} if it is {each:.3g}" for each in (margin / 2, margin, 2 * margin))
+    return f"seeds to find {what} with probability {POWER:g} go by the standard deviation of differences between {runs}: {needed}"
 
 
 def _bytes(number: float) -> str:
@@ -198,7 +198,9 @@ def run_times(procedure: Procedure, costs: Costs, slots: Slots, budget: float = 
     if not any(costs[place].flops for place in measured):
         measured, source = _pilot(procedure, costs, slots, budget)
     if not measured:
-        raise RunError(f"no arm was timed within {PILOT_SECONDS:g} s, which all experiments share; plan it alone, or let a run end")
+        raise RunError(
+            f"no arm was timed within {PILOT_SECONDS:g} s: plan again on an idle machine, one experiment at a time, or let a run end"
+        )
     nearest = next(place for place in measured if costs[place].flops)  # arms that are not trained take none
     seconds = {}
     for key, cost in costs.items():
@@ -266,7 +268,7 @@ def _pilot(procedure: Procedure, costs: Costs, slots: Slots, budget: float) -> t
         write_json(kept, {"seconds": known})
     whole_runs = {name: known[key] for name, key in keys.items() if key in known}
     timed_arms = "each arm" if len(whole_runs) == len(keys) else f"{len(whole_runs)} of {len(keys)} arms"
-    words = f"a pilot of some steps of {timed_arms}, {len(slots.lanes())} at a time"
+    words = f"a pilot of some steps{f' of {timed_arms}' if whole_runs else ''}, {len(slots.lanes())} at a time"
     if partly := {name: seconds for name, seconds in partly.items() if name not in whole_runs}:
         words += f"; of {', '.join(partly)} the steps alone, as evaluations took too long"
     if len(whole_runs) + len(partly) < len(keys):

@@ -138,7 +138,7 @@ def _means(metric: str, series: list[Series], line: dict[str, Plain], base: dict
         factor = "" if x == series[0].seq_len else f"{x / series[0].seq_len:g} times "
         times = f", {factor}the training length" if alike else ""
         what, first = f"the {series[0].metric}", f"{f'{axis.before} {place} {axis.unit}'.rstrip()}{times}, "
-    ours, theirs = (f"{100 * each['mean']:.1f} %" if series[0].unit == "fraction" else digits(each["mean"]) for each in (line, base))
+    ours, theirs = (f"{each['mean']:.3f}" if series[0].unit == "fraction" else digits(each["mean"]) for each in (line, base))
     return f"{first}{what} of {line['arm']} is {ours} and that of {base['arm']} {theirs}"
 
 
