@@ -22,7 +22,10 @@ STYLE = {"svg.hashsalt": "lm.pages", "svg.fonttype": "path"}  # the same picture
 
 @contextmanager
 def canvas(rows: int, columns: int, size: tuple[float, float], **options: object) -> Iterator[tuple[plt.Figure, np.ndarray]]:
-    """A figure of `size` inches and its axes, in the style that every picture has; `options` of `plt.subplots`."""
+    """A figure and its axes, in the style that every picture has; `options` of `plt.subplots`.
+
+    Pages show pictures about 700 pixels wide: a `size` of at most 10 inches keeps 9 points legible.
+    """
     with plt.rc_context(STYLE):
         yield plt.subplots(rows, columns, figsize=size, layout="constrained", **options)
 
@@ -35,7 +38,7 @@ def saved(figure: plt.Figure, kind: Literal["svg", "png"] = "svg") -> bytes:
     return content.getvalue()
 
 
-def finish(axes: Axes, size: float = 7, place: str = "best", **words: str) -> None:
+def finish(axes: Axes, size: float = 9, place: str = "best", **words: str) -> None:
     """Give axes their words, and a legend where something has a name; `size` and `place` of the legend."""
     axes.set(**words)
     axes.spines[["top", "right"]].set_visible(False)

@@ -31,7 +31,7 @@ def _by_position(axes: Axes, one: Series, values: np.ndarray, number: int, label
 
 def loss_picture(results: Results, context: int, first: int) -> bytes:
     """Loss by position of the model far beyond its context, and of all arms less that of softmax."""
-    with canvas(1, 2, (11, 4.2)) as (figure, (left, right)):
+    with canvas(1, 2, (10, 4.2)) as (figure, (left, right)):
         if one := results.loss("positions"):
             _by_position(left, one, one.means, 0, "mean", first)
             for values in one.samples[0].values:

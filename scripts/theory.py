@@ -10,6 +10,7 @@ at. Writes the page, its pictures and a table of all values.
 import argparse
 import math
 import sys
+import textwrap
 import time
 from collections import Counter
 from pathlib import Path
@@ -80,7 +81,7 @@ def described(arm: str, folder: Path) -> Described:
 
 def statements_picture(models: list[Described]) -> bytes:
     """Curves behind the statements, by arm; those with several lines of an arm of the first one."""
-    with canvas(2, 3, (14, 8)) as (figure, grid):
+    with canvas(2, 3, (10, 7)) as (figure, grid):
         figure.get_layout_engine().set(w_pad=0.15, h_pad=0.15)
         for axes, metric in zip(grid[0, :2], ("largest weight" + NO_FIRST, "entropy"), strict=True):
             curves = {index: curve for index, model in enumerate(models) if (curve := model.curve(metric)) is not None}
@@ -106,7 +107,7 @@ def statements_picture(models: list[Described]) -> bytes:
 
 def prediction_picture(runs: list[Run], forms: list[Score]) -> bytes:
     """Predicted and observed 50 % lengths, a panel for each form."""
-    with canvas(1, len(forms), (4.6 * len(forms), 4.6), sharex=True, sharey=True) as (figure, row):
+    with canvas(1, len(forms), (3.3 * len(forms), 4.4), sharex=True, sharey=True) as (figure, row):
         arms = list(dict.fromkeys(run.arm for run in runs))
         for axes, form in zip(row, forms, strict=True):
             for run, predicted in zip(runs, form.predictions, strict=True):
@@ -116,12 +117,12 @@ def prediction_picture(runs: list[Run], forms: list[Score]) -> bytes:
                 axes.plot(x, min(predicted, FARTHEST), linestyle="", markersize=6, **fill, **style)
             limits = runs[0].length, FARTHEST
             axes.plot(limits, limits, color="0.6", linewidth=1)
-            finish(axes, title=form.name, xlabel="50 % length observed (hollow: not within)", xscale="log", yscale="log")
-            axes.title.set_fontsize(9)
-        row[0].set_ylabel("predicted, tokens")
+            finish(axes, title=form.name, xlabel="observed, tokens (hollow: not within)", xscale="log", yscale="log")
+            axes.set_title(textwrap.fill(form.name, 26), fontsize=9)
+        row[0].set_ylabel("50 % length predicted, tokens")
         for index, arm in enumerate(arms):
             row[0].plot([], [], linestyle="", label=arm, **colour_and_marker(index))
-        finish(row[0])
+        figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
         return saved(figure)
 
 
