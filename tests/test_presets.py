@@ -1,6 +1,7 @@
 """Configurations and experiments are found by name and travel with the package; what `lm info` tells is there."""
 
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -48,6 +49,10 @@ def test_a_file_that_is_there_comes_first_and_what_is_nowhere_is_said_as_before(
         read_experiment(presets.find("quickstart-recal", "experiments"), [])
     with pytest.raises(ConfigError, match="nowhere/softmax"):
         load(["nowhere/softmax"])
+    (tmp_path / "onearm.yaml").write_text("name: mine\n")
+    for name, near in (("nothere.yaml", "; lm configs lists presets"), ("onearms.yaml", "; did you mean 'onearm.yaml'?")):
+        with pytest.raises(ConfigError, match=rf"^{name}: no such configuration file{re.escape(near)}$"):
+            load([name])
 
 
 def test_every_preset_is_listed_and_can_be_named(tmp_path, monkeypatch):

@@ -284,8 +284,8 @@ def _read(path: Path, heirs: tuple[Path, ...], known: dict[Path, dict[str, Plain
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        near = suggest(path.name, (p.name for p in path.parent.glob("*.yaml"))) if path.parent.is_dir() else ""
-        remedy = f"; {near}" if "did" in near else "" if heirs else presets.suggestion(path)
+        near = suggest(path.stem, (p.stem for p in path.parent.glob("*.yaml"))) if path.parent.is_dir() else ""
+        remedy = "; " + near.replace("'?", ".yaml'?") if "did" in near else "" if heirs else presets.suggestion(path)
         written = "" if path.suffix in (".yaml", ".yml") else " (overrides are key=value, without spaces)"
         heir = f" (a base of {heirs[-1].name})" if heirs else written
         raise ConfigError(f"{path}: no such configuration file{heir}{remedy}") from None
