@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import gc
 import io
 import os
 import signal
@@ -29,6 +30,13 @@ os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would all that tests start
 os.fsync = lambda descriptor: None  # no test cuts the power: waiting for the disk would be a tenth of all time
+gc.disable()  # until all is imported, which no collection frees
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of later collections, half a million objects that each would go through."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

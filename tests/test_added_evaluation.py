@@ -77,8 +77,9 @@ ROW = """    spread: SpreadConfig | None = optional(SpreadConfig, "how far logit
 
 IN_ONE_PROCESS = """
 import json, sys
-from conftest import lm
+from conftest import FigureCanvasBase, lm, unpainted
 from pathlib import Path
+FigureCanvasBase.print_figure = unpainted
 results = []
 for command, *arguments in json.loads(sys.argv[1]):
     if command == "delete":

@@ -8,7 +8,6 @@ from test_normalizers import CASES
 from torch import Tensor
 
 from lm.attention import catalogue as opt
-from lm.attention import contract
 from lm.attention.catalogue import make_normalizer
 from lm.attention.elementwise_sums import tiles
 from lm.attention.layout import AttentionLayout
@@ -164,11 +163,6 @@ def test_norms_of_queries_and_keys_take_bf16_without_a_warning_and_give_fp32(rec
     assert not recwarn.list
     assert found.dtype == torch.float32
     assert float(((found.double() - exact) / exact).abs().max()) < 1e-6
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_weights_are_in_fp32_whatever_autocast_and_the_inputs_say(name: str):
-    contract.autocast_weights(CASES[name])
 
 
 @pytest.mark.parametrize("route", ["blocks", "tiles"])

@@ -1,5 +1,6 @@
 """A run that branches from a step of another one: exact where nothing changes, refused where more than length and schedule does."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -25,12 +26,18 @@ def after(folder: Path, step: int) -> dict[str, list[tuple[int, float]]]:
     return {name: [point for point in curve(folder, name) if point[0] > step] for name in LOGGED}
 
 
-@pytest.fixture
-def trunk(tiny) -> Path:
+@pytest.fixture(scope="module")
+def trained(tiny_below, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 8 steps at a constant rate with all of its checkpoints, dropout included."""
-    config = tiny("name=trunk", *CONSTANT, "model.dropout=0.2", "model.normalizer=ssmax")
+    config = tiny_below(tmp_path_factory.mktemp("trained"), "name=trunk", *CONSTANT, "model.dropout=0.2", "model.normalizer=ssmax")
     train(config)
     return config.run_folder
+
+
+@pytest.fixture
+def trunk(trained: Path, tmp_path: Path) -> Path:
+    """A copy of that run, among the runs of a test."""
+    return Path(shutil.copytree(trained, tmp_path / "runs" / "trunk", symlinks=True))
 
 
 def branched(tiny, trunk: Path, step: int, *changes: str):

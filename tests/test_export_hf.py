@@ -165,30 +165,31 @@ def of_transformers(folder: Path, kernel: str = "sdpa", **given: object) -> PreT
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, attn_implementation=kernel, **given).eval()
 
 
-@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 @pytest.mark.parametrize("case", OWN_CODE)
 @torch.no_grad()
-def test_code_of_its_own_computes_our_logits_whole_packed_padded_and_cached(case: str, kernel: str, tmp_path: Path):
+def test_code_of_its_own_computes_our_logits_whole_packed_padded_and_cached(case: str, tmp_path: Path):
     decoder, folder = moved(OWN_CODE[case], 128, tmp_path)
-    theirs, given = of_transformers(folder, kernel), tokens()[:, :128]
-    assert theirs.config.model_type == "lm_decoder"
-    whole = decoder.logits(given)
+    given, padding = tokens()[:, :128], torch.ones(2, 128, dtype=torch.long)
+    padding[0, :30] = 0
+    positions = torch.cat((torch.arange(50), torch.arange(78))).expand(2, -1)
+    whole, packed = decoder.logits(given), decoder.head(decoder(given, AttentionLayout.from_positions(positions)))
+    unpadded = decoder.logits(given[:1, 30:])[0]
 
     def near(actual: torch.Tensor, expected: torch.Tensor) -> None:
-        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4, msg=lambda text: f"{kernel}: {text}")
 
-    near(theirs(given).logits, whole)
-    positions = torch.cat((torch.arange(50), torch.arange(78))).expand(2, -1)
-    near(theirs(given, position_ids=positions).logits, decoder.head(decoder(given, AttentionLayout.from_positions(positions))))
-    padding = torch.ones_like(given)
-    padding[0, :30] = 0
-    near(theirs(given, attention_mask=padding).logits[0, 30:], decoder.logits(given[:1, 30:])[0])
-    out = theirs(given[:, :60], use_cache=True)
-    parts = [out.logits]
-    for part in given[:, 60:].split([1, 7, 30, 1, 29], 1):
-        out = theirs(part, past_key_values=out.past_key_values)
-        parts.append(out.logits)
-    near(torch.cat(parts, 1), whole)
+    for kernel in ("sdpa", "eager"):
+        theirs = of_transformers(folder, kernel)
+        assert theirs.config.model_type == "lm_decoder"
+        near(theirs(given).logits, whole)
+        near(theirs(given, position_ids=positions).logits, packed)
+        near(theirs(given, attention_mask=padding).logits[0, 30:], unpadded)
+        out = theirs(given[:, :60], use_cache=True)
+        parts = [out.logits]
+        for part in given[:, 60:].split([1, 7, 30, 1, 29], 1):
+            out = theirs(part, past_key_values=out.past_key_values)
+            parts.append(out.logits)
+        near(torch.cat(parts, 1), whole)
 
 
 def test_each_normalizer_that_the_code_computes_is_tested_and_each_other_one_refused():

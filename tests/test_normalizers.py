@@ -1,7 +1,7 @@
 """Every normalizer: its definition, its fast path, its n, and the exact figures of its source."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 
 import pytest
@@ -78,9 +78,9 @@ def test_every_registered_normalizer_is_tested():
 
 
 @every_case
-@pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
-def test_a_normalizer_keeps_the_contract(check: Callable[[Options], None], options: Options):
-    check(options)
+def test_a_normalizer_keeps_the_contract(options: Options):
+    for check in contract.CHECKS:
+        check(options)
 
 
 @every_case
@@ -192,7 +192,7 @@ def test_the_threshold_of_entmax_is_found_in_the_steps_it_is_given(size: int, dt
     z[:, 0] = 1
     z = z.to(dtype).double()
     low, high = z.new_zeros(len(z), 1), z.new_ones(len(z), 1)
-    for _ in range(100):
+    for _ in range(60):  # to 2^-60
         middle = (low + high) / 2
         above = (z - middle).relu().square().sum(-1, keepdim=True) >= 1
         low, high = torch.where(above, middle, low), torch.where(above, high, middle)
