@@ -131,7 +131,7 @@ def verify(path: Path) -> None:
             for member in archive.infolist():
                 _check_member(archive, member, path)
     except FileNotFoundError:
-        raise RunError(f"{path}: no such checkpoint") from None
+        raise RunError(f"{path}: no such checkpoint or run folder; lm train makes run folders, runs/NAME") from None
     except (OSError, zipfile.BadZipFile, RuntimeError, ValueError) as error:  # RuntimeError: compressed in an unknown way, or encrypted
         raise unreadable(path, error) from None
 

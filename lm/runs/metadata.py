@@ -41,7 +41,7 @@ def without_tensors(path: Path) -> dict[str, object]:
             name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
             content = _Metadata(io.BytesIO(archive.read(name))).load()  # compared with its CRC
     except FileNotFoundError:
-        raise RunError(f"{path}: no such checkpoint") from None
+        raise RunError(f"{path}: no such checkpoint or run folder; lm train makes run folders, runs/NAME") from None
     except (zipfile.BadZipFile, EOFError) as error:
         if "CRC" in str(error):
             raise RunError(f"{path}: data.pkl was altered (its CRC differs){alternative(path)}") from None
