@@ -10,7 +10,8 @@ import pytest
 from fabricated import save
 from reported import build_run, write_report
 
-from lm.report.comparison_pictures import MOST_POINTS, layer_curves, layers_of, title
+from lm.report.comparison import compare_runs
+from lm.report.comparison_pictures import MOST_POINTS, by_layer, drawn_runs, layer_curves, title
 from lm.runs.folder import METRICS
 from lm.runs.record import read_run
 
@@ -61,25 +62,20 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.usefixtures("painted")
-def test_a_line_is_the_median_over_heads_its_band_reaches_from_the_least_to_the_largest_and_no_spike_is_lost(run: Path):
-    picture = layers_of(read_run(run))
+def test_a_line_is_the_median_over_heads_of_scores_the_largest_and_no_spike_is_lost(run: Path):
+    picture = by_layer(["softmax"], drawn_runs(compare_runs([read_run(run)])))["dynamics"]
     rows = list(csv.DictReader(io.StringIO(picture.csv)))
     scores = [row for row in rows if row["panel"] == "Largest score"]
     assert len(scores) == 200 <= MOST_POINTS  # of 600 steps
-    assert {(row["of"], row["y"], row["low"], row["high"]) for row in scores} == {("layer 0, median of 3", "2", "1", "6")}
-    norms = [row for row in rows if row["panel"] == "Gradient norm before clipping"]
-    assert {row["y"] for row in norms} == {"0.5", "nan"}
-    assert [row["high"] for row in norms if row["high"] not in ("0.5", "nan")] == ["100"]
-    assert picture.svg.count("<svg") == 1
+    assert {(row["of"], row["y"]) for row in scores} == {("softmax, seed 1, layer0", "6")}
+    norms = [row["y"] for row in rows if row["panel"] == "Gradient norm before clipping"]
+    assert (set(norms), norms.count("100")) == ({"0.5", "nan", "100"}, 1)
+    assert picture.arms == ["layer 0", "layer 1"]
 
 
-def test_only_the_report_of_a_single_run_has_them(run: Path, tmp_path: Path):
-    one = write_report([run], tmp_path / "one").html
-    assert "By layer, while training" in one.read_text()
-    assert sorted(path.name for path in one.parent.glob("by-layer.*")) == ["by-layer.csv", "by-layer.svg"]
+def test_reports_show_them_where_they_are_logged(run: Path, tmp_path: Path):
     other = build_run(tmp_path, "other")
-    for runs in ([run, other], [other]):
-        page = write_report(runs, tmp_path / f"of-{len(runs)}").html
-        assert "By layer" not in page.read_text()
-        assert not list(page.parent.glob("by-layer.*"))
+    for number, (runs, logged) in enumerate((([run], True), ([run, other], True), ([other], False))):
+        page = write_report(runs, tmp_path / f"report{number}").html
+        assert ("By layer, while training" in page.read_text()) == logged
+        assert bool(list(page.parent.glob("dynamics.*"))) == logged

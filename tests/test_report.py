@@ -10,7 +10,7 @@ from reported import build_run, compared, edit, first_sample, two_runs, write_re
 from lm.attention.catalogue import label as normalizer_label
 from lm.errors import RunError
 from lm.report.comparison import Difference, compare_runs
-from lm.report.comparison_tables import methods, run_facts
+from lm.report.comparison_tables import run_facts
 from lm.report.pictures import Panel, Picture
 from lm.report.tables import digits, signed
 from lm.runs.record import read_run
@@ -167,21 +167,6 @@ def test_too_few_documents_give_no_interval_and_are_said(tmp_path):
         edit(folder, "validation", lambda result: first_sample(result).update(groups=[row // 64 for row in range(128)]))
     difference = compared(*folders)[1][()]
     assert (difference.interval, difference.note) == (None, "sequences of 2 documents: an interval takes at least 3")
-
-
-def test_the_methods_name_what_models_are_made_of_and_what_is_minimised(tmp_path):
-    modern = {"mlp": "relu2", "qk_norm": True, "value_residual": "first_layer", "logit_softcap": 15}
-    plain = read_run(build_run(tmp_path, "plain"))
-    other = read_run(build_run(tmp_path, "modern", model=modern, optim={"z_loss": 1e-4, "schedule": "wsd"}))
-    gated = read_run(build_run(tmp_path, "gau", model={"block": "gau", "n_head": 1}))
-    one, both, units = (methods(compare_runs(runs)) for runs in ([other], [plain, other], [gated]))
-    assert "Architecture: mlp relu2, norm rms, position rope, position theta 10000.0, " in one
-    assert "qk norm true, " in one
-    assert "value residual first_layer, logit softcap 15.0. Training used " in one
-    assert ", z loss 0.0001, gradients clipped at norm 1.0), " in one
-    assert "then the schedule wsd (decay fraction 0.2, final fraction 0.0), " in one
-    assert "logit softcap softmax, plain: none; softmax, modern: 15.0. " in both
-    assert "Architecture: norm rms, position rope, position theta 10000.0, block gau, block expansion 2.0, " in units
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import pytest
 import torch
 from conftest import lm
 from folders import differences, same
-from reported import build_run
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -27,10 +26,7 @@ from lm.huggingface.exporting import export_for_transformers
 from lm.model.decoder import Decoder
 from lm.model.swapped import swapped
 from lm.model.transfer import gradients_to_norm, scalings
-from lm.report.comparison import compare_runs
-from lm.report.comparison_tables import training_methods
 from lm.runs.loading import load, save_model
-from lm.runs.record import read_run
 from lm.training.before_training import check_before_data
 from lm.training.module import TrainModule
 from lm.training.optimizers import load_named_state, make_optimizer, named_state, parameter_groups
@@ -241,13 +237,6 @@ def test_factors_of_groups_multiply_and_the_banner_shows_the_product(tiny, capsy
         "vectors (norm) 32 parameters, lr x 0.5, weight decay 0\n",
     ):
         assert line in out
-
-
-def test_a_report_says_what_model_the_learning_rate_is_of(tmp_path: Path):
-    base = {"transfer": {"base_width": 64, "base_depth": 3}}
-    said = [training_methods(compare_runs([read_run(build_run(tmp_path, name, model=model))])) for name, model in (("a", {}), ("b", base))]
-    assert ", base width 64, base depth 3, " in said[1]
-    assert said[0] == said[1].replace("base width 64, base depth 3, ", "")
 
 
 def test_runs_clip_by_the_norm_of_gradients_with_factors_in_the_forward_pass(tiny, monkeypatch: pytest.MonkeyPatch):

@@ -13,8 +13,6 @@ from lm.commands.arguments import AllowPlugin
 from lm.machine import without_collection
 
 if TYPE_CHECKING:
-    from lm.data.store import Store
-    from lm.report.pictures import Picture
     from lm.schema import Plain
 
 
@@ -141,7 +139,6 @@ def inspect_data(
     arguments: Annotated[
         list[str], typer.Argument(metavar="STORE|CONFIG|KEY=VALUE", help="a token store, or the configuration it is built from")
     ],
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="the picture, .png, .svg or .csv [default: beside the store]")] = None,
     samples: Annotated[int, typer.Option(help="how many documents of each source to print", min=0)] = 2,
 ) -> None:
     """Verify a token store and summarize its contents.
@@ -149,36 +146,8 @@ def inspect_data(
     Compares every file with its checksum; prints counts, document lengths and samples.
     """
     from lm.data.inspect import inspect
-    from lm.files import write_together
 
-    store = inspect(arguments, samples)
-    path = out or store.path.with_name(f"{store.path.name}.lengths.png")
-    write_together({path: document_lengths(store).file(path.suffix)}, "the picture")
-    print(f"picture: {path}")
-
-
-def document_lengths(store: "Store") -> "Picture":
-    """The number of tokens by length of their document, split and source."""
-    import numpy as np
-
-    from lm.data.inspect import length_histogram
-    from lm.data.store import SPLITS
-    from lm.report.pictures import Panel, Picture, Trace, plain_ticks
-
-    panels, names = [], list(dict.fromkeys(source.label for name in SPLITS for source in getattr(store, name).sources))
-    for name in SPLITS:
-        split = getattr(store, name)
-        edges = length_histogram(split.lengths)[0]
-        ends = np.cumsum([source.n_documents for source in split.sources])[:-1]
-        traces, low = [], np.zeros(len(edges) - 1)
-        for source, lengths in zip(split.sources, np.split(split.lengths, ends), strict=True):
-            tokens = np.histogram(lengths, edges, weights=lengths)[0] / 1e6
-            traces.append(Trace(names.index(source.label), source.label, np.arange(len(tokens)), tokens, "bars", low, low + tokens))
-            low = low + tokens
-        title = f"{name}: {split.n_documents:,} documents, {split.n_tokens / 1e6:,.2f} M tokens"
-        ticks = {place - 0.5: label for place, label in enumerate(plain_ticks(edges.tolist()).values())}
-        panels.append(Panel(title, "tokens in the document", "tokens, millions", traces, ticks))
-    return Picture(panels, names)
+    inspect(arguments, samples)
 
 
 def _with_shape_of(init_from: str, given: dict[str, "Plain"], own: dict[str, "Plain"]) -> dict[str, "Plain"]:

@@ -143,8 +143,6 @@ class AnswerMeasurement(Measurement):
             f"{int(samples[0].weights.sum()):,} different ones a length",
             f"accuracy by sequence length, {_AFTER}, or in a {ROLL_OUT} after the model's own",
             "chance, picking among the answers shown and not yet given",
-            f"Accuracy is the fraction of held-out questions whose whole answer is correct, under greedy decoding in fp32 {_AFTER} "
-            f"(in a {ROLL_OUT} after the model's own),",
         )
         name = f"chance, {ROLL_OUT}" if setting.endswith(ROLL_OUT) else "chance"
         fields |= {"setting": setting, "references": {} if chance is None else {name: chance}, "interval": "wilson", "shown": shown}

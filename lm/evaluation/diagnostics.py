@@ -359,13 +359,11 @@ class _Described:
 
     def _shown(self, statistic: Statistic | Derived) -> Shown | None:
         """How reports show a statistic; None if they leave it out."""
-        amount = f"{len(self.held_out.sequences):,} %sof {self.held_out.length:,} tokens, {len(self.measures.queries)} queries "
-        return None if not statistic.shown else Shown(
-            f"Attention: {statistic.name}", "held-out sequences of diagnostics", f"{amount % ''}each",
-            f"{statistic.name} of attention weights, mean over heads",
-            method=f"Attention weights are described on {amount % 'held-out sequences '}of "
-            f"each that see {LEAST_KEYS} keys or more, evenly spread over the logarithm of their number",
-        )  # fmt: skip
+        if not statistic.shown:
+            return None
+        amount = f"{len(self.held_out.sequences):,} of {self.held_out.length:,} tokens, {len(self.measures.queries)} queries each"
+        caption = f"{statistic.name} of attention weights, mean over heads"
+        return Shown(f"Attention: {statistic.name}", "held-out sequences of diagnostics", amount, caption)
 
 
 def _exponent_of(statistic: Statistic) -> str:

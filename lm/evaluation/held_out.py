@@ -327,7 +327,6 @@ class Texts(Measurement):
                 "Other texts, at the training length",
                 "sequences of other texts",
                 f"{count:,} of {held_out.length:,} tokens",
-                method=f"The loss on {name} is the mean over {count:,} sequences of the training length",
             )
             divided = chosen.any() and not chosen.all()  # else its documents are too few to select on some: all report
             by_sequence = nll.mean(1, dtype=np.float64)[:, None]
@@ -368,8 +367,6 @@ class LongContext(Measurement):
             "long-context sequences",
             f"{count:,} of {length:,} tokens",
             "loss by position, mean over sequences",
-            method=f"Loss beyond the training length is measured on {count:,} held-out sequences of {length:,} tokens, by position, "
-            "without further training",
         )
         for setting in self.asked.inference:
             nll = nll_by_token(for_inference(decoder, setting), held_out, where, progress)
@@ -422,7 +419,6 @@ class ByLength(Measurement):
             "stretches of held-out text",
             f"{count:,} of {self.longest:,} tokens",
             "loss by sequence length, mean over the same tokens",
-            method=f"Loss by sequence length is measured on {count * self.longest:,} held-out tokens, cut into sequences of each length,",
         )
         for setting in self.asked.inference:
             model = for_inference(decoder, setting)

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from lm.config.tree import effect_of
-from lm.data.tokenizer import load_tokenizer
 from lm.experiments.engine import read_failure
 from lm.experiments.experiment import Experiment
 from lm.experiments.judging import Judged
@@ -20,15 +19,13 @@ from lm.experiments.summary import amount, differences_by_rate, has_reached, sum
 from lm.files import write_together
 from lm.report.comparison import ArmRuns, RunComparison, comparison_of
 from lm.report.comparison_pictures import LOSSES, DrawnRun, by_layer, curves
-from lm.report.comparison_tables import architecture, corpus, measuring_methods, models, training_methods
 from lm.report.html import PAGE, Answer, PagePart, PageSection, ShownEffect, page_files, run_details, run_sections
 from lm.report.pictures import Panel, Picture, Trace
-from lm.report.tables import DIFFERENCE, Column, Filled, Table, digits, show, signed
-from lm.runs.evaluations import selects
-from lm.runs.folder import CONFIG, ENVIRONMENT, TOKENIZER
+from lm.report.tables import DIFFERENCE, Column, Filled, Table, digits, signed
+from lm.runs.folder import CONFIG, ENVIRONMENT
 from lm.runs.record import RunRecord
 from lm.schema import Plain
-from lm.statistics.intervals import ALPHA, Interval, over_seeds
+from lm.statistics.intervals import Interval, over_seeds
 from lm.statistics.tuning import EXTENSIONS, Rate, coordinates, rate_words
 
 FACTOR = Column("factor", kind="mean", decimals=2)
@@ -140,11 +137,12 @@ def _of_size(procedure: Procedure, results: SizeResults, prefix: str) -> list[Pa
         training.add("picture", picture, f"{prefix}{name}")
     tuning.add("picture", rates_picture(procedure, results.size), f"{prefix}rates")
     tuning.add("table", crossed_table(procedure, results.size), f"{prefix}final-rates")
+    tuning.add("note", _tuning(procedure, results.size))
     tuning.add("note", CROSSED if procedure.choice(results.size).crossed else None)
     if comparison is None:
         return [training, tuning]
-    begun, words = [record for _, record in results.begun], _methods(procedure, results)
-    return [training, tuning, *run_sections(comparison, begun, words, prefix, results.of, _is_label)]
+    begun = [record for _, record in results.begun]
+    return [training, tuning, *run_sections(comparison, begun, prefix, results.of, _is_label)]
 
 
 def _is_label(key: str) -> bool:
@@ -249,62 +247,20 @@ def _lost(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
     return lines + procedure.notes()
 
 
-def _methods(procedure: Procedure, results: SizeResults) -> str:
-    """A paragraph for a paper on one size: models, corpus, training, held-out text, tuning, tests."""
-    comparison, primary = results.comparison, procedure.experiment.primary
-    run, record = next((run, record) for run, record in results.begun if run.outcome.state == "finished")
-    tokenizer, file, vocabulary = record.config["data"].get("tokenizer"), run.config.run_folder / TOKENIZER, ""
-    if isinstance(tokenizer, dict):
-        options = [f"{key} {show(value)}" for key, value in tokenizer.items() if key != "name" and value not in ([], None)]
-        tokenizer = ", ".join([show(tokenizer.get("name")), *options])
-    if file.is_file():
-        vocabulary = f" (vocabulary of {load_tokenizer(file, run.config.data.tokenizer.end_of_text).get_vocab_size():,})"
-    arms = _joined(results.arm_names)
-    text = [f"We trained {models(comparison)}: {arms} (the configuration keys in which they differ are listed above)."]
-    text += [architecture(comparison), f"Data: {corpus(record)}; tokenizer: {show(tokenizer)}{vocabulary}.", training_methods(comparison)]
-    if values := run.outcome.values(SELECTION):
-        labels, what = np.unique(values.groups), "sequences of tasks" if run.config.data.symbolic else "documents"
-        chosen = selects(values.fingerprint, labels).sum()
-        parts = f"{chosen} select (learning rates) and {len(labels) - chosen} report"
-        text.append(f"Of {len(labels)} held-out {what}, {parts}, by a hash of the document.")
-    text += [_tuning(procedure, results.size), measuring_methods(comparison)]
-    words = f"The primary metric, {primary.metric}, was settled in the experiment's file, with "
-    test, of = "Student t intervals of paired differences over seeds", "over arms, sizes and looks (Bonferroni)"
-    hold = f"which hold together with {1 - ALPHA:.0%} {of}"
-    if primary.reach is not None:
-        words += f"the value whose tokens are compared, {primary.reach:g}, and the smallest ratio of interest, {1 + primary.matters:g}. "
-        words += "The tokens at which a run first reached it are interpolated between evaluations, linearly in their logarithm."
-        test = test.replace("differences", "differences of log tokens")
-    elif primary.learned is None:
-        words += f"the smallest difference of interest, {primary.matters:g}."
-    else:
-        words += f"the level at which a run has learned, {primary.learned:g}."
-        test = "Fisher's exact test of the numbers of runs that have learned, with Clopper-Pearson intervals of their fractions"
-        hold = f"p times the number of comparisons and looks at most {ALPHA:g}"
-    words += f" Final runs used seeds {', '.join(map(str, procedure.experiment.seeds))}, the same for every arm."
-    return " ".join([*text, f"{words} Arms are compared with {results.arm_names[0]} by {test}, {hold}."])
-
-
-def _tuning(procedure: Procedure, size: str) -> str:
+def _tuning(procedure: Procedure, size: str) -> str | None:
+    """How rates were chosen, and which; None without tuning."""
     experiment, tried, choice = procedure.experiment, procedure.tried(size), procedure.choice(size)
     if not tried:
-        return "Nothing was tuned: arms are as the experiment's file gives them."
+        return None
     tune, grows = experiment.tune, f"a best rate at an edge extends the grid, at most {EXTENSIONS} times"
-    seeds, rates = (
-        ", ".join(map(str, sorted({run.seed for run in tried}))),
-        ", ".join(map(rate_words, sorted({run.rate for run in tried}))),
-    )
+    seeds = ", ".join(map(str, sorted({run.seed for run in tried})))
+    rates = ", ".join(map(rate_words, sorted({run.rate for run in tried})))
     origin = f"from {tune.table}" if tune.table else f"planned: {', '.join(map(rate_words, tune.rates))}; {grows}"
     best = "lowest" if experiment.cost(1.0) > 0 else "highest"
-    how = f"{tune.heading} was chosen for each arm by the {best} mean {experiment.chosen_by} on the selection text over seeds {seeds} "
-    how += f"at {rates} ({origin}): {', '.join(f'{arm} {rate_words(some[0])}' for arm, some in choice.final.items())}."
-    if choice.crossed:
-        judged = ", ".join(f"{arm} at {rate_words(rate)}" for arm, rate in (choice.rates or {}).items())
-        how += " Where rates differed, an arm's final seeds were trained at its own and at the baseline's, those of the baseline at all; "
-        how += (
-            f"each arm is judged at the one of the best mean on the selection text ({judged}), and p is that of both at their best rates."
-        )
-    return how
+    return (
+        f"{tune.heading} was chosen for each arm by the {best} mean {experiment.chosen_by} on the selection text over seeds {seeds} "
+        f"at {rates} ({origin}): {', '.join(f'{arm} {rate_words(some[0])}' for arm, some in choice.final.items())}."
+    )
 
 
 # ---------------------------------------------------------------- tables

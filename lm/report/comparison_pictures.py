@@ -53,10 +53,14 @@ class DrawnRun(NamedTuple):
     record: RunRecord
 
 
+def drawn_runs(comparison: RunComparison) -> list[DrawnRun]:
+    """The runs of a comparison, which count as finished."""
+    return [DrawnRun(arm.label, run.seeds[-1], "finished", run) for arm in comparison.arms for run in arm.runs]
+
+
 def overview(comparison: RunComparison) -> Picture:
     """One picture of all that is over an axis: losses while training, then each section."""
-    drawn = [DrawnRun(arm.label, run.seeds[-1], "finished", run) for arm in comparison.arms for run in arm.runs]
-    pictures = [curves(comparison.names, drawn, LOSSES, comparison)]
+    pictures = [curves(comparison.names, drawn_runs(comparison), LOSSES, comparison)]
     pictures += [along_axis(comparison, section) for section in comparison.sections if section.shape != "number"]
     known = [picture for picture in pictures if picture]
     arms = [f"{arm.label} ({_seeds(len(arm.runs))})" for arm in comparison.arms]
@@ -306,59 +310,37 @@ def title(quantity: str) -> str:
 
 def by_layer(names: Sequence[str], runs: Sequence[DrawnRun]) -> dict[str, Picture]:
     """Pictures, by name, of what runs have logged by layer and head: the normalizers' parameters, and the quantities of `log.dynamics`.
-    Gradient norms, of which steps may be many times larger than others, are on a logarithmic axis."""
+    Colours are those of arms, and of a single run its layers'. Gradient norms, of which some are many times larger than others, are on a
+    logarithmic axis. Of more than `MOST_POINTS` points some in a row are drawn as one."""
     captions = {
         "normalizer-parameters": "Parameters of the normalizers. A line for each seed, layer and head.",
-        "dynamics": "A line for each seed and layer; of what is logged by head the median over heads, of the largest score the largest.",
+        "dynamics": "A line for each seed and layer: the median over heads, of scores and gradients the largest.",
     }
     logged = [(run, layer_curves(run.record.logged)) for run in runs]
-    ends = [curve.tokens[-1] for _, quantities in logged for layers in quantities.values() for curve in layers.values()]
-    unit, label = token_unit(max(ends, default=1))
+    every = [(run, *item, *each) for run, quantities in logged for item in quantities.items() for each in item[1].items()]
+    unit, label = token_unit(max((curve.tokens[-1] for *_, curve in every), default=1))
+    if len(runs) == 1:
+        names = [f"layer {layer}" for layer in range(1 + max((layer for *_, layer, _ in every), default=0))]
+    traces: dict[str, list[Trace]] = {}
+    for run, quantity, _, layer, curve in every:
+        number, words = layer if len(runs) == 1 else names.index(run.arm), f"{run.arm}, seed {run.seed}, layer{layer}"
+        by_head = quantity.startswith(PARAMETERS)
+        for column, head in enumerate(curve.columns if by_head else ("",)):
+            values = curve.values[:, column : column + 1] if by_head else curve.values
+            points = _points(quantity, curve.tokens / unit, values)
+            traces.setdefault(quantity, []).append(Trace(number, f"{words}{head and '/'}{head}", *points, "seed"))
     pictures = {}
     for picture, caption in captions.items():
-        traces: dict[str, list[Trace]] = {}
-        for run, quantities in logged:
-            for quantity, layers in quantities.items():
-                if quantity.startswith(PARAMETERS) == (picture == "normalizer-parameters"):
-                    for layer, curve in layers.items():
-                        lines = dict(zip(curve.columns, curve.values.T, strict=True))
-                        if not quantity.startswith(PARAMETERS):
-                            lines = {"": (np.max if quantity == "largest_score" else np.median)(curve.values, axis=1)}
-                        every = max(1, len(curve.tokens) // MOST_POINTS)
-                        for head, y in lines.items():
-                            words = f"{run.arm}, seed {run.seed}, layer{layer}{head and '/'}{head}"
-                            trace = Trace(names.index(run.arm), words, curve.tokens[::every] / unit, y[::every], "seed")
-                            traces.setdefault(quantity, []).append(trace)
-        panels = [_layer_panel(quantity, label, traces[quantity]) for quantity in sorted(traces, key=_order)]
+        shown = [each for each in sorted(traces, key=_order) if each.startswith(PARAMETERS) == (picture == "normalizer-parameters")]
+        panels = [Panel(title(each), label, each, traces[each], log_y=each == GRADIENTS) for each in shown]
         pictures |= {picture: Picture(panels, names, caption)} if panels else {}
     return pictures
 
 
-def _layer_panel(quantity: str, x_label: str, traces: list[Trace]) -> Panel:
-    return Panel(title(quantity), x_label, quantity, traces, log_y=quantity == GRADIENTS)
-
-
-def layers_of(run: RunRecord) -> Picture | None:
-    """A panel a quantity, a line a layer: the median over heads, and a band from the least to the largest; None: nothing is logged.
-
-    Of more than `POINTS` points the line is the median over some in a row, and the band covers them all, so that no spike is lost.
-    """
-    logged = layer_curves(run.logged)
-    curves = [curve for layers in logged.values() for curve in layers.values()]
-    if not curves:
-        return None
-    unit, label = token_unit(max(curve.tokens[-1] for curve in curves))
-    bands = {quantity: [_band(layer, curve, unit) for layer, curve in layers.items()] for quantity, layers in logged.items()}
-    panels = [_layer_panel(quantity, label, traces) for quantity, traces in bands.items()]
-    names = [f"layer {layer}" for layer in range(1 + max(layer for layers in logged.values() for layer in layers))]
-    caption = "Lines: the median over the heads of a layer. Bands: from the least to the largest of them"
-    return Picture(panels, names, f"{caption}; where steps are drawn together, the median and the range of all.")
-
-
-def _band(layer: int, curve: LayerCurve, unit: float) -> Trace:
-    together = -(-len(curve.tokens) // MOST_POINTS)
-    groups = np.split(np.arange(len(curve.tokens)), range(together, len(curve.tokens), together))
+def _points(quantity: str, x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """At most `MOST_POINTS` points (x, y) of values (points, heads): the median of all that are drawn as one, of spikes the largest."""
+    together = -(-len(x) // MOST_POINTS)
+    groups = np.split(np.arange(len(x)), range(together, len(x), together))
+    reduced = np.max if quantity in ("largest_score", GRADIENTS) else np.median
     with np.errstate(invalid="ignore"):
-        low, middle, high = (np.array([of(curve.values[group]) for group in groups]) for of in (np.min, np.median, np.max))
-    x = np.array([curve.tokens[group].mean() for group in groups]) / unit
-    return Trace(layer, f"layer {layer}, median of {len(curve.columns)}", x, middle, "mean", low, high)
+        return np.array([x[group].mean() for group in groups]), np.array([reduced(values[group]) for group in groups])

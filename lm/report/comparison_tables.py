@@ -1,4 +1,4 @@
-"""The tables and words of a comparison: numbers, differences, costs, what runs share and what differs, and a paper's methods paragraph."""
+"""The tables and words of a comparison: numbers, differences, costs, what runs share and what differs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,12 +10,11 @@ import numpy as np
 from rich.console import Console
 
 from lm.attention import catalogue
-from lm.config.model_config import ModelConfig
 from lm.report.comparison import ArmRuns, Line, RunComparison, Section, across, seeds_shown
 from lm.report.tables import Cell, Column, Filled, Table, digits, four_digits, print_tables, printable, show
 from lm.runs.folder import peak_memory, training_seconds
 from lm.runs.record import RunRecord, differing, starts
-from lm.schema import Plain, flatten, to_plain
+from lm.schema import Plain, flatten
 from lm.statistics.intervals import Interval
 
 BETTER = {"lower": "below zero: better", "higher": "above zero: better", "none": ""}  # words for a difference
@@ -23,7 +22,6 @@ REPORTING = (
     "of held-out text or tasks, numbers are of the documents or sequences that report, without the third that selects rates and checkpoints"
 )
 SAME = {True: "yes", False: "NO", None: "unknown"}  # words for a check of fairness
-_ELSEWHERE = ("model.n_layer", "model.n_head", "model.n_embd", "model.dropout", "model.normalizer.", "model.transfer.")  # in the methods
 Span = tuple[datetime, datetime]
 
 
@@ -345,109 +343,3 @@ def _normalizer(run: RunRecord) -> str:
         counted = f"n = {meaning.get(n, n.removeprefix('fixed:') + ' for every query')}" if n else ""
         phases.append((f"from step {step}: " if step else "") + "; ".join(filter(None, (formula, given, counted))))
     return "; then ".join(phases)
-
-
-# ---------------------------------------------------------------- the methods paragraph of a paper
-
-
-def methods(comparison: RunComparison) -> str:
-    """A paragraph for a paper: what was trained, on what, and how it was measured."""
-    named = ", ".join(arm.label for arm in comparison.arms)
-    differ = f"that differ in the attention normalizer: {named}" if len(comparison.arms) > 1 else f"with the attention normalizer {named}"
-    text = [f"We trained {models(comparison)} {differ}.", architecture(comparison), training_methods(comparison), comparison.warning]
-    return " ".join(filter(None, [*text, measuring_methods(comparison)]))
-
-
-def models(comparison: RunComparison) -> str:
-    """Layers, heads, width and parameters of what was trained, in words."""
-    total, without = (_say(comparison, lambda run, name=name: run.measured(f"parameters.{name}")) for name in ("total", "non_embedding"))
-    return (
-        f"{'decoders' if len(comparison.arms) > 1 else 'a decoder'} of {_key(comparison, 'model.n_layer')} layers, "
-        f"{_key(comparison, 'model.n_head')} heads and width {_key(comparison, 'model.n_embd')} ({total} parameters, {without} without "
-        "embeddings)"
-    )
-
-
-def architecture(comparison: RunComparison) -> str:
-    """A sentence on what the models consist of: MLP, norm, positions, and every other option that is not the default."""
-    usual = flatten({"model": to_plain(ModelConfig())})
-    always = ["model.mlp", "model.norm", "model.position.name", "model.position.theta"]
-    own = [path for run in comparison.runs for path, value in run.flat.items() if path.startswith("model.") and value != usual.get(path)]
-    paths = [path for path in dict.fromkeys(always + own) if not path.startswith(_ELSEWHERE)]
-    if all(run.flat.get("model.block.name") == "gau" for run in comparison.runs):
-        paths.remove("model.mlp")
-    return f"Architecture: {_options(comparison, paths, usual)}."
-
-
-def training_methods(comparison: RunComparison) -> str:
-    """A sentence on steps, optimizer, schedule, precision and seeds."""
-    key, say = partial(_key, comparison), partial(_say, comparison)
-    usual = {"lr_factor": 1.0, "weight_decay": None, "eps": None}  # what a group of parameters has unless it says otherwise
-    options = dict.fromkeys(
-        path
-        for run in comparison.runs
-        for path, value in run.flat.items()
-        if (path.startswith("optim.optimizer.") and not path.endswith(".name"))
-        or (path.startswith("optim.groups.") and value != usual[path.split(".")[-1]])
-        or (path.startswith("model.transfer.") and value is not None)
-        or path == "optim.z_loss"
-    )
-    paths = dict.fromkeys(path for run in comparison.runs for path in run.flat if path.startswith("optim.schedule."))
-    schedule = _options(comparison, [path for path in paths if not path.endswith(".name")], {})
-    return (
-        f"Training used {key('trainer.max_steps')} steps of {key('optim.batch_tokens')} tokens in sequences of {key('data.seq_len')}, "
-        f"{key('optim.optimizer.name')} (peak learning rate {key('optim.lr')}, {_options(comparison, options, {})}, gradients clipped at "
-        f"norm {key('optim.grad_clip')}), {key('optim.warmup_steps')} steps of warm-up, "
-        f"then the schedule {key('optim.schedule.name')}{f' ({schedule})' if schedule else ''}, dropout {key('model.dropout')}, precision "
-        f"{say(lambda run: run.used('precision'))}, seeds: {say(lambda run: seeds_shown(run.seeds))}."
-    )
-
-
-def measuring_methods(comparison: RunComparison) -> str:
-    """Sentences on what was measured, and how differences were made."""
-    text = "".join(_method(comparison, section) for section in comparison.sections)
-    if over_what := covered(difference.interval for difference in comparison.differences):
-        seeds, alone = ([over for over in over_what if ("1 seed" in over) == single] for single in (False, True))
-        paired = [f"paired by seed, with 95% Student t intervals over {' or '.join(seeds)}"] if seeds else []
-        if alone:
-            how = "95% Student t intervals over documents (CR2, Bell and McCaffrey), which say nothing about another seed"
-            paired.append(f"paired by sequence, with {how}: over {' or '.join(alone)}")
-        text += f"Differences are to {comparison.arms[0].label}, on the same tokens, {'; where seeds are too few, '.join(paired)}."
-    return text.strip()
-
-
-def _say(comparison: RunComparison, value: Callable[[RunRecord], object]) -> str:
-    """A value of all runs, by arm where arms differ."""
-    return across(comparison.arms, value)[1]
-
-
-def _key(comparison: RunComparison, path: str) -> str:
-    """The value of a configuration key in all runs, by arm where arms differ."""
-    return _say(comparison, lambda run: run.flat.get(path))
-
-
-def _options(comparison: RunComparison, paths: Iterable[str], usual: Mapping[str, Plain]) -> str:
-    """Options and their values in words, by arm where they differ; `usual`: the values of those that a configuration leaves out."""
-
-    def words(path: str) -> str:
-        name = path.removesuffix(".name")
-        for block in ("model.", "transfer.", "optim.", "optimizer.", "groups.", "schedule."):
-            name = name.removeprefix(block)
-        value = _say(comparison, lambda run: "none" if (known := run.flat.get(path, usual.get(path))) is None else known)
-        return f"{name.replace('.', ' ').replace('_', ' ')} {value}"
-
-    return ", ".join(map(words, paths))
-
-
-def _method(comparison: RunComparison, section: Section) -> str:
-    """How a section was measured: its series' own sentence (by arm where they differ), where, and in which inference settings."""
-    sentences = {run: each.shown.method for (run, _), each in section.series.items() if each.shown.method}
-    if not sentences:
-        return ""
-    alike = len(set(sentences.values())) == 1
-    sentence = next(iter(sentences.values())) if alike else across(comparison.arms, sentences.get)[1]
-    axis, places = section.first.axis, list(section.places)
-    over = f" {axis.before} {' to '.join(dict.fromkeys((places[0], places[-1])))} {axis.unit}" if section.shape == "points" else ""
-    settings = f" ({'; '.join(section.of)})" if any(section.of) else ""
-    how = f", with 95% intervals: {section.how}" if section.how else ""
-    return f"{sentence}{over}{settings}{how}. "

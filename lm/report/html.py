@@ -15,8 +15,8 @@ from markupsafe import Markup
 from lm.config.yaml_text import dump_yaml
 from lm.files import write_together
 from lm.report.comparison import RunComparison
-from lm.report.comparison_pictures import along_axis, layers_of, maps, overview
-from lm.report.comparison_tables import comparison_tables, configuration_table, cost_table, difference_table, facts_table, methods, notes
+from lm.report.comparison_pictures import along_axis, by_layer, drawn_runs, maps, overview
+from lm.report.comparison_tables import comparison_tables, configuration_table, cost_table, difference_table, facts_table, notes
 from lm.report.pictures import COLOURS, DARK, GREY, GRID, INK, PAPER, Picture, dark_style
 from lm.report.tables import Table, printable, show, to_csv, to_latex, to_markdown
 from lm.runs.record import RunRecord
@@ -125,16 +125,14 @@ def inline(picture: Picture) -> Markup:
 def run_sections(
     comparison: RunComparison,
     concurrent: Sequence[RunRecord],
-    words: str,
     prefix: str | None = None,
     of: str = "",
     without: Callable[[str], bool] = lambda key: False,
 ) -> list[PageSection]:
-    """The sections on runs that were compared: what was measured, what it cost, what differs and what does not, the methods paragraph.
+    """The sections on runs that were compared: what was measured, what it cost, what differs and what does not.
 
     Args:
         concurrent: all runs that may have been under way at the same time.
-        words: the methods paragraph.
         prefix: beginning of the names of their files; None: they have none, and pictures over an axis are elsewhere.
         of: words after the titles.
         without: configuration keys that are left out.
@@ -143,8 +141,8 @@ def run_sections(
     def named(name: str) -> str:
         return "" if prefix is None else f"{prefix}{name}"
 
-    titles = ("Measured at the end", "Cost", "What differs, and what does not", "Methods paragraph")
-    measured, cost, shared, paragraph = (PageSection(f"{title}{of}") for title in titles)
+    titles = ("Measured at the end", "Cost", "What differs, and what does not")
+    measured, cost, shared = (PageSection(f"{title}{of}") for title in titles)
     for number, (section, table) in enumerate(zip(comparison.sections, comparison_tables(comparison), strict=True), 1):
         if prefix is not None and section.shape != "number":
             measured.add("picture", along_axis(comparison, section), named(f"measured-{number}-picture"))
@@ -160,8 +158,7 @@ def run_sections(
     cost.add("note", COST)
     shared.add("table", configuration_table(comparison, without) if comparison.config_diff else None, named("configuration"))
     shared.add("table", facts_table(comparison, "Runs and environment"), named("environment"))
-    paragraph.add("text", words)
-    return [measured, cost, shared, paragraph]
+    return [measured, cost, shared]
 
 
 def run_details(run: RunRecord, label: str) -> tuple[str, str]:
@@ -186,15 +183,16 @@ def write_comparison(comparison: RunComparison, out: Path) -> Path:
     """Write the report of a comparison, or of a single run, into the folder `out`: pictures, tables of what was measured, and the page,
     which is returned. Raises RunError if that can't be written."""
     picture, tables = overview(comparison), comparison_tables(comparison)
-    training, by_layer, runs = (PageSection(title) for title in ("Overview", "By layer, while training", "Runs"))
+    training, layers, runs = (PageSection(title) for title in ("Overview", "By layer, while training", "Runs"))
     if comparison.warning:
         training.add("warning", [f"{comparison.warning} A difference below can't be put down to the normalizer alone."])
     training.add("picture", picture, "overview")
-    by_layer.add("picture", layers_of(comparison.runs[0]) if len(comparison.runs) == 1 else None, "by-layer")
+    for name, drawn in by_layer(comparison.names, drawn_runs(comparison)).items():
+        layers.add("picture", drawn, name)
     for arm in comparison.arms:
         for run in arm.runs:
             runs.add("details", run_details(run, f"{printable(run.name)} ({arm.label})"))
-    sections = [training, by_layer, *run_sections(comparison, comparison.runs, methods(comparison)), runs]
+    sections = [training, layers, *run_sections(comparison, comparison.runs), runs]
     contents = page_files([PagePart(comparison.title, [section for section in sections if section.blocks])], out) | {
         out / PICTURE: picture.file(".png"),
         out / "table.md": to_markdown(tables, notes(comparison)).encode(),

@@ -65,12 +65,12 @@ class Trace:
     """One arm, or one of its seeds, in a panel.
 
     Attributes:
-        arm: number of its colour and marker; -1: a grey line, such as theory to compare with.
+        arm: number of its colour and marker.
         label: whose it is, such as `ssmax, seed 3`.
         x, y: (points,); NaN where nothing is known.
         kind: a thin line (`seed`), a thick one (`mean`) with its interval as a band, `dots`, points with an `interval` as a bar, what
-            `diverged`, which is marked at the top of the panel, or `bars` from low to high.
-        low, high: (points,) ends of the interval, or of the bars; None: there are none.
+            `diverged`, which is marked at the top of the panel.
+        low, high: (points,) ends of the interval; None: there are none.
         dashes: number of its dashes.
         hollow: whether its markers are, so that what lies behind them is seen.
         over: the noise that the interval covers, in words.
@@ -81,7 +81,7 @@ class Trace:
     label: str
     x: np.ndarray
     y: np.ndarray
-    kind: Literal["seed", "mean", "dots", "interval", "diverged", "bars"]
+    kind: Literal["seed", "mean", "dots", "interval", "diverged"]
     low: np.ndarray | None = None
     high: np.ndarray | None = None
     dashes: int = 0
@@ -98,12 +98,11 @@ class Panel:
         ticks: labels of the x axis by value; empty: as matplotlib chooses.
         log: 2 or 10, the base of a logarithmic x axis; 0: it is linear.
         log_y: whether the y axis is logarithmic.
-        x_range, y_range: ends of the axes; None: as the traces need.
+        y_range: ends of the y axis; None: as the traces need.
         zero: whether a line is drawn at zero, as of differences.
         small: differences within this of zero do not matter: shaded; 0: nothing is.
         marks, levels: words by x of vertical and by y of horizontal reference lines.
         rings: values of (x, y, arm) that are ringed, such as the rate that was chosen.
-        span: places of its row that it takes.
     """
 
     title: str
@@ -113,14 +112,12 @@ class Panel:
     ticks: Mapping[float, str] = field(default_factory=dict)
     log: Literal[0, 2, 10] = 0
     log_y: bool = False
-    x_range: tuple[float, float] | None = None
     y_range: tuple[float, float] | None = None
     zero: bool = False
     small: float = 0.0
     marks: Mapping[float, str] = field(default_factory=dict)
     levels: Mapping[float, str] = field(default_factory=dict)
     rings: Sequence[tuple[float, float, int]] = ()
-    span: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +173,7 @@ class Picture:
     def shown(self) -> list[int]:
         """Numbers of the arms that are drawn and named above all panels."""
         traces = [trace for panel in self.panels if isinstance(panel, Panel) for trace in panel.traces if len(trace.x)]
-        return sorted({trace.arm for trace in traces if not trace.keyed and trace.arm >= 0})
+        return sorted({trace.arm for trace in traces if not trace.keyed})
 
     @property
     def mapped(self) -> bool:
@@ -198,9 +195,8 @@ class Picture:
     @property
     def grid(self) -> tuple[int, int]:
         """Numbers of rows and columns."""
-        places = sum(_span(panel) for panel in self.panels)
-        columns = min(self.columns, places)
-        return -(-places // columns), columns
+        columns = min(self.columns, len(self.panels))
+        return -(-len(self.panels) // columns), columns
 
     @property
     def size(self) -> tuple[float, float]:
@@ -242,10 +238,6 @@ def dark_style() -> str:
     return f"@media screen and (prefers-color-scheme:dark){{{rules}}}"
 
 
-def _span(panel: Panel | Map | None) -> int:
-    return panel.span if isinstance(panel, Panel) else 1
-
-
 def _drawn(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
     """The picture as a file, which is the same whenever and wherever it is drawn."""
     (rows, columns), (width, height), arms = picture.grid, picture.size, picture.arms
@@ -254,12 +246,12 @@ def _drawn(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
     with matplotlib.rc_context(SETTINGS | {"font.size": font, "axes.titlesize": font + 1}):
         figure = Figure(figsize=(width, height), dpi=100, layout="constrained")  # before colour bars, which ask for it
         FigureCanvasAgg(figure)
-        grid, place, maps = figure.add_gridspec(rows, columns), 0, {}
-        for panel in picture.panels:
-            (row, column), place = divmod(place, columns), place + _span(panel)
+        grid, maps = figure.add_gridspec(rows, columns), {}
+        for place, panel in enumerate(picture.panels):
+            row, column = divmod(place, columns)
             if panel is None:
                 continue
-            axes = figure.add_subplot(grid[row, column : column + _span(panel)])
+            axes = figure.add_subplot(grid[row, column])
             if isinstance(panel, Map):
                 mesh = _map(axes, panel, (width / columns, height / rows))
                 if not panel.written:
@@ -268,7 +260,7 @@ def _drawn(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
                 _panel(axes, panel)
             if "y" in picture.shared and column:
                 axes.set(ylabel="", yticklabels=[])
-            if "x" in picture.shared and any(picture.panels[place + columns - 1 : place + columns]):
+            if "x" in picture.shared and any(picture.panels[place + columns : place + columns + 1]):
                 axes.set(xlabel="", xticklabels=[])
         for (scale, *_, unit), (mesh, alike) in maps.items():
             plain = {} if scale == "linear" else {"format": "{x:g}"}
@@ -309,8 +301,6 @@ def _panel(axes: Axes, panel: Panel) -> None:
         axes.plot([x], [y], "o", markersize=15, markerfacecolor="none", markeredgewidth=1.6, color=colour_and_marker(arm)["color"])
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
     axes.set_title(_wrapped(panel.title), pad=20 if panel.marks else 6)  # above what is written at the top of vertical lines
-    if panel.x_range:
-        axes.set_xlim(*panel.x_range)
     if panel.y_range:
         axes.set_ylim(*panel.y_range)
     if panel.ticks:
@@ -349,7 +339,7 @@ def _trace(axes: Axes, trace: Trace) -> None:
         case "mean":
             if trace.low is not None:
                 axes.fill_between(trace.x, trace.low, trace.high, color=style["color"], alpha=0.15, linewidth=0)
-            thin = {"linewidth": 1.1} if trace.hollow or trace.arm < 0 else {}
+            thin = {"linewidth": 1.1} if trace.hollow else {}
             axes.plot(trace.x, trace.y, markersize=4.5, markevery=max(1, len(trace.x) // 8), zorder=3, **style | thin)
         case "dots":
             look = {"markeredgewidth": 1.2, "markersize": 5.5} if trace.hollow else {"markeredgewidth": 0, "markersize": 4.5}
@@ -357,8 +347,6 @@ def _trace(axes: Axes, trace: Trace) -> None:
         case "interval":
             reach = None if trace.low is None else np.array([trace.y - trace.low, trace.high - trace.y])
             axes.errorbar(trace.x, trace.y, yerr=reach, markersize=8, capsize=5, zorder=3, **points)
-        case "bars":
-            axes.bar(trace.x, trace.high - trace.low, 0.9, trace.low, color=style["color"], label=trace.label)
         case "diverged":
             above = np.full(len(trace.x), 0.98 - 0.045 * trace.arm)  # those of several arms at one place stay apart
             look = {"markersize": 9, "markeredgewidth": 2, "clip_on": False, "transform": axes.get_xaxis_transform()}
@@ -465,9 +453,7 @@ def fraction_map(title: str, rows: Mapping[str, Sequence[Series]]) -> Map:
 
 
 def colour_and_marker(number: int) -> Style:
-    """Colour and marker of a line by its number: both cycle, and no two of 49 lines agree in both; grey and none for -1."""
-    if number < 0:
-        return {"color": GREY, "marker": ""}
+    """Colour and marker of a line by its number: both cycle, and no two of 49 lines agree in both."""
     return {"color": COLOURS[number % 7], "marker": MARKERS[(number + number // 7) % 7]}
 
 

@@ -57,7 +57,6 @@ class Shown:
     amount: str  # how many and how long they are, such as `256 of 512 tokens`
     caption: str = ""  # what the picture shows, in words
     levels: str = ""  # what its references are, in words
-    method: str = ""  # a sentence for a paper's methods section, without its full stop
 
 
 @dataclass(frozen=True, eq=False)
@@ -387,11 +386,8 @@ def validation_series(
         unigram_cross_entropy: loss by token frequencies of the training text, nats per token; None: not known.
         sample: loss by sequence, (sequences, 1); None: means alone are known.
     """
-    token = "token" if bits_per_byte is not None else "token of the answers"
-    units = 0 if sample is None else len(sample.values)
-    amount, method = f"{units:,} of {seq_len:,} tokens", f"Validation loss is the mean negative log-likelihood in nats per {token}"
-    method += f" over {units:,} held-out sequences of the training length"
-    shown = Shown("Validation at the training length", "validation sequences", amount if units else "", method=method if units else "")
+    amount = "" if sample is None else f"{len(sample.values):,} of {seq_len:,} tokens"
+    shown = Shown("Validation at the training length", "validation sequences", amount)
     common = {"kind": KIND, "better": "lower", "seq_len": seq_len, "shown": shown}
     series = [
         Series(
