@@ -1,14 +1,11 @@
 """`lm compare` on a terminal: one table of all runs of an experiment, kept up to date while they train, with the time that is left."""
 
-import heapq
 import statistics
 import sys
-import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -22,13 +19,13 @@ from lm.experiments.run_outcome import SELECTION
 from lm.experiments.slots import named
 from lm.report.tables import from_lines, grid
 from lm.runs.folder import METRICS, MetricTail
-from lm.statistics.tuning import Rate, rate_words
+from lm.statistics.tuning import rate_words
 
 REFRESH_SECONDS = 1.0
 MOST_RUNS = 20  # runs are shown one by one up to so many, else in groups
 ENDED = ("finished", "diverged")
 STATES = (*ENDED, "failed", "running", "waiting")  # in the order in which groups count them
-_NUMBERS = ("rate", "seed", "runs", SELECTION, "done in")  # columns
+_NUMBERS = ("rate", "seed", "runs", SELECTION)  # columns
 _STYLES = {"finished": "green", "diverged": "red", "failed": "red", "running": "bold", "waiting": "dim"}
 _EACH = ("size", "arm", "rate", "seed", "stage")
 _GROUPS = (("size", "arm", "rate", "stage"), ("size", "arm", "stage"), ("size", "stage"))  # from the finest on
@@ -40,141 +37,51 @@ class RunLine:
 
     Attributes:
         state: one of `STATES`.
-        step, last_step: logged so far, and the one it ends with.
+        step: logged so far.
         loss: the latest validation loss.
         note: what a waiting one waits for, or why it failed.
-        remaining: estimated seconds until it has ended; None: not known, or it has.
-        folder, before: of the run, and of the one it starts from; None of one that is not known yet.
     """
 
-    size: str
-    arm: str
-    stage: str
-    rate: Rate | None
-    seed: int
+    run: Run
     state: str = "waiting"
     step: int = 0
-    last_step: int = 0
     loss: float | None = None
     note: str = ""
-    remaining: float | None = None
-    folder: Path | None = None
-    before: Path | None = None
-
-
-@dataclass
-class _Followed:
-    """The log of a run under way, and when its steps were seen."""
-
-    log: MetricTail
-    since: float
-    first_step: int = 0
-    first_seen: float = 0.0  # seconds, by the table's clock; 0: no step yet
-    last_seen: float = 0.0
-
-    def look(self, now: float) -> None:
-        before = self.log.step
-        self.log.look()
-        if self.log.step and not self.first_seen:
-            self.first_step, self.first_seen = self.log.step, now
-        if self.log.step != before:
-            self.last_seen = now
-
-    def left(self, last_step: int, now: float, expected: float | None) -> float | None:
-        """Seconds until the last step at the speed seen here, or before that is known by the expected time of the run."""
-        steps = self.log.step - self.first_step
-        if self.first_seen and steps > 0:
-            return max(0.0, (self.last_seen - self.first_seen) / steps * (last_step - self.log.step) - (now - self.last_seen))
-        return None if expected is None else max(0.0, expected - (now - self.since))
 
 
 class LiveTable:
-    """The runs of an experiment as text: each with its state, step, validation loss and the time left, or groups of them.
+    """The runs of an experiment that are known as text: each with its state, step and validation loss, or groups of them.
 
     It reads what `jobs` knows already, and the ends of the logs of the runs under way.
 
     Args:
         jobs: the work that it shows.
         times: seconds that a run takes, by size and arm, as the plan estimates them; {}: not known.
-        clock: seconds that pass.
     """
 
-    def __init__(self, jobs: Jobs, times: Times, clock: Callable[[], float] = time.monotonic):
-        self.jobs, self.experiment, self.times, self.clock = jobs, jobs.procedure.experiment, times, clock
-        self._followed: dict[Path, _Followed] = {}
+    def __init__(self, jobs: Jobs, times: Times):
+        self.jobs, self.experiment, self.times = jobs, jobs.procedure.experiment, times
+        self._logs: dict[Path, MetricTail] = {}
 
     def lines(self) -> list[RunLine]:
-        """All runs that are known, and those that will be once learning rates are chosen."""
-        now, known, sizes = self.clock(), self.jobs.known, list(self.experiment.sizes)
+        """All runs that are known."""
         running = {run.config.run_folder: devices for run, devices in list(self.jobs.pending.values())}
-        self._followed = {folder: self._followed.get(folder) or _Followed(MetricTail(folder / METRICS), now) for folder in running}
-        for followed in self._followed.values():
-            followed.look(now)
-        ended = {run.config.run_folder for run in known if run.outcome.state == "finished"}
-        lines = [self._line(run, named(running.get(run.config.run_folder, ())), ended, now) for run in known]
-        lines += self._to_come(lines)
-        self._estimate(lines)
-        return sorted(lines, key=lambda line: sizes.index(line.size))
+        self._logs = {folder: self._logs.get(folder) or MetricTail(folder / METRICS) for folder in running}
+        for log in self._logs.values():
+            log.look()
+        ended = {run.config.run_folder for run in self.jobs.known if run.outcome.state == "finished"}
+        return [self._line(run, named(running.get(run.config.run_folder, ())), ended) for run in self.jobs.known]
 
-    def _line(self, run: Run, devices: str, ended: set[Path], now: float) -> RunLine:
+    def _line(self, run: Run, devices: str, ended: set[Path]) -> RunLine:
         folder, outcome = run.config.run_folder, run.outcome
-        line = RunLine(run.size, run.arm, run.stage, run.rate, run.seed, last_step=outcome.last_step, folder=folder, before=run.before)
         if outcome.ended:
-            line.state, line.step = outcome.state, outcome.last_step
-            line.loss = float(outcome.series(SELECTION).means[0]) if outcome.state == "finished" else None
-        elif failure := self.jobs.failed.get(folder):
-            line.state, line.note = "failed", f"status {failure.status}"
-        elif followed := self._followed.get(folder):
-            line.state, line.note = "running", devices
-            line.step, line.loss = followed.log.step, followed.log.latest.get(SELECTION)
-            line.remaining = followed.left(line.last_step, now, self._expected(line))
-        elif run.before and run.before not in ended:
-            line.note = "for the run it starts from"
-        return line
-
-    def _to_come(self, known: list[RunLine]) -> list[RunLine]:
-        """The runs that the choice of learning rates will add: those of tuning of arms that start from others, and the final ones."""
-        experiment, lines = self.experiment, []
-        for size in experiment.sizes:
-            mine = [line for line in known if line.size == size]
-            final = {line.arm for line in mine if line.stage == "final"}
-            begun = {line.arm for line in mine if line.stage == "tune"}
-            tuned = begun - {line.arm for line in mine if line.stage == "tune" and line.state not in ENDED}
-            if all(line.state in ENDED for line in mine):
-                continue
-            for arm in experiment.arms:
-                if arm.tuned and arm.name not in begun:
-                    for rate, seed in product(experiment.tune.rates, experiment.tune.seeds):
-                        lines.append(RunLine(size, arm.name, "tune", rate, seed, note="for the rates of earlier arms"))
-            for arm in experiment.arms:
-                without_rate = final and (not experiment.tune.grid or (arm.name if arm.tuned else arm.start) in tuned)
-                if arm.name not in final and not without_rate:
-                    lines += [RunLine(size, arm.name, "final", None, seed, note="for its rate") for seed in experiment.seeds]
-        return lines
-
-    def _expected(self, line: RunLine) -> float | None:
-        """Expected seconds of a run: the mean of those that ended here, else the plan's."""
-        took = self.jobs.seconds.get((line.size, line.arm))
-        return statistics.fmean(took) if took else self.times.get((line.size, line.arm))
-
-    def _estimate(self, lines: list[RunLine]) -> None:
-        """Give the waiting lines their `remaining`, as if they were taken in their order, by as many at a time as work now."""
-        taken = {(line.size, line.arm): self.jobs.slots.taken(line.size, line.arm) for line in lines}
-        busy = [line for line in lines if line.state == "running"]
-        slots = [line.remaining or 0.0 for line in busy for _ in range(taken[line.size, line.arm])]
-        slots += [0.0] * (self.jobs.slots.jobs - len(slots))
-        heapq.heapify(slots)
-        ends = {line.folder: line.remaining or 0.0 for line in busy}
-        tuned: dict[str, float] = defaultdict(float)  # by size, when its tuning ends
-        for line in lines:
-            if line.state == "waiting" and (expected := self._expected(line)) is not None:
-                free = [heapq.heappop(slots) for _ in range(taken[line.size, line.arm])]
-                line.remaining = max(*free, ends.get(line.before, 0.0) if line.folder else tuned[line.size]) + expected
-                ends |= {line.folder: line.remaining} if line.folder else {}
-                for _ in free:
-                    heapq.heappush(slots, line.remaining)
-            if line.stage == "tune" and line.remaining is not None:
-                tuned[line.size] = max(tuned[line.size], line.remaining)
+            loss = float(outcome.series(SELECTION).means[0]) if outcome.state == "finished" else None
+            return RunLine(run, outcome.state, outcome.last_step, loss)
+        if failure := self.jobs.failed.get(folder):
+            return RunLine(run, "failed", note=f"status {failure.status}")
+        if log := self._logs.get(folder):
+            return RunLine(run, "running", log.step, log.latest.get(SELECTION), devices)
+        return RunLine(run, note="for the run it starts from" if run.before and run.before not in ended else "")
 
     def render(self, height: int = 50) -> RenderableType:
         """The table, in at most about `height` lines."""
@@ -188,13 +95,12 @@ class LiveTable:
         return Group(grid(table), Text(self._whole(lines)))
 
     def _row(self, names: tuple[str, ...], group: list[RunLine]) -> dict[str, str | Text]:
-        """The row of lines that are equal in `names`, without what the experiment does not have."""
+        """The row of lines whose runs are equal in `names`, without what the experiment does not have."""
         first, each = group[0], names == _EACH
         absent = {"size"} if "" in self.experiment.sizes else set()
         absent |= set() if self.experiment.tuned else {"rate"}
-        place = {"size": first.size, "arm": first.arm, "rate": "" if first.rate is None else rate_words(first.rate), "stage": first.stage}
-        row = {name: str(first.seed) if name == "seed" else place[name] for name in names if name not in absent}
-        steps = [f"{line.step} of {line.last_step}" for line in group if line.state == "running" or (each and line.last_step)]
+        row = {name: _cell(first.run, name) for name in names if name not in absent}
+        steps = [f"{line.step} of {line.run.outcome.last_step}" for line in group if each or line.state == "running"]
         losses = [line.loss for line in group if line.loss is not None and (each or line.state == "finished")]
         if each:
             state = Text(f"{first.state} {first.note}".strip(), _STYLES[first.state])
@@ -203,37 +109,47 @@ class LiveTable:
             on = "".join(f" {line.note}" for line in group if line.state == "running" and line.note)
             state = Text(", ".join(f"{counts[name]} {name}{on * (name == 'running')}" for name in STATES if counts[name]))
         loss = {SELECTION if each else f"mean {SELECTION}": f"{statistics.fmean(losses):.4f}" if losses else ""}
-        latest = _latest(group)
-        return row | {"state": state, "step": "; ".join(steps)} | loss | {"done in": "" if latest is None else duration(latest)}
+        return row | {"state": state, "step": "; ".join(steps)} | loss
 
     def _whole(self, lines: list[RunLine]) -> str:
         """The line below the table: how far the experiment is."""
         experiment, counts = self.experiment, Counter(line.state for line in lines)
         ended = sum(counts[state] for state in ENDED)
-        words = [f"{experiment.name}: {ended} of {len(lines)} runs ended"]
+        words = [f"{experiment.name}: {ended} of the {len(lines)} runs known so far ended"]
         words[0] += "".join(f", {counts[state]} {state}" for state in ("failed", "running") if counts[state])
         if experiment.tune.grid:
-            remaining = sum(line.stage == "tune" and line.state not in ENDED for line in lines)
-            rates = {(line.size, line.rate) for line in lines if line.stage == "tune" and line.rate not in experiment.tune.rates}
+            tuning = [line for line in lines if line.run.stage == "tune"]
+            remaining = sum(line.state not in ENDED for line in tuning)
+            rates = {(line.run.size, line.run.rate) for line in tuning if line.run.rate not in experiment.tune.rates}
             more = max(Counter(size for size, _ in rates).values(), default=0)
             grown = f", whose grid has grown by {more}" if more else ""
             words.append(f"tuning{grown}: {f'{remaining} runs left' if remaining else 'done'}")
         if waiting := [line for line in lines if line.state in ("running", "waiting")]:
-            known = all(line.remaining is not None for line in waiting)
-            words.append(f"about {duration(_latest(lines) or 0.0)} left" if known else "how long it takes is not known yet")
+            seconds = [self._seconds(line) for line in waiting]
+            known = None not in seconds
+            words.append(f"about {duration(sum(seconds) / self.jobs.slots.jobs)} left" if known else "how long it takes is not known yet")
         return "; ".join(words)
+
+    def _seconds(self, line: RunLine) -> float | None:
+        """Seconds of a slot that a run still takes, by the mean of those that ended here, else by the plan; None: not known."""
+        place = line.run.size, line.run.arm
+        took = self.jobs.seconds.get(place)
+        expected = statistics.fmean(took) if took else self.times.get(place)
+        return expected and expected * self.jobs.slots.taken(*place) * (1 - line.step / max(1, line.run.outcome.last_step))
+
+
+def _cell(run: Run, name: str) -> str:
+    """What tells a run apart, such as its rate, as a cell of the table."""
+    value = getattr(run, name)
+    return "" if value is None else rate_words(value) if name == "rate" else str(value)
 
 
 def _grouped(lines: list[RunLine], names: tuple[str, ...]) -> list[list[RunLine]]:
-    """Lines that are equal in these names, in the order of the first of each."""
+    """Lines whose runs are equal in these names, in the order of the first of each."""
     groups: dict[tuple, list[RunLine]] = {}
     for line in lines:
-        groups.setdefault(tuple(getattr(line, name) for name in names), []).append(line)
+        groups.setdefault(tuple(getattr(line.run, name) for name in names), []).append(line)
     return list(groups.values())
-
-
-def _latest(lines: list[RunLine]) -> float | None:
-    return max((line.remaining for line in lines if line.remaining is not None), default=None)
 
 
 @contextmanager
