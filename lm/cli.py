@@ -35,7 +35,6 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {  # by heading of `lm --h
     "Measure and look": {
         "eval": model_commands.evaluate,
         "diagnose": model_commands.diagnose,
-        "harness": model_commands.harness,
         "generate": model_commands.generate,
     },
     "Change models, bring them in and out": {
@@ -159,7 +158,6 @@ _SMALLER = {  # by command: what needs less memory
     "diagnose": "lower eval.diagnostics.length_factor",
     "swap": "lower data.seq_len or eval.sequences",
     "generate": "shorten the prompt, or lower --max-new-tokens",
-    "harness": "lower --max-length",
 }
 
 

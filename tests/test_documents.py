@@ -31,7 +31,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GENERATED = ("config.md", "normalizers.md")  # made from the keys and options themselves
 EXECUTED = ("normalizers-own.md",)  # by tests/test_plugins.py, with the package that its commands name
 FOLDERS = ("lm", "docs", "scripts", "tests", "configs")
-CONFIGURED = ("train", "prepare", "config", "eval", "swap", "harness")  # commands that take key=value
+CONFIGURED = ("train", "prepare", "config", "eval", "swap")  # commands that take key=value
 KEYS = {re.sub(r"\[\w*\]", "", path) for path, *_ in reference(Config)}
 BLOCKS = {".".join(path.split(".")[:depth]) for path in KEYS for depth in range(1, path.count(".") + 2)}
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

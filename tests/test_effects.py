@@ -51,8 +51,7 @@ def test_dropout_and_initial_weights_are_no_part_of_a_models_function():
 
 
 def test_each_command_accepts_the_keys_that_act_in_it():
-    assert set(acting_in("harness")) == {"trainer.accelerator", "trainer.precision", "trainer.threads"}
-    assert set(acting_in("eval")) == {*acting_in("harness"), "data.root", "eval"}
+    assert set(acting_in("eval")) == {"trainer.accelerator", "trainer.precision", "trainer.threads", "data.root", "eval"}
     assert set(acting_in("swap")) == {*acting_in("eval"), "model.normalizer", "experiment"}
     assert overrides_in("eval", ["eval.sequences=3"]) == {"eval": {"sequences": 3}}
 

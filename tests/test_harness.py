@@ -1,4 +1,4 @@
-"""Downstream tasks: the lm-evaluation-harness on our models, and `lm harness`."""
+"""Downstream tasks: the lm-evaluation-harness on our models, and as an evaluation."""
 
 import importlib
 import json
@@ -22,19 +22,18 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 
 import lm  # noqa: E402
 from lm.attention import catalogue as opt  # noqa: E402
-from lm.commands.model_commands import print_tasks  # noqa: E402
+from lm.config.load import to_yaml  # noqa: E402
 from lm.config.model_config import Learned  # noqa: E402
 from lm.data.prepare import prepare  # noqa: E402
 from lm.errors import ConfigError, RunError  # noqa: E402
+from lm.evaluation.evaluate import evaluate_runs  # noqa: E402
 from lm.evaluation.generation import generate, pieces  # noqa: E402
-from lm.evaluation.harness import HarnessLM, run_tasks  # noqa: E402
+from lm.evaluation.harness import HarnessLM  # noqa: E402
 from lm.experiments.run_outcome import Outcome  # noqa: E402
 from lm.model.decoder import Decoder  # noqa: E402
 from lm.model.device import Device  # noqa: E402
 from lm.model.spec import ModelSpec  # noqa: E402
-from lm.runs.folder import read_sealed  # noqa: E402
 from lm.runs.loading import Loaded, export  # noqa: E402
-from lm.runs.record import read_run  # noqa: E402
 from lm.training.train import train  # noqa: E402
 
 CPU = Device(torch.device("cpu"), bf16=False)
@@ -312,6 +311,13 @@ def include(tmp_path: Path, monkeypatch) -> Path:
     return folder
 
 
+def scored(source: Path, include: Path, tasks: list[str], more: str = "", files: tuple[Path, ...] = (), **how: str) -> dict[str, float]:
+    """The metrics of tasks by `task/metric`, as `lm eval` measures them."""
+    asked = f"eval.downstream={{tasks: [{', '.join(tasks)}], include_path: {include}{more and ', '}{more}}}"
+    evaluations = [each.evaluation for each in evaluate_runs([source, *files], overrides=[asked, "trainer.accelerator=cpu"], **how)]
+    return {f"{one.what}/{one.metric}": float(one.means[0]) for each in evaluations if each.kind == "downstream" for one in each.series}
+
+
 def test_scores_are_those_of_our_own_functions(tiny, include, monkeypatch):
     config = tiny("name=scored")
     train(config)
@@ -320,77 +326,46 @@ def test_scores_are_those_of_our_own_functions(tiny, include, monkeypatch):
     texts = model.generate_until(ask("generate_until", *((one["text"], {"max_gen_toks": 6, "until": "\n"}) for one in DOCUMENTS["write"])))
     (include / "write.jsonl").write_text("".join(json.dumps({"text": d["text"], "answer": texts[0]}) + "\n" for d in DOCUMENTS["write"]))
 
-    result, _ = run_tasks(config.run_folder, ["our_choice", "our_rolling", "our_write"], include_path=include)
+    result = scored(config.run_folder, include, ["our_choice", "our_rolling", "our_write"])
     right = 0
     for one in DOCUMENTS["choice"]:
         pairs = [model.encode_pair(one["text"], choice) for choice in one["choices"]]
         values = [log_p(model, a + b, len(b))[0] for a, b in pairs]
         right += values.index(max(values)) == one["answer"]
-    assert result["tasks"]["our_choice"]["metrics"]["acc"] == pytest.approx(right / len(DOCUMENTS["choice"]))
+    assert result["our_choice/acc"] == pytest.approx(right / len(DOCUMENTS["choice"]))
     total = 0.0
     for text in TEXTS:
         tokens = model.tok_encode(text)
         total += sum(log_p(model, *row)[0] for row in model.parts([model.eot_token_id], tokens))
     perplexity = math.exp(-total / sum(len(text.encode()) for text in TEXTS))
-    assert result["tasks"]["our_rolling"]["metrics"]["byte_perplexity"] == pytest.approx(perplexity, rel=1e-5)
-    assert result["tasks"]["our_write"]["metrics"]["exact_match"] == (0.5 if texts[0] != texts[1] else 1.0)
-
-    kept = read_sealed(config.run_folder / "evaluations" / "harness.step-000008.json")
-    assert kept == result
-    assert {key: kept[key] for key in ("kind", "step", "checkpoint")} == {"kind": "harness", "step": 8, "checkpoint": "last.ckpt"}
-    one = dict(kept["tasks"]["our_choice"])
-    assert one.pop("metrics").keys() == {"acc", "acc_stderr"}
-    version = lm_eval.__version__ if hasattr(lm_eval, "__version__") else one["lm_eval"]
-    assert one == {
-        "version": 3,
-        "num_fewshot": 0,
-        "documents": 6,
-        "limit": None,
-        "max_length": 32,
-        "precision": "32",
-        "lm_eval": version,
-        "requests_cut": 0,
-        "requests_shortened": 0,
-        "higher_is_better": {"acc": True},
-    }
-    # another task or setting is added to the file; what it had stays
-    run_tasks(config.run_folder, ["our_choice"], include_path=include, num_fewshot=2, limit=3, max_length=64)
-    kept = json.loads((config.run_folder / "evaluations" / "harness.step-000008.json").read_text())
-    assert kept["tasks"].keys() == {"our_choice", "our_rolling", "our_write"}
-    settings = [kept["tasks"]["our_choice"][key] for key in ("num_fewshot", "limit", "documents", "max_length")]
-    assert settings == [2, 3, 3, 64]
-    assert "validation" in {each.kind for each in read_run(config.run_folder).evaluations}
-
-    by_name = lm_eval.simple_evaluate(
-        model="lm",
-        model_args=f"path={config.run_folder},checkpoint=last,max_length=32",
-        tasks=["our_choice"],
-        task_manager=TaskManager(include_path=str(include), include_defaults=False),
-        device="cpu",
-        batch_size=4,
+    assert result["our_rolling/byte_perplexity"] == pytest.approx(perplexity, rel=1e-5)
+    assert result["our_write/exact_match"] == (0.5 if texts[0] != texts[1] else 1.0)
+    checkpoint = config.run_folder / "checkpoints" / "step-000008.ckpt"
+    assert (
+        scored(config.run_folder, include, ["our_rolling"], checkpoint=str(checkpoint))["our_rolling/byte_perplexity"]
+        == result["our_rolling/byte_perplexity"]
     )
-    assert by_name["results"]["our_choice"]["acc,none"] == result["tasks"]["our_choice"]["metrics"]["acc"]
-    with pytest.raises(ConfigError, match="maxlen = 3: not a key of model_args"):
-        HarnessLM.create_from_arg_string(f"path={config.run_folder},maxlen=3")
+    scored(config.run_folder, include, ["our_choice"], "num_fewshot: 2, limit: 3, max_length: 4")
+    (shown,) = {one.shown.amount for one in series(config.run_folder, "downstream", 8)}
+    assert shown.startswith("3 of our_choice, "), "the requests that were too long are counted"
+    assert shown.endswith(" requests lost tokens on the left")
 
 
 def test_broken_tasks_and_settings_are_told_in_one_line(tiny, include):
     config = tiny("name=broken", "trainer.max_steps=4")
     train(config)
     folder = config.run_folder
-    with pytest.raises(ConfigError, match=r"--tasks = '': names no task\n  --limit = 0: must be above 0 and"):
-        run_tasks(folder, [], include_path=include, limit=0)
-    with pytest.raises(ConfigError, match=r"--num-fewshot = .*\n  --limit = inf: .*\n  --max-length = 1: must be from 2"):
-        run_tasks(folder, ["our_choice"], include_path=include, num_fewshot=10**30, limit=math.inf, max_length=1)
-    with pytest.raises(ConfigError, match=r"model\.n_head = '4': can't be changed"):
-        run_tasks(folder, ["our_choice"], include_path=include, overrides=["model.n_head=4"])
-    with pytest.raises(RunError, match=r"steps saved"):
-        run_tasks(folder, ["our_choice"], checkpoint="7", include_path=include)
+    for more, words in (
+        ("num_fewshot: 10000", r"eval\.downstream\.num_fewshot = 10000: must be <= 1000"),
+        ("include_path: nowhere", r"eval\.downstream\.include_path = 'nowhere': no such folder"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            scored(folder, include, ["our_choice"], more)
     (include / "choice.jsonl").unlink()
     with pytest.raises(RunError, match="our_choice: the harness failed: FileNotFoundError") as found:
-        run_tasks(folder, ["our_choice"], include_path=include)
+        scored(folder, include, ["our_choice"])
     assert "\n" not in str(found.value)
-    assert not (folder / "evaluations" / "harness.step-000004.json").exists()
+    assert not (folder / "evaluations" / "downstream.step-000004.json").exists()
 
 
 @pytest.mark.parametrize("normalizer", ["softmax", "ssmax"])
@@ -400,28 +375,22 @@ def test_an_export_for_transformers_has_our_scores_by_the_name_hf(tiny, include,
     out = tmp_path / "hf"
     assert command("export", str(config.run_folder), "--format", "hf", "-o", str(out)).returncode == 0
     tasks = ["our_choice", "our_rolling"]
-    ours, _ = run_tasks(config.run_folder, tasks, include_path=include, out=tmp_path / "scores.json")
+    ours = scored(config.run_folder, include, tasks)
     manager = TaskManager(include_path=str(include), include_defaults=False)
     importlib.import_module("lm_eval.models")  # registers them
     arguments = f"pretrained={out},trust_remote_code=True,device=cpu,dtype=float32"
     # The harness puts the token that starts a document before a text by itself where it scores all of it.
     for task, metric, more in (("our_choice", "acc", ""), ("our_rolling", "byte_perplexity", ",add_bos_token=False")):
         theirs = lm_eval.simple_evaluate(model="hf", model_args=arguments + more, tasks=[task], task_manager=manager, log_samples=False)
-        assert theirs["results"][task][f"{metric},none"] == pytest.approx(ours["tasks"][task]["metrics"][metric], rel=1e-4)
+        assert theirs["results"][task][f"{metric},none"] == pytest.approx(ours[f"{task}/{metric}"], rel=1e-4)
 
 
-def test_lm_harness_from_the_command_line(tiny, include):
+def test_an_unknown_task_is_refused_with_the_nearest(tiny, include):
     config = tiny("name=commanded", "trainer.max_steps=4")
     train(config)
-    options = ["--include-path", str(include), "trainer.threads=1"]
-    result = command("harness", str(config.run_folder), "--tasks", "our_choice,our_write", "--limit", "2", *options)
-    kept = config.run_folder / "evaluations" / "harness.step-000004.json"
-    assert (result.returncode, result.stdout.splitlines()[-1]) == (0, str(kept)), result.stderr
-    assert "our_choice" in result.stdout
-    assert "acc ↑" in result.stdout
-    assert json.loads(kept.read_text())["tasks"]["our_choice"]["documents"] == 2
-    wrong = command("harness", str(config.run_folder), "--tasks", "our_choise", *options)
-    assert (wrong.returncode, wrong.stderr) == (2, "error: --tasks = 'our_choise': no such task; did you mean our_choice?\n")
+    asked = f"eval.downstream={{tasks: [our_choise], include_path: {include}}}"
+    wrong = command("eval", str(config.run_folder), asked)
+    assert (wrong.returncode, wrong.stderr) == (2, "error: eval.downstream.tasks = 'our_choise': no such task; did you mean our_choice?\n")
 
 
 def test_tasks_are_an_evaluation_whose_metrics_have_a_value_for_each_document(tiny, include):
@@ -430,11 +399,9 @@ def test_tasks_are_an_evaluation_whose_metrics_have_a_value_for_each_document(ti
     train(config)
     train(plain)
     assert losses(config.run_folder) == losses(plain.run_folder)  # the random state of training stays as it is
-    result, _ = run_tasks(config.run_folder, ["our_choice", "our_rolling", "our_write"], include_path=include)
     logged = next(line for line in reversed(metrics(config.run_folder)) if "downstream/our_choice/acc" in line)
-    names = {"our_choice": "acc", "our_rolling": "byte_perplexity", "our_write": "exact_match"}
-    for task, metric in names.items():
-        assert logged[f"downstream/{task}/{metric}"] == pytest.approx(result["tasks"][task]["metrics"][metric])
+    scores = scored(config.run_folder, include, ["our_choice", "our_rolling", "our_write"], "every: 4")
+    assert {name: logged[f"downstream/{name}"] for name in scores} == pytest.approx(scores)
     found = {one.what: one for one in series(config.run_folder, "downstream", 8)}
     (sample,) = found["our_choice"].samples
     assert (sample.values.shape, found["our_choice"].unit, found["our_choice"].better) == ((6, 1), "fraction", "higher")
@@ -457,43 +424,26 @@ def test_metadata_reaches_the_tasks_and_the_record(tiny, include):
     )
     task = "task: our_made\ncustom_dataset: !function made.load\ntest_split: test\n" + yaml.safe_dump(TASKS["choice"])
     (include / "made.yaml").write_text(task)
-    options = ["--include-path", str(include), "--metadata", "{number: 5}"]
-    ended = command("harness", str(config.run_folder), "--tasks", "our_made", *options)
-    assert ended.returncode == 0, ended.stderr
-    kept = json.loads((config.run_folder / "evaluations" / "harness.step-000004.json").read_text())["tasks"]["our_made"]
-    assert (kept["documents"], kept["metadata"]) == (5, {"number": 5})
-    wrong = command("harness", str(config.run_folder), "--tasks", "our_made", "--metadata", "five")
-    assert (wrong.returncode, wrong.stderr) == (2, "error: --metadata = 'five': must be a map; write it as '{name: value}'\n")
+    scored(config.run_folder, include, ["our_made"], "metadata: {number: 5}")
+    assert {len(one.samples[0].values) for one in series(config.run_folder, "downstream", 4)} == {5}
 
 
-def test_a_group_is_kept_with_its_tasks(tiny, include, monkeypatch, capsys):
+def test_a_group_stands_for_its_tasks(tiny, include, monkeypatch):
     config = tiny("name=grouped")
     train(config)
     group = {"group": "ours", "task": ["our_choice", "our_write"], "aggregate_metric_list": [{"metric": "acc"}], "metadata": {"version": 1}}
     (include / "ours.yaml").write_text(yaml.safe_dump(group))
     manager = TaskManager(include_path=str(include), include_defaults=False)  # without the harness's own tasks, to save time
-    monkeypatch.setattr("lm.evaluation.harness._find", lambda tasks, include_path, metadata=None: (tasks, manager))
-    result, _ = run_tasks(config.run_folder, ["ours"], include_path=include)
-    assert result["tasks"].keys() == {"our_choice", "our_write"}
-    assert result["groups"]["ours"]["tasks"] == ["our_choice", "our_write"]
-    assert result["groups"]["ours"]["metrics"]["acc"] == result["tasks"]["our_choice"]["metrics"]["acc"]
-    print_tasks(result, config.run_folder)
-    assert " ours " in capsys.readouterr().out
+    monkeypatch.setattr("lm.evaluation.harness._find", lambda asked: (asked.tasks, manager))
+    assert {name.partition("/")[0] for name in scored(config.run_folder, include, ["ours"])} == {"our_choice", "our_write"}
 
 
-def test_an_export_and_a_checkpoint_score_as_their_run(tiny, include, tmp_path):
+def test_an_export_scores_as_its_run(tiny, include, tmp_path):
     config = tiny("name=source")
     train(config)
-    exported, file = export(config.run_folder, "last", tmp_path / "exported"), tmp_path / "out" / "result.json"
-    results = [
-        run_tasks(source, ["our_rolling"], include_path=include, out=file)[0]
-        for source in (config.run_folder, exported, config.run_folder / "checkpoints" / "step-000008.ckpt")
-    ]
-    assert results[0]["tasks"] == results[1]["tasks"] == results[2]["tasks"]
-    assert json.loads(file.read_text()) == results[2]
-    assert not list(config.run_folder.glob("evaluations/harness*"))
-    run_tasks(exported, ["our_rolling"], include_path=include)
-    assert not (exported / "evaluations").exists()
+    exported, text = export(config.run_folder, "last", tmp_path / "exported"), tmp_path / "text.yaml"
+    text.write_text(to_yaml(config))
+    assert scored(exported, include, ["our_rolling"], files=(text,)) == scored(config.run_folder, include, ["our_rolling"])
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch):

@@ -154,7 +154,7 @@ def test_files_of_an_earlier_version_are_read_and_said(tmp_path):
 
 
 # What names the files of evaluations: those that write them write a digest, the others read them or ask whether they are there.
-WRITERS = {"lm.evaluation.evaluation_kind", "lm.evaluation.harness"}
+WRITERS = {"lm.evaluation.evaluation_kind"}
 READERS = {"lm.runs.evaluations", "lm.runs.same_run", "lm.training.callbacks", "lm.training.fit"}
 
 

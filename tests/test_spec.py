@@ -11,7 +11,7 @@ from lm.attention import catalogue as opt
 from lm.config.inference_config import InferenceSetting, ThetaFactor
 from lm.config.model_config import ModelConfig
 from lm.data.prepare import prepare
-from lm.errors import ConfigError, RunError
+from lm.errors import RunError
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
 from lm.model.swapped import for_inference, swapped
@@ -61,24 +61,6 @@ def test_a_saved_model_generates_text(saved: Path):
     given = command("generate", str(saved), "--max-new-tokens", "5", "--temperature", "0", "--prompt", "a few")
     assert given.returncode == 0, given.stderr
     assert given.stdout.startswith("a few")
-
-
-def test_the_harness_evaluates_a_saved_model(saved: Path, tmp_path: Path):
-    pytest.importorskip("lm_eval")
-    from lm.evaluation.harness import run_tasks
-
-    (tmp_path / "rows.jsonl").write_text('{"question": "it is", "choices": [" a", " b"], "answer": 0}\n')
-    (tmp_path / "chambers.yaml").write_text(
-        "task: chambers\ndataset_path: json\n"
-        f"dataset_kwargs: {{data_files: {{test: {tmp_path / 'rows.jsonl'}}}}}\n"
-        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{question}}'\ndoc_to_choice: '{{choices}}'\ndoc_to_target: answer\n"
-        "metric_list: [{metric: acc}]\n"
-    )
-    result, _ = run_tasks(saved, ["chambers"], include_path=tmp_path, out=tmp_path / "out.json", overrides=["trainer.accelerator=cpu"])
-    assert result["tasks"]["chambers"]["documents"] == 1
-    assert (result["step"], result["data_fingerprint"]) == (0, None)
-    with pytest.raises(ConfigError, match=r"trainer\.threads"):
-        run_tasks(saved, ["chambers"], include_path=tmp_path, overrides=["trainer.threads=many"])
 
 
 def test_the_normalizer_of_a_saved_model_is_swapped(saved: Path, tokenizer: Path, tmp_path: Path):

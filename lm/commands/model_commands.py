@@ -10,7 +10,6 @@ import typer
 
 from lm.commands.arguments import AllowPlugin, Checkpoint, New, Results, Source, check_results, paths_and_overrides, split_overrides
 from lm.errors import ConfigError
-from lm.schema import Plain
 
 if TYPE_CHECKING:
     from lm.report.evaluation_tables import Evaluated
@@ -183,9 +182,6 @@ def export(
     out: New,
     checkpoint: Checkpoint = "last",
     format: Annotated[Literal["lm", "hf"], typer.Option(help="lm: a model folder; hf: a folder that transformers loads")] = "lm",
-    push: Annotated[
-        str | None, typer.Option(metavar="NAME", help="also upload the folder to the Hugging Face hub under this name", show_default=False)
-    ] = None,
     allow_plugin: AllowPlugin = None,
 ) -> None:
     """Export a trained model.
@@ -193,10 +189,6 @@ def export(
     Writes safetensors, JSON and the tokenizer to a folder that `lm.load` and all commands accept as a model, or one that transformers
     loads (docs/pretrained.md).
     """
-    if push is not None:
-        from lm.huggingface.exporting import check_hub_name
-
-        check_hub_name(push)
     if format == "hf":
         from lm.huggingface.exporting import export_for_transformers
 
@@ -205,10 +197,6 @@ def export(
         from lm.runs.loading import export
 
         print(export(source, checkpoint, out))
-    if push is not None:
-        from lm.huggingface.exporting import upload
-
-        print(upload(out, push))
 
 
 def generate(
@@ -232,61 +220,3 @@ def generate(
     for piece in generate_text(source, checkpoint, prompt, max_new_tokens, temperature, top_k, top_p, seed):
         print(piece, end="", flush=True)
     print()
-
-
-def harness(
-    source: Source,
-    tasks: Annotated[
-        str, typer.Option(help="names or patterns of tasks, separated by commas, e.g. lambada_openai,arc_easy", show_default=False)
-    ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="overrides, e.g. trainer.precision=32", show_default=False)
-    ] = None,
-    include_path: Annotated[Path | None, typer.Option(help="folder with task files of your own")] = None,
-    num_fewshot: Annotated[int | None, typer.Option(help="examples shown before each question [default: the task's]")] = None,
-    limit: Annotated[float | None, typer.Option(help="largest number of documents of each task; below 1: a fraction of them")] = None,
-    max_length: Annotated[int | None, typer.Option(help="context length in tokens [default: the training length]")] = None,
-    metadata: Annotated[str | None, typer.Option(help="what tasks ask for, e.g. '{max_seq_lengths: [512]}'", show_default=False)] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write [default: in evaluations/ of the run folder]")] = None,
-    checkpoint: Checkpoint = "last",
-    allow_plugin: AllowPlugin = None,
-) -> None:
-    """Run tasks of the lm-evaluation-harness.
-
-    Needs the package lm-eval (docs/evaluation.md).
-    """
-    from lm.config.yaml_text import parse_yaml
-    from lm.errors import ConfigError, Problem
-    from lm.evaluation.harness import run_tasks
-
-    names = [name.strip() for name in tasks.split(",") if name.strip()]
-    known = parse_yaml(metadata, "--metadata") if metadata else None
-    if not isinstance(known, dict | None):
-        raise ConfigError([Problem("--metadata", metadata, "must be a map", "write it as '{name: value}'")])
-    result, path = run_tasks(source, names, checkpoint, include_path, num_fewshot, limit, max_length, out, overrides or [], known)
-    print_tasks(result, source)
-    if path:
-        print(path)
-
-
-def print_tasks(result: dict[str, Plain], source: Path) -> None:
-    """Print a table of metrics with their standard errors, an arrow where more (or less) is better, and what was cut."""
-    from lm.report.tables import from_lines, print_tables
-
-    lines: list[dict[str, str]] = []
-    for name, task in {**result["tasks"], **result["groups"]}.items():
-        cells = {"task": name, "shots": str(task.get("num_fewshot", "")), "documents": str(task.get("documents", ""))}
-        for metric, value in task["metrics"].items():
-            base, *kind = metric.split(",")
-            if base.endswith("_stderr"):
-                continue
-            arrow = {True: " ↑", False: " ↓"}.get(task.get("higher_is_better", {}).get(base), "")
-            error = task["metrics"].get(",".join([f"{base}_stderr", *kind]))
-            lines.append(cells | {"metric": metric + arrow, "value": f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}")})
-            cells = dict.fromkeys(cells, "")
-    print_tables(from_lines(f"{source}, step {result['step']}", lines, ("shots", "documents", "value")))
-    for name, task in result["tasks"].items():
-        if task["requests_cut"]:
-            print(f"{name}: {task['requests_cut']} requests were longer than {task['max_length']} tokens and lost some on the left")
-        if task["requests_shortened"]:
-            print(f"{name}: {task['requests_shortened']} requests had room for fewer new tokens than they may write")

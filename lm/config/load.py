@@ -327,7 +327,7 @@ def read_overrides(overrides: list[str]) -> dict[str, Plain]:
 
 
 def overrides_in(command: str, overrides: list[str]) -> dict[str, Plain]:
-    """`key=value` texts as nested plain data, for a command on a trained model: `eval`, `swap` or `harness`.
+    """`key=value` texts as nested plain data, for a command on a trained model: `eval`, `swap` or `diagnose`.
 
     Raises:
         ConfigError: naming each key that has no effect there, since it belongs to the checkpoint or to training.

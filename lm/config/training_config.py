@@ -258,7 +258,7 @@ class Profile:
         return [Problem("last", self.last, f"is before first = {self.first}", "give both")] if self.last < self.first else []
 
 
-EVERYWHERE = ("train", "eval", "swap", "harness", "diagnose")  # the commands that run a model
+EVERYWHERE = ("train", "eval", "swap", "diagnose")  # the commands that run a model
 
 
 @dataclass

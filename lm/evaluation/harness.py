@@ -1,4 +1,4 @@
-"""`lm harness`: downstream tasks of EleutherAI's lm-evaluation-harness (the package lm-eval), and our models as it sees them."""
+"""Downstream tasks of EleutherAI's lm-evaluation-harness (the package lm-eval) as an evaluation, and our models as it sees them."""
 
 import difflib
 import hashlib
@@ -15,36 +15,32 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from lm.config.load import merge, overrides_in
+from lm.config.eval_config import DownstreamConfig
 from lm.config.tree import Config
 from lm.data.store import Store
 from lm.data.tokenizer import encoding_of
 from lm.errors import ConfigError, LMError, Problem, RunError, one_line
-from lm.evaluation.evaluate import open_device
-from lm.evaluation.evaluation_kind import Advance, Measurement, weights_sha256
-from lm.evaluation.generation import Continuation, Sampling, Writing, require_options
+from lm.evaluation.evaluation_kind import Advance, Measurement
+from lm.evaluation.generation import Continuation, Sampling, Writing
 from lm.evaluation.held_out import T, batches
 from lm.model.cross_entropy import argmax_tokens, token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device, eval_mode
 from lm.model.spec import ModelSpec
-from lm.runs.evaluations import Sample, Series, Shown, evaluation_path, listed, read_evaluation
-from lm.runs.folder import CONFIG, write_json, write_sealed
-from lm.runs.loading import Loaded, load
-from lm.schema import Plain, build, to_plain
+from lm.runs.evaluations import Sample, Series, Shown
+from lm.runs.loading import Loaded
+from lm.schema import Plain
 
 try:
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import LM
-    from lm_eval.api.registry import register_model
-    from lm_eval.utils import get_rolling_token_windows, simple_parse_args_string
+    from lm_eval.utils import get_rolling_token_windows
     from tqdm import tqdm
 except ModuleNotFoundError as error:
     raise RunError(f"downstream tasks need lm-eval ({error.name} is not installed); run: pip install 'lm-eval>=0.4.9'") from None
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
-KIND = "harness"  # names the file in evaluations/
 NEW_TOKENS = 256  # at most, where a task doesn't say
 _NEW_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # as tasks spell it
 _GENERATION_KEYS = {*_NEW_TOKENS_KEYS, "until", "do_sample", "temperature", "top_k", "top_p"}
@@ -52,9 +48,8 @@ _GENERATION_KEYS = {*_NEW_TOKENS_KEYS, "until", "do_sample", "temperature", "top
 TokenWindow = tuple[list[int], int]  # token ids, and how many of the last are to be scored
 
 
-@register_model("lm")
 class HarnessLM(LM):
-    """A trained model as the harness sees one; `simple_evaluate(model="lm", model_args="path=RUN")` makes it, too.
+    """A trained model as the harness sees one: `simple_evaluate(model=HarnessLM(lm.load(RUN)), ...)`.
 
     Every text starts a document, so the end-of-text token comes before it. What is longer than `max_length` loses tokens
     on the left. Batches hold sequences of one length, so that nothing is padded and n is each sequence's own under every policy.
@@ -82,29 +77,6 @@ class HarnessLM(LM):
         self.eot_token_id = self.prefix_token_id = start
         self.cut: Counter[str] = Counter()  # requests of each task that lost tokens on the left
         self.shortened: Counter[str] = Counter()  # those that may write fewer tokens than they ask for, for want of room
-
-    @classmethod
-    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Plain] | None = None) -> "HarnessLM":
-        """Call `create_from_arg_obj` with the parts of `path=RUN,checkpoint=best,max_length=512`."""
-        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
-
-    @classmethod
-    def create_from_arg_obj(cls, arg_dict: dict[str, Plain], additional_config: dict[str, Plain] | None = None) -> "HarnessLM":
-        """Make the model that the harness knows by the name `lm`.
-
-        Args:
-            arg_dict: `path`, and if wanted `checkpoint` and `max_length`.
-            additional_config: `device`; the harness's batch sizes say nothing here.
-        """
-        options = dict(arg_dict)
-        if "path" not in options:
-            raise ConfigError([Problem("model_args", arg_dict, "no `path` of a run folder, checkpoint or model folder")])
-        loaded = load(str(options.pop("path")), options.pop("checkpoint", "last"))
-        max_length = options.pop("max_length", None)
-        device = options.pop("device", None) or (additional_config or {}).get("device")
-        if unknown := [name for name in options if name not in ("batch_size", "max_batch_size")]:
-            raise ConfigError([Problem(name, options[name], "not a key of model_args") for name in unknown])
-        return cls(loaded, max_length, Device(torch.device(device), bf16=False) if device else None)
 
     def tok_encode(self, string: str) -> list[int]:
         """Token ids of a text, none of them special."""
@@ -265,128 +237,36 @@ class _AskedText:
     stops: list[str]  # texts before which it ends
 
 
-def run_tasks(
-    source: Path,
-    tasks: list[str],
-    checkpoint: str = "last",
-    include_path: Path | None = None,
-    num_fewshot: int | None = None,
-    limit: float | None = None,
-    max_length: int | None = None,
-    out: Path | None = None,
-    overrides: list[str] | None = None,
-    metadata: dict[str, Plain] | None = None,
-) -> tuple[dict[str, Plain], Path | None]:
-    """Run tasks on a model and keep the results; returns them and the path of their file.
-
-    They are kept in `out`, or in evaluations/ of the run: there a file has the last measurement of each task of a checkpoint, with its
-    options. Results of an export have no file if `out` is None.
-
-    Args:
-        source: run folder, checkpoint or export.
-        tasks: names of tasks, groups or tags, or patterns of them.
-        include_path: folder of further task files.
-        num_fewshot: examples shown before each question [default: the task's own].
-        limit: documents of each task at most; below 1: a fraction of them.
-        overrides: `key=value` of keys that act in `lm harness`.
-        metadata: what some tasks ask for, such as their lengths; passed to the harness.
-
-    Raises LMError: nothing to load there, no such task, a task whose data can't be read, or options out of range.
-    """
-    require_options(
-        ("--tasks", ",".join(tasks), bool(tasks), "names no task"),
-        ("--include-path", str(include_path), include_path is None or include_path.is_dir(), "no such folder"),
-        ("--num-fewshot", num_fewshot, num_fewshot is None or 0 <= num_fewshot <= 1000, "must be from 0 to 1000"),
-        ("--limit", limit, limit is None or 0 < limit <= 1e9, "must be above 0 and at most 1e9"),
-        ("--max-length", max_length, max_length is None or 2 <= max_length <= 10**7, "must be from 2 to 10,000,000"),
-    )
-    limit = int(limit) if limit is not None and limit >= 1 else limit
-    loaded = load(source, checkpoint)
-    folder, problems = loaded.folder, []
-    config = build(Config, merge(to_plain(loaded.config or Config()), overrides_in("harness", overrides or [])), "", problems)
-    if problems:
-        raise ConfigError(problems)
-    where = open_device(config, loaded.environment)
-    model = HarnessLM(loaded, max_length, where)
-    weights, path = weights_sha256(loaded.decoder), evaluation_path(folder, KIND, loaded.stamp["step"])
-    before = read_evaluation(path) if out is None and path.is_file() else {}
-    if before.get("weights_sha256", weights) != weights:
-        before = {}
-    names, manager = _find(tasks, include_path, metadata)
-    results = _evaluate(model, names, manager, num_fewshot, limit, metadata)
-    options = {
-        "limit": limit,
-        "max_length": model.max_length,
-        "precision": where.precision,
-        "lm_eval": importlib.metadata.version("lm_eval"),
-        **({"metadata": metadata} if metadata else {}),
-    }
-    result = {
-        "kind": KIND,
-        **loaded.stamp,
-        "weights_sha256": weights,
-        "checkpoint": loaded.path.name,
-        "tasks": {
-            name: {
-                "version": results["versions"].get(name),
-                "num_fewshot": results["n-shot"].get(name),
-                "documents": results["n-samples"][name]["effective"],
-                **options,
-                "requests_cut": model.cut[name],
-                "requests_shortened": model.shortened[name],
-                "metrics": _metrics(results["results"][name]),
-                "higher_is_better": results["higher_is_better"].get(name, {}),
-            }
-            for name in results["n-samples"]
-        },
-        "groups": {
-            name: {"tasks": results["group_subtasks"].get(name, []), **options, "metrics": _metrics(metrics)}
-            for name, metrics in results.get("groups", {}).items()
-        },
-    }
-    if out is not None:
-        write_json(out, listed(result))
-        return result, out
-    if not (folder / CONFIG).is_file():
-        return result, None
-    return result, write_sealed(path, listed(result | {part: {**before.get(part, {}), **result[part]} for part in ("tasks", "groups")}))
-
-
-def _find(tasks: list[str], include_path: Path | None, metadata: dict[str, Plain] | None = None) -> tuple[list[str], "TaskManager"]:
-    """The names that `tasks` stand for, and the manager that knows them.
+def _find(asked: DownstreamConfig) -> tuple[list[str], "TaskManager"]:
+    """The names that `asked.tasks` stand for, and the manager that knows them.
 
     Reading the harness's own 14,000 tasks takes a quarter of a minute, so it's left out where `include_path` has all that is named.
     """
     from lm_eval.tasks import TaskManager
 
-    if include_path:
-        manager = TaskManager(include_path=str(include_path), include_defaults=False, metadata=metadata)
-        if set(tasks) <= set(manager.all_subtasks):
-            return tasks, manager
-    manager = TaskManager(include_path=str(include_path) if include_path else None, metadata=metadata)
+    path, metadata = asked.include_path, asked.metadata or None
+    if path:
+        if not Path(path).is_dir():
+            raise ConfigError([Problem("eval.downstream.include_path", path, "no such folder")])
+        manager = TaskManager(include_path=path, include_defaults=False, metadata=metadata)
+        if set(asked.tasks) <= set(manager.all_subtasks):
+            return asked.tasks, manager
+    manager = TaskManager(include_path=path, metadata=metadata)
     problems, names = [], []
-    for task in tasks:
+    for task in asked.tasks:
         matched = [task] if task in manager.all_tasks else sorted(manager.match_tasks([task]))
         names += [name for name in matched if name not in names]
         if not matched:
             close = difflib.get_close_matches(task, manager.all_tasks, 3, cutoff=0.8)
-            remedy = f"did you mean {' or '.join(close)}?" if close else "`lm-eval ls tasks` lists them; yours: --include-path DIR"
-            problems.append(Problem("--tasks", task, "no such task", remedy))
+            remedy = f"did you mean {' or '.join(close)}?" if close else "`lm-eval ls tasks` lists them; yours: include_path"
+            problems.append(Problem("eval.downstream.tasks", task, "no such task", remedy))
     if problems:
         raise ConfigError(problems)
     return names, manager
 
 
-def _evaluate(
-    model: HarnessLM,
-    names: list[str],
-    manager: "TaskManager",
-    num_fewshot: int | None,
-    limit: float | None,
-    metadata: dict[str, Plain] | None = None,
-    samples: bool = False,
-) -> dict[str, Plain]:
-    """The harness's results; `samples`: with those of each document.
+def _evaluate(model: HarnessLM, names: list[str], manager: "TaskManager", asked: DownstreamConfig) -> dict[str, Plain]:
+    """The harness's results, with those of each document.
 
     Raises:
         RunError: what is wrong with a task or its data, in one line.
@@ -395,8 +275,9 @@ def _evaluate(
 
     try:
         return lm_eval.simple_evaluate(
-            model=model, tasks=names, task_manager=manager, num_fewshot=num_fewshot, limit=limit, log_samples=samples, metadata=metadata
-        )
+            model=model, tasks=names, task_manager=manager, num_fewshot=asked.num_fewshot, limit=asked.limit, log_samples=True,
+            metadata=asked.metadata or None,
+        )  # fmt: skip
     except (LMError, RuntimeError, MemoryError):
         raise
     except Exception as error:  # all that a task's file, code and data can raise
@@ -419,8 +300,7 @@ class Downstream(Measurement):
     def __init__(self, config: Config, store: Store):
         """Raises ConfigError: no such task."""
         super().__init__(config, store)
-        asked = self.asked
-        self.names, self.manager = _find(asked.tasks, Path(asked.include_path) if asked.include_path else None, asked.metadata or None)
+        self.names, self.manager = _find(self.asked)
 
     @property
     def options(self) -> dict[str, Plain]:
@@ -434,13 +314,14 @@ class Downstream(Measurement):
         spec = ModelSpec.of(decoder, self.store.manifest["end_of_text"]["token"])
         with eval_mode(decoder), _own_random_state():
             model = HarnessLM(Loaded(decoder, spec, self.store.tokenizer(), self.store.path), self.asked.max_length, where)
-            asked = self.asked
-            given = _evaluate(model, self.names, self.manager, asked.num_fewshot, asked.limit, asked.metadata or None, samples=True)
+            given = _evaluate(model, self.names, self.manager, self.asked)
         progress(len(self.names))
-        return [series for task in given["samples"] for series in self._series(task, given)]
+        return [series for task in given["samples"] for series in self._series(task, given, model)]
 
-    def _series(self, task: str, given: dict[str, Plain]) -> Iterator[Series]:
-        """The metrics of a task, of the harness's results."""
+    def _series(self, task: str, given: dict[str, Plain], model: HarnessLM) -> Iterator[Series]:
+        """The metrics of a task, of the harness's results, and how many of its requests were too long for the model."""
+        lost = {"requests lost tokens on the left": model.cut[task], "may write fewer tokens than they ask for": model.shortened[task]}
+        words = "".join(f", {count:,} {what}" for what, count in lost.items() if count)
         for name, mean in _metrics(given["results"][task]).items():
             metric, _, kind = name.partition(",")
             if metric.endswith("_stderr"):
@@ -454,7 +335,7 @@ class Downstream(Measurement):
             hashes = "\n".join(str(answer.get("doc_hash")) for answer in answers)
             sample = Sample(hashlib.sha256(hashes.encode()).hexdigest(), values[:, None], np.ones(len(values)), np.arange(len(values)))
             better = {True: "higher", False: "lower"}.get(given["higher_is_better"].get(task, {}).get(metric), "none")
-            shown = Shown("Downstream tasks", "documents of downstream tasks", f"{len(answers):,} of {task}")
+            shown = Shown("Downstream tasks", "documents of downstream tasks", f"{len(answers):,} of {task}{words}")
             unit = "fraction" if by_document and values.min() >= 0 and values.max() <= 1 else ""
             yield self.series(
                 name, unit, better, mean, what=task, samples=(sample,) * by_document, interval="documents" if by_document else "none",
