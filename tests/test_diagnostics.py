@@ -29,6 +29,7 @@ from lm.report.evaluation_tables import Evaluated, print_results
 from lm.runs.evaluations import Axis, Evaluation, Sample, Series
 from lm.runs.loading import load as load_model
 from lm.runs.loading import save_model
+from lm.training.train import train
 
 VOCAB, LENGTH, SIZE, ALL = 50, 80, 8, list(range(80))
 
@@ -200,6 +201,19 @@ ASKED = "eval.diagnostics={sequences: 3, queries: 8}"
 def strict(path: Path) -> dict:
     """JSON without NaN and infinities."""
     return json.loads(path.read_text(), parse_constant=lambda text: pytest.fail(f"{path}: {text}"))
+
+
+@pytest.mark.parametrize(("wandb", "experiment", "drawn"), [("disabled", "", [8]), ("disabled", "any", []), ("offline", "any", [4, 8])])
+def test_training_draws_at_its_last_step_and_where_wandb_is_sent_the_picture(
+    tiny, monkeypatch, wandb: str, experiment: str, drawn: list[int]
+):
+    monkeypatch.setenv("WANDB_MODE", wandb)
+    options = ["data.seq_len=64", "eval.long_context.length_factor=0", "eval.diagnostics={sequences: 2, queries: 4, at: [0.5, 1]}"]
+    config = tiny("name=drawn", f"experiment.name={experiment}", f"log.wandb={wandb}", *options)
+    assert train(config) == 0
+    folder = config.run_folder / "evaluations"
+    assert [path.stem for path in sorted(folder.glob("diagnostics.*.json"))] == ["diagnostics.step-000004", "diagnostics.step-000008"]
+    assert [path.name for path in sorted(folder.glob("*.png"))] == [f"diagnostics.step-{step:06d}.png" for step in drawn]
 
 
 def test_runs_checkpoints_exports_and_models_without_training_are_described(arguments: list[str], tmp_path: Path):

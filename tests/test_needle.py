@@ -176,21 +176,7 @@ def test_numbers_beside_the_needle_make_a_chance(tiny):
     assert [row.value for row in rows_of(result) if row.metric == "exact: chance"] == [1 / 4, 1 / 4]
 
 
-@pytest.mark.parametrize(("wandb", "experiment", "drawn"), [("disabled", "", [8]), ("disabled", "any", []), ("offline", "any", [4, 8])])
-def test_training_draws_at_its_last_step_and_where_wandb_is_sent_the_picture(
-    tiny, monkeypatch, wandb: str, experiment: str, drawn: list[int]
-):
-    monkeypatch.setenv("WANDB_MODE", wandb)
-    options = ["data.seq_len=128", "eval.needle.length_factors=[2]", "eval.needle.trials=2", "eval.needle.at=[0.5, 1]"]
-    config = tiny("name=drawn", f"experiment.name={experiment}", f"log.wandb={wandb}", *options, "eval.needle.heads_at=null")
-    assert train(config) == 0
-    folder = config.run_folder / "evaluations"
-    assert [path.stem for path in sorted(folder.glob("needle.*.json"))] == ["needle.step-000004", "needle.step-000008"]
-    assert [path.name for path in sorted(folder.glob("*.png"))] == [f"needle.step-{step:06d}.png" for step in drawn]
-
-
-@pytest.mark.usefixtures("painted")
-def test_lm_eval_asks_for_needles_and_draws_them(tiny):
+def test_lm_eval_asks_for_needles(tiny):
     options = ["data.seq_len=128", "eval.needle.length_factors=[2]", "eval.needle.trials=2", "eval.needle.at=[0.5]"]
     config = tiny("name=hay", *options, "eval.needle.heads_at=2")
     assert train(config) == 0
@@ -200,7 +186,6 @@ def test_lm_eval_asks_for_needles_and_draws_them(tiny):
     (needle,) = [one.evaluation for one in found if one.evaluation.kind == "needle"]
     assert needle.options["finetune"]["steps"] == 2
     assert needle.series[0].setting == "as trained, fine-tuned 2 steps"
-    assert (folder / "needle.step-000008.png").stat().st_size > 5000
     result = lm("eval", str(config.run_folder), "eval.needle.length_factors=[0.3,2]")
     assert result.returncode == 0
     note = "note: eval.needle.length_factors: sequences of 38 are left out: the needles and their questions need sequences of at least"

@@ -25,7 +25,7 @@ from lm.report.comparison import compare_runs
 from lm.report.comparison_pictures import overview
 from lm.report.comparison_tables import print_comparison
 from lm.report.html import write_comparison
-from lm.report.pictures import COLOURS, DARK, PAPER, Map, Panel, Picture, Trace, colour_and_marker, dashes_and_width, fractions
+from lm.report.pictures import COLOURS, DARK, PAPER, Map, Panel, Picture, Trace, colour_and_marker, dashes_and_width
 from lm.runs.evaluations import Axis, Series, Shown
 from lm.runs.record import read_run
 
@@ -266,24 +266,6 @@ def test_a_table_of_points_begins_with_the_numbers_at_the_last_point(tmp_path, b
     files = write_report(folders, tmp_path / "out")
     for text in (files.markdown.read_text(), files.html.read_text(), console.export_text()):
         assert said in text
-
-
-@pytest.mark.usefixtures("painted")
-def test_fractions_are_lines_with_their_reference_levels_and_maps_where_lines_are_many():
-    axis, base = Axis("sequence length", "tokens", "at", (128.0, 256.0)), np.array([0.9, 0.6])
-    few = [
-        Series("needle", "exact", "fraction", "higher", 128, base, axis=axis, setting=name, references={"chance": 0.25}) for name in "ab"
-    ]
-    many = [Series("needle", "by depth", "fraction", "higher", 128, base / (1 + i), axis=axis, what=f"depth {i}") for i in range(4)]
-    picture = fractions([*few, *many])
-    lines, depths = picture.panels
-    assert isinstance(lines, Panel)
-    assert [trace.label for trace in lines.traces] == ["a", "b"]
-    assert (list(lines.marks), lines.levels) == ([128], {0.25: "25.0%: chance"})
-    assert isinstance(depths, Map)
-    np.testing.assert_allclose(depths.values, [base / (1 + i) for i in range(4)])
-    assert "by depth,depth 3,map,256,0.15" in picture.csv
-    assert fractions([one for one in few if one.unit != "fraction"]) is None
 
 
 DEFICIENT = {  # matrices on linear RGB of full deuteranopia, protanopia and tritanopia (Machado and others, 2009)

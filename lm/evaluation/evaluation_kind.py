@@ -77,10 +77,8 @@ class Measurement(ABC):
         """Measure a decoder. Collective; the decoder and the random state stay as they are."""
 
     def picture(self, series: Sequence[Series]) -> bytes | None:
-        """A PNG file of its result; None if there is nothing to draw."""
-        from lm.report.pictures import fractions  # imports matplotlib
-
-        return (picture := fractions(series)) and picture.png
+        """A PNG file of its result; None: there is none, and reports draw the series."""
+        return None
 
     def cacheable(self, series: Sequence[Series]) -> bool:
         """Whether a result is kept, so that it is not measured again: numbers that are not finite may be otherwise another time."""

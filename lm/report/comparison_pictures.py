@@ -11,13 +11,11 @@ import numpy as np
 
 from lm.report.comparison import ArmRuns, Line, RunComparison, Section, mean_interval, shown_interval
 from lm.report.pictures import (
-    FIRST_POSITION,
-    MOST_LINES,
+    Map,
     Panel,
     Picture,
     Trace,
     doublings,
-    fraction_map,
     plain_ticks,
     smooth,
     token_unit,
@@ -31,6 +29,8 @@ from lm.statistics.intervals import Interval, interval_of
 
 PARAMETERS = "normalizer/"  # beginning of the names of normalizers' parameters
 GRADIENTS = "train/grad_norm"
+FIRST_POSITION = 16  # where a picture by position begins
+MOST_LINES = 3  # fractions of one setting in a picture over an axis; more are drawn as a map, too
 LOSSES = {"train/loss": "Training loss", "val/loss": "Validation loss"}
 MOST_POINTS = 250  # most points of a curve in a picture
 SETTLED = 0.1  # part of training after which losses lie within the picture
@@ -260,9 +260,20 @@ def maps(comparison: RunComparison) -> list[Picture]:
         alike = {arm: rows for arm, rows in by_arm.items() if len({each.axis.values for series in rows.values() for each in series}) == 1}
         if alike and max(map(len, by_arm.values())) > MOST_LINES:
             caption = f"{kind}: {', '.join(filter(None, (metric, setting)))}. Mean over the seeds of an arm."
-            panels = [fraction_map(arm, rows) for arm, rows in alike.items()]
+            panels = [_fraction_map(arm, rows) for arm, rows in alike.items()]
             pictures.append(Picture(panels, comparison.names, caption, columns=3))
     return pictures
+
+
+def _fraction_map(title: str, rows: Mapping[str, Sequence[Series]]) -> Map:
+    """A map of fractions at points: a row for each name, the mean over its series; NaN where a row has no such point."""
+    every = [each for series in rows.values() for each in series]
+    x = sorted({value for each in every for value in each.axis.values})
+    values = np.full((len(rows), len(x)), np.nan)
+    for row, series in enumerate(rows.values()):
+        values[row, np.searchsorted(x, series[0].axis.values)] = np.mean([each.means for each in series], axis=0)
+    top = 1.0 if every[0].interval == "wilson" else float(np.nanmax(values))
+    return Map(title, every[0].axis.label, list(plain_ticks(x).values()), list(rows), values, top)
 
 
 # ---------------------------------------------------------------- what is logged by layer and head

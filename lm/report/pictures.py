@@ -22,14 +22,11 @@ from matplotlib.transforms import Transform
 
 from lm.errors import RunError
 from lm.report.tables import csv_text
-from lm.runs.evaluations import Series, number, series_names
-from lm.statistics.intervals import interval_of
+from lm.runs.evaluations import number
 
 GREY, INK, PAPER, GRID, SHADE = "#555555", "#1a1a1a", "#ffffff", "#e6e6e6", "#f0f0f0"
 MOST_CELLS = 40  # along a side of a map, of which each is drawn by itself
 MOST_KEYS = 3  # in the legend of a panel; of more it stands below the panel
-MOST_LINES = 3  # fractions of one setting in a panel; more are drawn as a map
-FIRST_POSITION = 16  # where a picture by position begins
 SETTINGS = {
     "svg.hashsalt": "lm.report",
     "svg.fonttype": "path",
@@ -389,64 +386,9 @@ def _csv(panels: Sequence[Panel | Map | None]) -> str:
     return csv_text([dict(zip(columns, line, strict=True)) for line in lines], columns)
 
 
-# ---------------------------------------------------------------- fractions
-
-
-def fractions(series: Sequence[Series]) -> Picture | None:
-    """The series that are fractions at points; None if there are none.
-
-    A panel a metric, of lines with their intervals; where a setting has more than `MOST_LINES` of them a map for each setting.
-    """
-    groups: dict[tuple[str, str], list[Series]] = {}
-    for each in series:
-        if each.shape == "points" and each.unit == "fraction":
-            groups.setdefault((each.metric, each.axis.name), []).append(each)
-    names: dict[str, int] = {}  # numbers of the lines of all panels
-    panels: list[Panel | Map] = []
-    for (metric, _), alike in groups.items():
-        settings = [each.setting for each in alike]
-        if max(map(settings.count, settings)) > MOST_LINES:
-            for setting in dict.fromkeys(settings):
-                rows = {name: [each] for each, name in series_names([each for each in alike if each.setting == setting]).items()}
-                panels.append(fraction_map(", ".join(filter(None, (metric, setting))), rows))
-        else:
-            panels.append(_lines(metric, alike, names))
-    return Picture(panels, list(names), columns=3) if panels else None
-
-
-def _lines(metric: str, alike: list[Series], names: dict[str, int]) -> Panel:
-    first, traces = alike[0], []
-    for each, name in series_names(alike).items():
-        label = ", ".join(filter(None, (name, each.setting)))
-        intervals = [interval_of(each, column) for column in range(len(each.means))]
-        ends = np.array([interval.drawn()[1:] for interval in intervals]).T if all(intervals) else (None, None)
-        x, kind = np.array(each.axis.values, dtype=float), "mean" if len(each.means) > 1 else "interval"
-        traces.append(Trace(names.setdefault(label, len(names)), label, x, each.means, kind, *ends))
-    over = dict.fromkeys(interval.over for each in alike if (interval := interval_of(each, 0)))
-    levels: dict[float, str] = {}
-    for name, level in dict.fromkeys(pair for each in alike for pair in each.references.items()):
-        levels[level] = f"{levels[level]}; {name}" if level in levels else f"{level:.1%}: {name}"
-    return Panel(
-        metric, first.axis.label, "fraction" + "".join(f" [95% over {what}]" for what in over), traces,
-        plain_ticks(sorted({value for each in alike for value in each.axis.values})), 2 if first.axis.log else 0, y_range=(-0.02, 1.02),
-        marks={first.seq_len: "training length"} if first.axis.unit == "tokens" else {}, levels=levels,
-    )  # fmt: skip
-
-
 def _wrapped(title: str) -> str:
     """A title in lines as long as a panel is wide."""
     return "\n".join(textwrap.fill(line, 56) for line in title.split("\n"))
-
-
-def fraction_map(title: str, rows: Mapping[str, Sequence[Series]]) -> Map:
-    """A map of fractions at points: a row for each name, the mean over its series; NaN where a row has no such point."""
-    every = [each for series in rows.values() for each in series]
-    x = sorted({value for each in every for value in each.axis.values})
-    values = np.full((len(rows), len(x)), np.nan)
-    for row, series in enumerate(rows.values()):
-        values[row, np.searchsorted(x, series[0].axis.values)] = np.mean([each.means for each in series], axis=0)
-    top = 1.0 if every[0].interval == "wilson" else float(np.nanmax(values))
-    return Map(title, every[0].axis.label, list(plain_ticks(x).values()), list(rows), values, top)
 
 
 # ---------------------------------------------------------------- styles and axes
