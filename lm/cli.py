@@ -170,7 +170,7 @@ def _known_failure(error: BaseException) -> str:
         return f"{text}: {remedy or 'use a machine with more'}"
     if panicked(error):
         return f"a library that lm uses failed: {one_line(error)}"
-    from lm.attention.plugins import PLUGINS
+    from lm.plugins import PLUGINS
 
     failure, check = PLUGINS.failure(error)
     return f"{failure}: {type(error).__name__}: {one_line(error)}; check it with {check}" if failure else ""

@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -285,3 +285,12 @@ class FileHashes:
         if self.changed and self.path.parent.is_dir():
             with contextlib.suppress(RunError):
                 write_text(self.path, json.dumps(self.known))
+
+
+def sources_sha256(places: Iterable[str | Path]) -> str:
+    """Sixteen digits of a sha256 over Python files, and over those in folders: their paths there, and what is in them."""
+    digest = hashlib.sha256()
+    for place in map(Path, places):
+        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            digest.update(f"{path.relative_to(place.parent).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()[:16]

@@ -26,8 +26,8 @@ from lm.attention.catalogue import SINGLE, make_normalizer
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, Normalizer
 from lm.attention.options import Options
-from lm.attention.plugins import PLUGINS
 from lm.errors import ConfigError, Problem
+from lm.plugins import PLUGINS
 from lm.schema import Plain, build, own_problems, variant
 
 Named = str | Mapping[str, Plain]

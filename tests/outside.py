@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from lm.attention.plugins import PLUGINS
+from lm.plugins import PLUGINS
 
 
 @contextlib.contextmanager

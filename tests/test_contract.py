@@ -15,8 +15,8 @@ from lm.attention.contract import CHECKS, checked_promises
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, Normalizer, SoftmaxNormalizer
 from lm.attention.options import Options
-from lm.attention.plugins import PLUGINS
 from lm.attention.query_scale import QueryScale
+from lm.plugins import PLUGINS
 
 
 class Drawn(SoftmaxNormalizer):

@@ -11,11 +11,11 @@ import yaml
 from conftest import ROOT, lm
 from outside import forget, outside_package
 
-from lm.attention.catalogue import ENTRIES, OPTIONS, implementation
+from lm.attention.catalogue import ENTRIES, NORMALIZERS, OPTIONS, implementation, misplaced
 from lm.attention.contract import CHECKS
-from lm.attention.plugins import NORMALIZERS, PLUGINS, misplaced
 from lm.config.load import load, parse
 from lm.errors import ConfigError, RunError
+from lm.plugins import PLUGINS
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
 from lm.runs.folder import CONFIG, ENVIRONMENT, read_config, read_sealed, write_sealed
 from lm.runs.loading import DESCRIPTION

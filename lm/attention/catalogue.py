@@ -4,22 +4,23 @@ An entry is two classes in the module of its family: its options, with formula, 
 them as its `schema`. A new one is these two and its options' name here. Nothing in this module imports torch.
 """
 
+import inspect
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 
 from lm.attention.distance import ALiBi, Forget, ScaleInvariant, SoftCap, Window
 from lm.attention.elementwise import Relu, Relu2, Sigmoid
 from lm.attention.linear import Linear
 from lm.attention.normalizer import LayerSpec, Normalizer
 from lm.attention.options import Options, labelled
-from lm.attention.plugins import NORMALIZERS, PLUGINS, Table
 from lm.attention.query_scale import PN, Cosine, InfoScale, Llama4, LogN, QASSMax, Softmax, SqrtLogN, SSMax, YaRN
 from lm.attention.sinks import Sink, Softmax1
 from lm.attention.sparse import ASEntmax, Entmax15, Softpick, Sparsemax
 from lm.attention.stick_breaking import StickBreaking
 from lm.errors import Problem
-from lm.schema import Plain, build, reference, variants
+from lm.plugins import PLUGINS, Kind, Table
+from lm.schema import Plain, Unavailable, build, reference, variants
 
 ENTRIES: dict[str, type[Options]] = {
     options.name: options
@@ -29,6 +30,24 @@ ENTRIES: dict[str, type[Options]] = {
         StickBreaking, Linear,
     )
 }  # fmt: skip
+
+
+class _NormalizerKind(Kind):
+    """A normalizer: its options are its `schema`."""
+
+    def options(self, code: type) -> type:
+        schema = getattr(code, "schema", None)
+        if not (isinstance(schema, type) and issubclass(schema, self.base) and is_dataclass(schema) and hasattr(schema, "full_formula")):
+            raise Unavailable("is no normalizer: its `schema` is no dataclass of options with a full_formula", f"see {self.page}")
+        if inspect.isabstract(code):
+            raise Unavailable(f"is not whole: it has no {', '.join(sorted(code.__abstractmethods__))}", f"see {self.page}")
+        if elsewhere := misplaced(code, schema):
+            name, owner = elsewhere
+            raise Unavailable(f"sets {name} where it has no effect", f"set it on the class {owner.__name__}")
+        return schema
+
+
+NORMALIZERS = _NormalizerKind("lm.normalizers", "normalizer", Options, page="docs/normalizers-own.md", check="check-normalizer")
 
 
 SINGLE = Table(NORMALIZERS, ENTRIES)  # options of one layer's normalizer
@@ -69,6 +88,25 @@ def _listed(labels: Iterable[str]) -> str:
 
 
 OPTIONS = Table(NORMALIZERS, {**SINGLE, Layers.name: Layers})
+
+
+def misplaced(normalizer: type, schema: type[Options]) -> tuple[str, type] | None:
+    """An attribute that one of the two classes sets and only the other is asked for, and that other; None if there is none."""
+    of_options = ["full_formula", "sums_to_one", "over_sum", "fixed_by_training", "formula", "problems"]
+    of_normalizer = [
+        "score_map",
+        "initialise",
+        "define_scores",
+        "normalize",
+        "scale_by_position",
+        "visible",
+        "log_sum",
+        "forward",
+        "decode",
+    ]
+    elsewhere = [(name, schema) for name in of_options if hasattr(normalizer, name)]
+    elsewhere += [(name, normalizer) for name in of_normalizer if hasattr(schema, name)]
+    return elsewhere[0] if elsewhere else None
 
 
 def implementation(name: str) -> type[Normalizer]:

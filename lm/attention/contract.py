@@ -17,8 +17,8 @@ from lm.attention.elementwise_sums import SCORE_MAPS
 from lm.attention.layout import AttentionLayout, by_documents
 from lm.attention.normalizer import LayerSpec, Normalizer, group_key_features
 from lm.attention.options import Options
-from lm.attention.plugins import PLUGINS
 from lm.errors import one_line
+from lm.plugins import PLUGINS
 
 HEADS, SIZE, WIDTH, TRAIN_LENGTH = 4, 16, 12, 64
 OUTPUT, WEIGHTS = ("sequence", "head", "token", "dimension"), ("sequence", "head", "query", "key")  # axes of both, by name

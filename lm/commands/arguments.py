@@ -16,7 +16,7 @@ New = Annotated[Path, typer.Option("--out", "-o", help="folder to create", show_
 
 def _allow(context: typer.Context, packages: list[str] | None) -> None:
     """Allow plugins; at the end of a command that succeeds, say which of them nothing needed."""
-    from lm.attention.plugins import PLUGINS
+    from lm.plugins import PLUGINS
 
     def report_unneeded() -> None:
         for name in sorted(PLUGINS.unneeded().intersection(packages or ())):

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from lm.attention.contract import checked_promises, require
-from lm.attention.plugins import PLUGINS, Table
 from lm.config.data_config import SOURCES, OutsideSource
 from lm.config.eval_config import EVALUATIONS, EvaluationConfig
 from lm.config.load import parse, read_overrides
@@ -30,6 +29,7 @@ from lm.errors import ConfigError
 from lm.evaluation.evaluation_kind import measurements
 from lm.model.decoder import Decoder
 from lm.model.device import Device
+from lm.plugins import PLUGINS, Table
 from lm.schema import Plain, build, own_problems, to_plain, variants
 from lm.training.optimizers import load_named_state, make_optimizer, named_state, optimizer_mismatch
 

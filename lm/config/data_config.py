@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from lm.attention.plugins import Kind, Table
 from lm.config.task_config import TASKS, Task
 from lm.errors import Problem
+from lm.plugins import Kind, Table
 from lm.schema import Plain, key, sections, variant
 
 SHORTEST_PIECE = 16  # tokens

@@ -6,12 +6,12 @@ from functools import cache
 from typing import ClassVar, Literal, get_args
 
 from lm.attention.options import Options
-from lm.attention.plugins import Kind, Table
 from lm.config.data_config import SOURCES, DataConfig, Source
 from lm.config.inference_config import InferenceSetting, ThetaFactor, check_inference
 from lm.config.model_config import ModelConfig
 from lm.config.task_config import TASKS, Task, task_names
 from lm.errors import Problem
+from lm.plugins import Kind, Table
 from lm.schema import Plain, block_of, key, named, optional, section, sections, to_plain, variants
 
 Suite = Literal["quick", "full"]

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field
 
 from lm.attention.catalogue import Layers
-from lm.attention.plugins import Table
 from lm.config.tree import Config
+from lm.plugins import Table
 from lm.schema import Limits, Plain, block_of, fields
 
 Schema = dict[str, Plain]

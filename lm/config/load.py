@@ -9,7 +9,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from lm.attention.options import Options
-from lm.attention.plugins import PLUGINS
 from lm.config import presets
 from lm.config.eval_config import empty_sequences
 from lm.config.model_config import ModelConfig
@@ -17,6 +16,7 @@ from lm.config.training_config import WSD
 from lm.config.tree import Config
 from lm.config.yaml_text import MAX_BYTES, MAX_DEPTH, dump_yaml, interpolated, parse_yaml
 from lm.errors import ConfigError, Problem, abbreviated, one_line
+from lm.plugins import PLUGINS
 from lm.schema import (
     Effect,
     Plain,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import exp, lgamma, log
 from typing import ClassVar, Literal
 
-from lm.attention.plugins import Kind, Table
 from lm.errors import Problem
+from lm.plugins import Kind, Table
 from lm.schema import Plain, key
 
 MAX_SYMBOLS, MAX_VOCABULARY = 2**16, 2**20  # symbols of one kind; tokens of all kinds, pairs of joined symbols included

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from lm.attention.catalogue import OPTIONS
 from lm.attention.options import Options
-from lm.attention.plugins import Kind, Table
 from lm.errors import Problem
+from lm.plugins import Kind, Table
 from lm.schema import key, optional, section, variant
 
 if TYPE_CHECKING:

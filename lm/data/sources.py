@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import numpy as np
 
-from lm.attention.plugins import PLUGINS
 from lm.config.data_config import DataConfig, Files, Hub, OutsideSource, Package, Source, Tokens
 from lm.data import text_files, token_files
 from lm.data.store import manifests
@@ -34,6 +33,7 @@ from lm.data.text_files import ROWS, OnError, Unreadable, check_column, column_t
 from lm.data.token_files import Vocabulary
 from lm.errors import DataError, one_line
 from lm.files import FileHashes, plain_sha256, unfinished
+from lm.plugins import PLUGINS
 from lm.progress import Progress
 from lm.schema import Plain, to_plain
 

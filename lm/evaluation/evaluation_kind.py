@@ -13,7 +13,6 @@ from typing import ClassVar
 import numpy as np
 from torch import nn
 
-from lm.attention.plugins import PLUGINS
 from lm.config.eval_config import WHEN, Timing
 from lm.config.tree import Config, function_of
 from lm.data.store import Store
@@ -21,6 +20,7 @@ from lm.errors import RunError
 from lm.files import plain_sha256, write_together
 from lm.model.decoder import Decoder
 from lm.model.device import Device
+from lm.plugins import PLUGINS
 from lm.progress import Progress
 from lm.runs import checkpoints
 from lm.runs.evaluations import Better, Evaluation, Series, evaluation_path, measuring_code

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lm.attention.catalogue import OPTIONS
-from lm.attention.plugins import PLUGINS
 from lm.config.eval_config import Timing
 from lm.config.load import merge, overrides_in, parse, to_yaml
 from lm.config.tree import Config
@@ -28,6 +27,7 @@ from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.spec import count_parameters
 from lm.model.swapped import fit, score_factors, swapped
+from lm.plugins import PLUGINS
 from lm.runs.checkpoints import link_checkpoint, save_checkpoint
 from lm.runs.evaluations import Axis, Evaluation, Series, Shown
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, TOKENIZER, command_line, step_path, write_json

@@ -13,12 +13,12 @@ from typing import Literal
 from lm.attention.catalogue import make_normalizer
 from lm.attention.normalizer import LayerSpec
 from lm.attention.options import Options
-from lm.attention.plugins import PLUGINS
 from lm.config.load import merge, parse
 from lm.config.tree import Config, effect_of
 from lm.config.yaml_text import MAX_DEPTH, interpolated
 from lm.errors import ConfigError, Problem, abbreviated
 from lm.experiments.run_outcome import SELECTION
+from lm.plugins import PLUGINS
 from lm.schema import Plain, build, flatten, is_block, key, to_plain
 from lm.statistics.tuning import FEWEST_TUNING_SEEDS, Rate, coordinates, rates_of
 

@@ -9,8 +9,8 @@ from typing import Literal
 
 import numpy as np
 
-from lm.attention.plugins import PLUGINS
 from lm.errors import RunError
+from lm.plugins import PLUGINS
 from lm.runs.evaluations import UNIGRAM, Evaluation, Series, Units, evaluation_files, evaluation_in, measuring_code
 from lm.runs.folder import CHECKPOINTS, DIVERGED, ENVIRONMENT, METRICS, Log, curve, read_json, read_metrics, step_path
 from lm.runs.record import RunRecord, read_run, used

@@ -6,13 +6,13 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from lm.attention.plugins import PLUGINS
 from lm.config.data_config import END_OF_TEXT
 from lm.config.load import check_steps
 from lm.config.model_config import ModelConfig
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem
 from lm.model.decoder import Decoder, is_normalizer
+from lm.plugins import PLUGINS
 from lm.schema import Plain, build, key, own_problems, section
 
 

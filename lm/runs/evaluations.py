@@ -13,11 +13,11 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from lm.attention.plugins import sources_sha256
 from lm.config.data_config import DataConfig
 from lm.config.eval_config import EvalConfig
 from lm.config.task_config import task_names
 from lm.errors import RunError, one_line
+from lm.files import sources_sha256
 from lm.runs.folder import CHECKPOINTS, EVALUATIONS, read_json, step_path, unsealed
 from lm.schema import Plain, build
 

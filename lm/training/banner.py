@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 import lm
-from lm.attention.plugins import PLUGINS
 from lm.config.training_config import Group, Groups
 from lm.config.tree import Config
 from lm.data.batches import train_sequences
@@ -24,6 +23,7 @@ from lm.evaluation.held_out import validation_sequences
 from lm.model.decoder import Decoder
 from lm.model.device import Machine
 from lm.model.spec import count_parameters, flops_per_token
+from lm.plugins import PLUGINS
 from lm.runs.evaluations import selecting
 from lm.runs.folder import command_line
 from lm.schema import Plain

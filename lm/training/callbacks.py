@@ -12,7 +12,6 @@ from types import FrameType
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lm.attention.plugins import PLUGINS
 from lm.config.load import to_yaml
 from lm.data.batches import Batch, train_sequences
 from lm.errors import RunError, one_line
@@ -22,6 +21,7 @@ from lm.files import write_text
 from lm.model.decoder import Decoder
 from lm.model.device import Device, OutOfTime, peak_memory_bytes
 from lm.model.spec import flops_per_token
+from lm.plugins import PLUGINS
 from lm.report.evaluation_tables import logged
 from lm.runs.checkpoints import link_checkpoint, save_checkpoint
 from lm.runs.evaluations import Evaluation, evaluation_path, selection_loss

@@ -1,6 +1,6 @@
 """Code from outside: `package.module:Class`, or a bare name that an installed package gives to it (entry points).
 
-Normalizers, and what later rooms name as a `Kind`: optimizers, sources of text, synthetic tasks, evaluations.
+Rooms name what it may be as a `Kind`: normalizers, optimizers, sources of text, synthetic tasks, evaluations.
 
 Code is imported only because the user named it: in a configuration or on the command line of this process (`trusted`), or
 through its package (`allow`). A checkpoint, run folder or export that names code gets it only if it is allowed so.
@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from lm.attention.options import Options
+from lm.files import sources_sha256
 from lm.schema import Unavailable
 
 
@@ -52,24 +52,6 @@ class Kind:
         if missing := [*missing, *sorted(getattr(code, "__abstractmethods__", ()))]:
             raise Unavailable(f"is not whole: it has no {', '.join(missing)}", f"see {self.page}")
         return code
-
-
-class _NormalizerKind(Kind):
-    """A normalizer: its options are its `schema`."""
-
-    def options(self, code: type) -> type:
-        schema = getattr(code, "schema", None)
-        if not (isinstance(schema, type) and issubclass(schema, self.base) and is_dataclass(schema) and hasattr(schema, "full_formula")):
-            raise Unavailable("is no normalizer: its `schema` is no dataclass of options with a full_formula", f"see {self.page}")
-        if inspect.isabstract(code):
-            raise Unavailable(f"is not whole: it has no {', '.join(sorted(code.__abstractmethods__))}", f"see {self.page}")
-        if elsewhere := misplaced(code, schema):
-            name, owner = elsewhere
-            raise Unavailable(f"sets {name} where it has no effect", f"set it on the class {owner.__name__}")
-        return schema
-
-
-NORMALIZERS = _NormalizerKind("lm.normalizers", "normalizer", Options, page="docs/normalizers-own.md", check="check-normalizer")
 
 
 class Plugin(NamedTuple):
@@ -124,7 +106,7 @@ class Plugins:
         if reference not in self._loaded or self._loaded[reference].kind is not kind:
             if not self._trusting and not allowing:
                 package, allowed = _package(module), ", ".join(sorted(self._allowed))
-                remedy = f"if you trust it: --allow-plugin {package}, in Python PLUGINS.allow(['{package}']) of lm.attention.plugins"
+                remedy = f"if you trust it: --allow-plugin {package}, in Python PLUGINS.allow(['{package}']) of lm.plugins"
                 remedy += f"; allowed is {allowed}" if allowed else ""
                 raise Unavailable("is code from outside, which a file names", remedy)
             self._loaded[reference] = _imported(reference, kind)
@@ -187,37 +169,9 @@ class Table(dict[str, type]):
         return sorted(metadata.entry_points(group=self.kind.group).names)
 
 
-def sources_sha256(places: Iterable[str | Path]) -> str:
-    """Sixteen digits of a sha256 over Python files, and over those in folders: their paths there, and what is in them."""
-    digest = hashlib.sha256()
-    for place in map(Path, places):
-        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
-            digest.update(f"{path.relative_to(place.parent).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
-    return digest.hexdigest()[:16]
-
-
 def _package(reference: str) -> str:
     """The top-level package of `package.module:Class`, or of a module."""
     return reference.partition(":")[0].partition(".")[0]
-
-
-def misplaced(normalizer: type, schema: type[Options]) -> tuple[str, type] | None:
-    """An attribute that one of the two classes sets and only the other is asked for, and that other; None if there is none."""
-    of_options = ["full_formula", "sums_to_one", "over_sum", "fixed_by_training", "formula", "problems"]
-    of_normalizer = [
-        "score_map",
-        "initialise",
-        "define_scores",
-        "normalize",
-        "scale_by_position",
-        "visible",
-        "log_sum",
-        "forward",
-        "decode",
-    ]
-    elsewhere = [(name, schema) for name in of_options if hasattr(normalizer, name)]
-    elsewhere += [(name, normalizer) for name in of_normalizer if hasattr(schema, name)]
-    return elsewhere[0] if elsewhere else None
 
 
 def _imported(reference: str, kind: Kind) -> Plugin:
