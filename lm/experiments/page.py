@@ -208,15 +208,19 @@ def _margin(experiment: Experiment) -> str:
 
 
 def _family(experiment: Experiment) -> str:
-    """Which comparisons were adjusted for each other."""
-    arms, sizes = len(experiment.arms) - 1, len(experiment.sizes)
+    """How arms are compared, and which comparisons were adjusted for each other."""
+    arms, sizes, primary = len(experiment.arms) - 1, len(experiment.sizes), experiment.primary
+    differences = "differences" if primary.reach is None else "differences of log tokens"
+    test = f"Student t intervals of paired {differences} over seeds"
+    together = ": all intervals hold together with 95%, and each word follows from its interval"
+    if primary.learned is not None:
+        test, together = "Fisher's exact test of the numbers of runs that have learned", ""
     looks = " Two looks were planned, and each has half of the 5%." if experiment.looks == 2 else ""
     if arms * sizes == 1:
-        return "There is one comparison." + (looks or " Nothing is adjusted.")
+        return f"There is one comparison, by {test}." + (looks or " Nothing is adjusted.")
     of = f"{arms * sizes} comparisons with {experiment.arms[0].name} ({arms} arms{f', {sizes} sizes' * (sizes > 1)})"
-    together = ": all intervals hold together with 95%, and each word follows from its interval"
-    together = "" if experiment.primary.learned is not None else together
-    return f"Family: {of} on {experiment.primary.quantity}. p values and intervals are adjusted for their number{together}.{looks}"
+    adjusted = f"p values and intervals are adjusted for their number{together}."
+    return f"Family: {of} on {primary.quantity}, by {test}. {adjusted}{looks}"
 
 
 def _lost(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
@@ -248,9 +252,9 @@ def _lost(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
 
 
 def _tuning(procedure: Procedure, size: str) -> str | None:
-    """How rates were chosen, and which; None without tuning."""
+    """How rates were chosen, and which; None without tuning, and before its end."""
     experiment, tried, choice = procedure.experiment, procedure.tried(size), procedure.choice(size)
-    if not tried:
+    if not tried or not choice.final:
         return None
     tune, grows = experiment.tune, f"a best rate at an edge extends the grid, at most {EXTENSIONS} times"
     seeds = ", ".join(map(str, sorted({run.seed for run in tried})))

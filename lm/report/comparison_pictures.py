@@ -328,12 +328,17 @@ def by_layer(names: Sequence[str], runs: Sequence[DrawnRun]) -> dict[str, Pictur
         "dynamics": "A line for each seed and layer: the median over heads, of scores and gradients the largest.",
     }
     logged = [(run, layer_curves(run.record.logged)) for run in runs]
-    every = [(run, *item, *each) for run, quantities in logged for item in quantities.items() for each in item[1].items()]
+    every = [
+        (run, quantity, layer, curve)
+        for run, quantities in logged
+        for quantity, layers in quantities.items()
+        for layer, curve in layers.items()
+    ]
     unit, label = token_unit(max((curve.tokens[-1] for *_, curve in every), default=1))
     if len(runs) == 1:
-        names = [f"layer {layer}" for layer in range(1 + max((layer for *_, layer, _ in every), default=0))]
+        names = [f"layer {layer}" for layer in range(1 + max((layer for _, _, layer, _ in every), default=0))]
     traces: dict[str, list[Trace]] = {}
-    for run, quantity, _, layer, curve in every:
+    for run, quantity, layer, curve in every:
         number, words = layer if len(runs) == 1 else names.index(run.arm), f"{run.arm}, seed {run.seed}, layer{layer}"
         by_head = quantity.startswith(PARAMETERS)
         for column, head in enumerate(curve.columns if by_head else ("",)):
