@@ -17,7 +17,7 @@ import pytest
 from conftest import lm
 from fabricated import save
 from matplotlib.figure import Figure
-from reported import build_run, first_sample, plain, two_runs, write_evaluation, write_report, write_series
+from reported import build_run, first_sample, plain, two_runs, write_evaluation, write_report
 from rich.console import Console
 
 from lm.errors import RunError
@@ -26,7 +26,6 @@ from lm.report.comparison_pictures import overview
 from lm.report.comparison_tables import print_comparison
 from lm.report.html import write_comparison
 from lm.report.pictures import COLOURS, DARK, PAPER, Map, Panel, Picture, Trace, colour_and_marker, dashes_and_width
-from lm.runs.evaluations import Axis, Series, Shown
 from lm.runs.record import read_run
 
 
@@ -247,25 +246,6 @@ def test_what_a_key_affects_is_found_once(tmp_path, monkeypatch: pytest.MonkeyPa
     write_comparison(compare_runs([read_run(folder) for folder in folders[:4]]), tmp_path / "out")
     monkeypatch.setattr("lm.config.tree.effect", lambda schema, path: pytest.fail(f"{path} is looked up again"))
     write_comparison(compare_runs([read_run(folder) for folder in folders]), tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("better", "first"), [("higher", "scalable 0.9000, soft 0.4000 (higher is better)"), ("none", "soft 0.4000, scalable 0.9000")]
-)
-def test_a_table_of_points_begins_with_the_numbers_at_the_last_point(tmp_path, better: str, first: str):
-    folders = []
-    for name, normalizer, fraction in (("soft", "softmax", 0.4), ("scalable", "ssmax", 0.9)):
-        folders.append(build_run(tmp_path, name, normalizer, evaluations=()))
-        axis, shown = Axis("sequence length", "tokens", "in sequences of", (64, 256)), Shown("Needles", "questions", "16 a length")
-        one = Series("needle", "accuracy", "fraction", better, 64, np.array([1.0, fraction]), axis=axis, shown=shown, setting="as trained")
-        write_series(folders[-1], "needle", [one], 200)
-    said = f"Accuracy in sequences of 256 tokens, as trained: {first.replace('soft', 'softmax').replace('scalable', 'ssmax')}."
-    comparison = compare_runs([read_run(folder) for folder in folders])
-    console = Console(width=200, record=True, file=io.StringIO())
-    print_comparison(comparison, console)
-    files = write_report(folders, tmp_path / "out")
-    for text in (files.markdown.read_text(), files.html.read_text(), console.export_text()):
-        assert said in text
 
 
 DEFICIENT = {  # matrices on linear RGB of full deuteranopia, protanopia and tritanopia (Machado and others, 2009)

@@ -53,28 +53,13 @@ def _table(comparison: RunComparison, section: Section) -> Table:
             columns.append((Column(name, _unit(series.unit)), [digits(float(np.mean(values))) if values else None for values in levels]))
     columns += [column for rows in by_metric for column in _differences(comparison, section, rows)]
     title = section.title + (" in training lengths" if section.shape == "bins" else "")
-    return Table(title, _unit(section.first.unit), tuple(columns), _summary(section, rows))
+    return Table(title, _unit(section.first.unit), tuple(columns))
 
 
 def _mean_of(values: Sequence[float | None], unit: float = 1.0) -> str | None:
     """The mean of the values that are not None, in a unit, with four digits."""
     known = [value for value in values if value is not None]
     return four_digits(np.mean(known) / unit) if known else None
-
-
-def _summary(section: Section, rows: list[tuple[ArmRuns, Line]]) -> str:
-    """A sentence with each arm's number at the last point, best first, under the first inference setting; empty without points."""
-    if section.shape != "points" or len(section.places) < 2:
-        return ""
-    (_, first), place, series = rows[0], list(section.places)[-1], section.first
-    same = [(arm, section.mean(arm, line, place)) for arm, line in rows if line.of == first.of]
-    known = [(arm.label, value) for arm, value in same if value is not None and np.isfinite(value)]
-    if series.better != "none":
-        known.sort(key=lambda arm: arm[1], reverse=series.better == "higher")
-    which = f" ({series.better} is better)" if series.better != "none" else ""
-    of = ", ".join(filter(None, (f"{series.axis.before} {place} {series.axis.unit}".strip(), *first.of)))
-    words = ", ".join(f"{label} {digits(value)}" for label, value in known)
-    return f"{series.metric[:1].upper()}{series.metric[1:]} {of}: {words}{which}." if known else ""
 
 
 def _means(comparison: RunComparison, section: Section, rows: list[tuple[ArmRuns, Line]]) -> list[Filled]:

@@ -70,7 +70,6 @@ class Table:
     title: str
     unit: str  # unit of most columns
     contents: tuple[Filled, ...]
-    summary: str = ""  # what to read first, in a sentence
 
     @property
     def columns(self) -> list[Column]:
@@ -131,9 +130,7 @@ def to_markdown(tables: tuple[Table, ...], notes: list[str]) -> str:
         heads = [column.heading for column in table.columns]
         lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *([c.shown(cell) for c, cell in row] for row in table.rows)]
         blocks.append(
-            f"{table.summary}\n\n" * bool(table.summary)
-            + f"{table.title}\n\n"
-            + "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+            f"{table.title}\n\n" + "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
         )
     if notes:
         blocks.append("\n".join(f"- {note}" for note in notes))
@@ -226,13 +223,11 @@ NARROW = 10  # characters of a column into which headings are wrapped at least
 
 
 def print_tables(*tables: Table, notes: Sequence[str] = (), console: Console | None = None) -> None:
-    """Print tables, each below its summary, and then the notes."""
+    """Print tables, and then the notes."""
     console = console or Console()
     if not console.is_terminal:
         console.width = max(console.width, 160)
     for table in tables:
-        if table.summary:
-            console.print(escape(table.summary), highlight=False)
         console.print(grid(table))
     for text in notes:
         console.print(escape(text), highlight=False)
