@@ -51,7 +51,7 @@ def logged(folder: Path, *lines: dict[str, object]) -> None:
         log.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def text(table: LiveTable, height: int = 50, width: int = 110) -> list[str]:
+def text(table: LiveTable, height: int = 50, width: int = 160) -> list[str]:
     """The table's lines, without borders; cells apart by two spaces."""
     out = io.StringIO()
     Console(file=out, width=width, force_terminal=False).print(table.render(height))

@@ -386,7 +386,8 @@ def validation_series(
         unigram_cross_entropy: loss by token frequencies of the training text, nats per token; None: not known.
         sample: loss by sequence, (sequences, 1); None: means alone are known.
     """
-    amount = "" if sample is None else f"{len(sample.values):,} of {seq_len:,} tokens"
+    token = "" if bits_per_byte is not None else ", nats per token of the answers"
+    amount = "" if sample is None else f"{len(sample.values):,} of {seq_len:,} tokens{token}"
     shown = Shown("Validation at the training length", "validation sequences", amount)
     common = {"kind": KIND, "better": "lower", "seq_len": seq_len, "shown": shown}
     series = [
