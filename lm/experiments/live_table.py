@@ -139,7 +139,7 @@ class LiveTable:
 
 
 def _cell(run: Run, name: str) -> str:
-    """What tells a run apart, such as its rate, as a cell of the table."""
+    """A cell of the table: the value by which a run is told apart, such as its rate."""
     value = getattr(run, name)
     return "" if value is None else rate_words(value) if name == "rate" else str(value)
 
