@@ -88,7 +88,36 @@ def test_a_wandb_key_without_a_network_is_logged_offline(tiny, monkeypatch: pyte
     assert list(config.run_folder.glob("wandb/offline-run-*/run-*.wandb"))
     printed = capsys.readouterr()
     assert printed.out.count("wandb: online failed (") == printed.out.count("wandb:") == 1
+    assert f"logging offline, to be sent later: wandb sync {config.run_folder}/wandb/offline-run-*\n" in printed.out
     assert "wandb:" not in printed.err
+
+
+def test_a_server_that_vanishes_while_training_ends_no_run_late(tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    """Without a limit wandb retries for days."""
+    started, start = [], wandb.init
+
+    def lost(run: wandb.Run) -> None:
+        assert 0 < run.settings.finish_timeout <= 60
+        assert run.settings.finish_timeout_raises
+        raise TimeoutError
+
+    def init(**given: object) -> wandb.Run:
+        run = start(**given | {"mode": "offline"})  # a server that is there at the start only takes part in nothing else
+        started.append(run)
+        monkeypatch.setattr(type(run), "finish", lost)
+        return run
+
+    monkeypatch.setattr(wandb, "init", init)
+    for name, value in {"WANDB_MODE": "", "WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}.items():
+        monkeypatch.setenv(name, value)
+    config = tiny("name=lost", "log.wandb=online", "trainer.max_steps=4")
+    assert train(config) == 0
+    monkeypatch.undo()
+    (run,) = started
+    run.finish()
+    (kept,) = config.run_folder.glob("wandb/*run-*/run-*.wandb")
+    said = "wandb: the server has not taken everything within 60 s; all is kept, to be sent later: wandb sync "
+    assert f"{said}{kept.parent}\n" in capsys.readouterr().out
 
 
 @pytest.fixture

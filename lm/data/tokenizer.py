@@ -258,7 +258,7 @@ def read_tokenizer(path: Path) -> str | None:
     try:
         from transformers import AutoTokenizer
     except ModuleNotFoundError:
-        raise DataError(f"{path}: has no {TOKENIZER_FILE}; transformers converts its tokenizer: pip install 'transformers>=5'") from None
+        raise DataError(f"{path}: has no {TOKENIZER_FILE}; transformers converts its tokenizer: pip install 'transformers>=5.4'") from None
     if any((path / name).is_file() for name in SENTENCEPIECE) and find_spec("sentencepiece") is None:
         raise DataError(f"{path}: has no {TOKENIZER_FILE}; transformers converts its tokenizer: pip install 'sentencepiece>=0.2'")
     try:

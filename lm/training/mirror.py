@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import wandb
 
 WANDB_MODES = ("online", "offline", "disabled")
-WANDB_SECONDS = 60.0  # to wait for wandb's server before a run is logged offline
+WANDB_SECONDS = 60.0  # to wait for wandb's server: at the start before a run is logged offline, and at the end for what is not sent yet
 FACTS = ("data_fingerprint", "parameters", "flops_per_token", "tokens_total")  # of environment.json, beside the configuration
 
 
@@ -78,7 +78,7 @@ class WandbMirror(Mirror):
         self.run.summary.update(values)
 
     def finish(self) -> None:
-        self.run.finish()
+        _finish(self.run)
 
 
 class Logger(Protocol):
@@ -205,7 +205,8 @@ def _wandb_run(mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: 
     import wandb
 
     try:
-        settings = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, init_timeout=WANDB_SECONDS)
+        waits = {"init_timeout": WANDB_SECONDS, "finish_timeout": WANDB_SECONDS, "finish_timeout_raises": True}
+        settings = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, **waits)
         wandb.setup(settings)  # else it says which credentials it found
         return wandb.init(
             project=project_of(log),
@@ -224,9 +225,18 @@ def _wandb_run(mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: 
         reason = one_line(error, 120)
         if mode != "online":
             raise RunError(f"wandb: can't start {mode}: {reason}; to train without it: log.wandb=disabled") from None
-        print(f"wandb: online failed ({reason}); logging offline", flush=True)
+        print(f"wandb: online failed ({reason}); logging offline, to be sent later: wandb sync {dir}/wandb/offline-run-*", flush=True)
         wandb.teardown()  # the run that failed would hold its id
         return _wandb_run("offline", log, run_id, tags=tags, dir=dir, **place)
+
+
+def _finish(run: "wandb.Run") -> None:
+    """End a wandb run; what its server has not taken within `WANDB_SECONDS` stays on disk, and a line says how it is sent later."""
+    try:
+        run.finish()
+    except TimeoutError:
+        sent_later = f"all is kept, to be sent later: wandb sync {Path(run.dir).parent}"
+        print(f"wandb: the server has not taken everything within {WANDB_SECONDS:g} s; {sent_later}", flush=True)
 
 
 def send_report(log: LogConfig, name: str, folder: Path, verdicts: list[dict[str, Plain]], report: Path) -> None:
@@ -252,7 +262,7 @@ def send_report(log: LogConfig, name: str, folder: Path, verdicts: list[dict[str
     run.log({"report": wandb.Html(str(report), inject=False), "verdicts": wandb.Table(columns=columns, data=cells)})
     judged = [line for line in verdicts if "verdict" in line]  # all but the baseline
     run.summary.update({" ".join(filter(None, ("verdict", line["size"], line["arm"]))): line["words"] for line in judged})
-    run.finish()
+    _finish(run)
 
 
 def _in_experiment(config: Config) -> dict[str, str | list[str] | None]:
