@@ -171,6 +171,42 @@ def test_an_arm_without_parameters_of_a_normalizer_has_one_run_for_all_their_rat
     assert procedure.rates("") == {"softmax": (2e-2, 10), "ssmax": (2e-2, 10)}
 
 
+@pytest.mark.parametrize("baseline", ["softmax", "ssmax"])
+def test_results_of_arms_that_lack_a_tuned_key_are_judged_as_the_experiment_does(tmp_path, baseline):
+    key = "optim.groups.normalizer.lr_factor"
+    tune = TUNE | {"key": ["optim.lr", key], "grid": [[1e-2, 2e-2, 4e-2, 8e-2], [1, 10, 100, 1000]]}
+    others = {name: {"model.normalizer": name} for name in ("softmax", "relu2", "ssmax") if name != baseline}
+    arms = {baseline: {"model.normalizer": baseline}, **others}
+    best = {"softmax": (2e-2, 10), "relu2": (4e-2, 10), "ssmax": (4e-2, 100)}
+
+    def measured(run: Run) -> float:
+        optim = run.config.optim
+        away = math.log2(optim.lr / best[run.arm][0]) ** 2
+        if run.arm == "ssmax":
+            away += math.log10(optim.groups.normalizer.lr_factor / 100) ** 2
+        return 5 - 0.1 * (run.arm == "ssmax") + 0.2 * away + 1e-3 * run.seed * (1 + (run.arm == "ssmax"))
+
+    (tmp_path / "trial.yaml").write_text(yaml.safe_dump(PAGE_FILE | {"arms": arms, "tune": tune}, sort_keys=False))
+    keys = ["data.source.paths=[texts]", "trainer.max_steps=200", "data.seq_len=64", "optim.batch_tokens=8192", f"runs={tmp_path / 'runs'}"]
+    procedure = build_all(Procedure(read_experiment(tmp_path / "trial.yaml", keys)), measured)
+    frame = lm.results(tmp_path / "runs")
+    assert {rate.split(" / ")[1] for rate in frame["rate"][frame["arm"] != "ssmax"]} == {"any"}
+    judged = lm.judge(frame, metric="val loss", matters=0.02, baseline=baseline).set_index("arm")
+    for line in summary_lines(procedure):
+        assert judged["mean"][line["arm"]] == pytest.approx(line["mean"])
+        if line["arm"] != baseline:
+            ours = judged.loc[line["arm"]]
+            assert (ours["rate"], ours["verdict"]) == (line["rate"], line["verdict"])
+            difference, low, high = line["difference"]
+            assert ours["difference"] == pytest.approx(difference)
+            # A run that is of several rates counts as one at each: the interval is no shorter.
+            exact = line["arm"] == ("ssmax" if baseline == "softmax" else "relu2")
+            assert ours["difference low"] == pytest.approx(low) if exact else ours["difference low"] <= low + 1e-9
+            assert ours["difference high"] == pytest.approx(high) if exact else ours["difference high"] >= high - 1e-9
+    without = lm.judge(frame[frame["arm"] != "ssmax"], metric="val loss", matters=0.02) if baseline == "softmax" else None
+    assert without is None or without.set_index("arm")["rate"].to_dict() == {"softmax": 2e-2, "relu2": 4e-2}
+
+
 def test_the_page_has_a_panel_for_each_key(tmp_path, monkeypatch):
     monkeypatch.setattr("lm.report.pictures._drawn", lambda *given: "<svg />")
     file = PAGE_FILE | {"arms": FILE["arms"], "tune": TUNE}

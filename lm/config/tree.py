@@ -25,7 +25,9 @@ class ExperimentConfig:
     arm: str | None = key(None, "arm of the run")
     size: str | None = key(None, "size of the run; null where the experiment has one")
     stage: Literal["tune", "final"] | None = key(None, "`tune`: the run helps to choose a learning rate; `final`: it is judged")
-    rate: float | str | None = key(None, "value of the tuned key, of a run of a tuned experiment; of several keys `0.002 / 0.1`")
+    rate: float | str | None = key(
+        None, "value of the tuned key, of a run of a tuned experiment; of several keys `0.002 / 0.1`, with `any` for one that the arm lacks"
+    )
 
 
 @dataclass

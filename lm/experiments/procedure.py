@@ -115,7 +115,8 @@ class Procedure:
         known = size, arm.name, stage, rate, seed, start
         if known not in self._configs:
             changes: dict[str, Plain] = {"runs": str(self._folder / size), "name": "run"}
-            values = "_".join(f"{value:g}" for value in self.experiment.tuned_keys(size, arm, rate).values())
+            tuned_keys = self.experiment.tuned_keys(size, arm, rate)
+            values = "_".join(f"{value:g}" for value in tuned_keys.values())
             at = "-".join(filter(None, (arm.name, values, f"seed{seed}")))
             if start and arm.swap and arm.trained:
                 digest = hashlib.sha256(f"{start.name} {arm.swap}".encode()).hexdigest()[:8]
@@ -130,7 +131,8 @@ class Procedure:
                 paths = {name: path for name in ("init_from", "branch_from") if (path := getattr(config, name))}
                 below = Path(Config().runs, self.experiment.name)
                 unmoved = replace(config, **{name: str(below / Path(path).relative_to(self._folder)) for name, path in paths.items()})
-            place = ExperimentConfig(self.experiment.name, arm.name, size or None, stage, rate_cell(rate))
+            cell = rate_cell(rate, [key in tuned_keys for key in self.experiment.tune.keys])
+            place = ExperimentConfig(self.experiment.name, arm.name, size or None, stage, cell)
             self._configs[known] = replace(config, name=f"{at}-{config_hash(unmoved)}", experiment=place)
         return self._configs[known]
 

@@ -11,7 +11,7 @@ from lm.errors import RunError, one_line
 from lm.experiments.experiment import Primary
 from lm.experiments.judging import JUDGED_COLUMNS, RUN_KEY, Judged, Question
 from lm.runs.folder import DIVERGED
-from lm.statistics.tuning import FEWEST_TUNING_SEEDS, Rate, best_rate, chosen, coordinates, rate_cell, rate_words, read_rate
+from lm.statistics.tuning import FEWEST_TUNING_SEEDS, Rate, best_rate, chosen, coordinates, full_cells, rate_cell, rate_words, read_rate
 
 _UNIT = ("sample", "unit")  # columns that tell a run's evaluation units apart, the first that there is
 _OTHER_MARKS = {";": "semicolons", "\t": "tabs"}
@@ -54,6 +54,7 @@ def judge_table(
         sample=units.map(str), group=group,
     )  # fmt: skip
     runs["note"] = [f"{run.arm} seed {run.seed}: {DIVERGED}" if run.state == DIVERGED else "" for run in runs.itertuples()]
+    runs = _at_full_rates(runs)
     _check_lines(runs, source, [name for name in table.columns if name not in (*RUN_KEY, "value", "weight")])
     selecting, reporting = _parts(runs, source)
     arms = [*dict.fromkeys(reporting["arm"])]
@@ -109,6 +110,17 @@ def _asked_lines(table: pd.DataFrame, source: str, metric: str, where: str, name
     if (metric and metric not in known) or (not metric and len(known) != 1):
         raise RunError(f"{source}: {f'no metric {metric}' if metric else 'name the metric'}; there is {', '.join(known)}")
     return lines[lines["metric"] == (metric or known[0])]
+
+
+def _at_full_rates(runs: pd.DataFrame) -> pd.DataFrame:
+    """The lines with those of arms that lack a tuned key repeated at each rate that they stand for (`full_cells`)."""
+    places = [runs["size"], runs["stage"].fillna("") if "stage" in runs else runs["size"]]
+    grids = {size: lines["rate"].unique() for size, lines in runs.groupby("size")}
+    full = {(size, stage): full_cells(lines["rate"].unique(), grids[size]) for (size, stage), lines in runs.groupby(places)}
+    if not any(full.values()):
+        return runs
+    rates = [full[size, stage].get(rate, [rate]) for size, stage, rate in zip(*places, runs["rate"], strict=True)]
+    return runs.assign(rate=rates).explode("rate", ignore_index=True)
 
 
 def _check_lines(runs: pd.DataFrame, source: str, others: list[str]) -> None:

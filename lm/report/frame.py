@@ -33,7 +33,7 @@ def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
     Returns:
         The frame. Columns of the run: its name and folder, its place in an experiment, seed, git commit, and `state`: finished, unfinished
         or diverged. Without an experiment `arm` is the normalizer, without a tuned key `rate` is optim.lr, and of several keys it is text,
-        `0.002 / 0.1`. Columns of what was measured:
+        `0.002 / 0.1`, with `any` for a key that the arm lacks. Columns of what was measured:
         step, tokens seen by then, kind of evaluation, metric, task, inference setting, unit of the value, the better direction, the
         place `x` on the axis, and of bins its end `until`. Columns of the sequence: `sequences` (a hash: values of equal hashes can be
         paired by `sample`), `sample`, `group` (document), and `part`: documents that select learning rates (`selects`), or all others

@@ -11,6 +11,7 @@ FEWEST_TUNING_SEEDS = 2  # that a rate is tuned on
 
 Rate = float | tuple[float, ...]  # the value of the tuned key; of several keys theirs, in their order
 Losses = Mapping[Rate, Sequence[float]]  # one arm's: by learning rate, the final selection loss of each tuning seed; inf: diverged
+ANY = "any"  # in a cell, in place of the value of a key that a run doesn't have
 _BETWEEN = " / "  # values of several keys
 
 
@@ -32,19 +33,45 @@ def rates_of(axes: Iterable[Iterable[float]]) -> list[Rate]:
 
 def rate_words(rate: Rate | str) -> str:
     """A rate or its cell as it is shown, such as `0.002`, or `0.002 / 0.1` of two keys."""
-    return _BETWEEN.join(f"{value:g}" for value in coordinates(read_rate(rate)))
+    values = _texts(rate) if isinstance(rate, str) else coordinates(rate)
+    return _BETWEEN.join(ANY if value == ANY else f"{float(value):g}" for value in values)
 
 
-def rate_cell(rate: Rate | None) -> float | str | None:
-    """A rate as files and tables hold it: a number, or of several keys the text of their exact values."""
+def rate_cell(rate: Rate | None, has: Sequence[bool] = ()) -> float | str | None:
+    """A rate as files and tables hold it: a number, or of several keys the text of their exact values. `has`: for each key, whether the run
+    has it; all, if empty."""
+    if rate is not None and not all(has):
+        return _BETWEEN.join(repr(value) if there else ANY for value, there in zip(coordinates(rate), has, strict=True))
     return _BETWEEN.join(map(repr, rate)) if isinstance(rate, tuple) else rate
+
+
+def full_cells(cells: Iterable[float | str | None], grid: Iterable[float | str | None]) -> dict[float | str, list[float | str | None]]:
+    """By cell, the cells that it stands for if it has `ANY`: those of `cells` that agree in other keys, and the one in the middle of the
+    values in `grid`, which `best_rate` chooses. A key that has no value in `grid` is left out of all. Empty: no cell has `ANY`."""
+    known, planned = ({cell: _texts(cell) for cell in some if cell is not None and cell == cell} for some in (cells, grid))
+    if not any(ANY in values for values in known.values()) or len({len(values) for values in planned.values()}) > 1:
+        return {}
+    axes = [sorted({value for value in values if value != ANY}, key=float) for values in zip(*planned.values(), strict=True)]
+    kept = [number for number, axis in enumerate(axes) if axis]
+    full: dict[float | str, list[float | str | None]] = {}
+    for cell, values in known.items():
+        middle = [axis[(len(axis) - 1) // 2] if axis and value == ANY else value for value, axis in zip(values, axes, strict=True)]
+        whole = [middle, *(others for others in known.values() if all(others[number] != ANY for number in kept))]
+        rates = [[rate[number] for number in kept] for rate in whole if all(values[number] in (ANY, rate[number]) for number in kept)]
+        full[cell] = [*dict.fromkeys(rate_cell(read_rate(_BETWEEN.join(rate))) if rate else None for rate in rates)]
+    return full
+
+
+def _texts(cell: float | str) -> list[str]:
+    """The values of a cell as text."""
+    return cell.split(_BETWEEN) if isinstance(cell, str) else [str(cell)]
 
 
 def read_rate(cell: Rate | str) -> Rate:
     """The rate of a cell; a rate as it is. Raises ValueError: it is none."""
     if not isinstance(cell, str):
         return cell
-    return rate_of(int(text) if text.isdecimal() else float(text) for text in cell.split(_BETWEEN))
+    return rate_of(int(text) if text.isdecimal() else float(text) for text in _texts(cell))
 
 
 @dataclass(frozen=True)
