@@ -19,8 +19,10 @@ STYLE = """
   .md-typeset__scrollwrap { margin: 0; overflow: visible; }
   .md-typeset__table { display: block; padding: 0; }
   .md-typeset table:not([class]) { display: table; width: 100%; overflow: visible; font-size: 7pt; }
-  .md-typeset table:not([class]) :is(th, td) { padding: .3em .5em; overflow-wrap: anywhere; }
+  .md-typeset table:not([class]) :is(th, td) { padding: .3em .5em; }
+  .md-typeset table:not([class]) code { overflow-wrap: anywhere; word-break: normal; }
   .md-typeset table:not([class]) td:last-child { min-width: 6rem; }
+  .md-typeset table:not([class]) td:first-child { min-width: 5rem; }
   .md-typeset :is(tr, img, pre) { break-inside: avoid; }
   .md-typeset :is(h2, h3) { break-after: avoid; }
 }
