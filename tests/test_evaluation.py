@@ -40,11 +40,13 @@ def made(name: str = "softmax", count: int = 5, length: int = 128) -> tuple[Deco
     return decoder, HeldOut(tokens, np.full(60, 4.0, np.float32))
 
 
-@pytest.mark.parametrize(("count", "length"), [(5, 128), (1, 2048)])
+@pytest.mark.parametrize(("count", "length"), [(5, 128), (1, 640)])
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_loss_by_token_equals_the_full_computation(name: str, count: int, length: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.evaluation.held_out.EVAL_TOKENS", 300)
     monkeypatch.setattr("lm.model.blocks.MLP_TOKENS", 100)
+    monkeypatch.setattr("lm.attention.routes.BLOCK_WEIGHTS", 2 * 640 * 200)
+    monkeypatch.setattr("lm.attention.elementwise_sums.TILE", 200)
     decoder, held_out = made(name, count, length)
     used = for_inference(decoder, InferenceSetting(ThetaFactor()))
     found = nll_by_token(used, held_out, CPU)
