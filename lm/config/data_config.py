@@ -4,7 +4,8 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import ClassVar, Literal, get_args
 
 from lm.config.task_config import TASKS, Task
 from lm.errors import Problem
@@ -373,6 +374,32 @@ class GPT2Tokenizer(InFiles):
     merges: str = key("", "vocab.bpe (also: merges.txt)")
 
 
+Encoding = Literal["r50k_base", "cl100k_base", "o200k_base"]
+
+
+@dataclass
+class TiktokenTokenizer(InFiles):
+    """A byte-level BPE in OpenAI's rank files."""
+
+    name: ClassVar[str] = "tiktoken"
+    files: ClassVar[dict[str, str]] = {"path": "a .tiktoken file"}
+    path: str = key("", "the rank file, e.g. cl100k_base.tiktoken")
+    encoding: Encoding | None = key(None, "how text is split into words, and the id of <|endoftext|>; null: as the file is named")
+
+    @property
+    def known_encoding(self) -> str:
+        """The encoding that is set, or that the file is named after."""
+        return self.encoding or Path(self.path).stem
+
+    def problems(self) -> list[Problem]:
+        """No file, or one whose name does not give the encoding."""
+        problems = super().problems()
+        if not problems and self.known_encoding not in get_args(Encoding):
+            reason = f"is not named after one of {', '.join(get_args(Encoding))}"
+            problems.append(Problem("path", self.path, reason, "set data.tokenizer.encoding"))
+        return problems
+
+
 @dataclass
 class PretrainedTokenizer(InFiles):
     """The tokenizer of a pretrained model, on the hub or in a folder of transformers."""
@@ -384,8 +411,8 @@ class PretrainedTokenizer(InFiles):
     end_of_text: str = key(END_OF_TEXT, "the token that starts a document, e.g. the model's BOS")
 
 
-AnyTokenizer = TrainedTokenizer | TokenizerFile | GPT2Tokenizer | PretrainedTokenizer
-TOKENIZERS: dict[str, type] = {v.name: v for v in (TrainedTokenizer, TokenizerFile, GPT2Tokenizer, PretrainedTokenizer)}
+AnyTokenizer = TrainedTokenizer | TokenizerFile | GPT2Tokenizer | TiktokenTokenizer | PretrainedTokenizer
+TOKENIZERS: dict[str, type] = {v.name: v for v in (TrainedTokenizer, TokenizerFile, GPT2Tokenizer, TiktokenTokenizer, PretrainedTokenizer)}
 
 
 @dataclass

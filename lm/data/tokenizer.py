@@ -1,14 +1,17 @@
-"""Text to tokens and back: a byte-level BPE trained on the training documents, or one in files: a tokenizer.json, GPT-2's
-files, or a pretrained model's.
+"""Text to tokens and back: a byte-level BPE trained on the training documents, or one in files: a tokenizer.json, GPT-2's or
+tiktoken's files, or a pretrained model's.
 
 The `tokenizers` library is called here and in `lm.huggingface` alone: all that it raises becomes a DataError.
 """
 
+import base64
+import binascii
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +25,7 @@ from lm.config.data_config import (
     GPT2Tokenizer,
     InFiles,
     PretrainedTokenizer,
+    TiktokenTokenizer,
     TokenizerFile,
     TrainedTokenizer,
 )
@@ -195,6 +199,7 @@ def token_bytes(tokenizer: "Tokenizer") -> np.ndarray | None:
 IN_FILES: dict[type[InFiles], Callable[[InFiles], "Tokenizer"]] = {
     TokenizerFile: lambda spec: load_tokenizer(Path(spec.path), spec.end_of_text),
     GPT2Tokenizer: lambda spec: gpt2_tokenizer(Path(spec.vocab), Path(spec.merges)),
+    TiktokenTokenizer: lambda spec: tiktoken_tokenizer(Path(spec.path), spec.known_encoding),
     PretrainedTokenizer: lambda spec: _parsed(lambda: pretrained(spec)[0], spec.end_of_text, spec.model, "data.tokenizer.model"),
 }
 
@@ -280,7 +285,24 @@ def named_tokenizer(path: Path) -> str:
     return content
 
 
-# ---------------------------------------------------------------- GPT-2's files
+# ---------------------------------------------------------------- files of merges and ranks
+
+
+# How each tiktoken encoding cuts text into words, and the id of its <|endoftext|>.
+_CL100K = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_R50K = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_O200K = "|".join(
+    (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+ENCODINGS = {"r50k_base": (_R50K, 50256), "cl100k_base": (_CL100K, 100257), "o200k_base": (_O200K, 199999)}
 
 
 def gpt2_tokenizer(vocab: Path, merges: Path) -> "Tokenizer":
@@ -298,14 +320,60 @@ def gpt2_tokenizer(vocab: Path, merges: Path) -> "Tokenizer":
         raise DataError(
             f"{merges}: not a vocab.bpe that goes with {vocab.name}: two of its tokens a line (data.tokenizer.merges)"
         ) from None
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import pre_tokenizers
 
-    tokenizer = Tokenizer(models.BPE({**ids, END_OF_TEXT: ids.get(END_OF_TEXT, max(ids.values()) + 1)}, pairs))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return _byte_level(ids, pairs, ids.get(END_OF_TEXT, max(ids.values()) + 1), pre_tokenizers.ByteLevel(add_prefix_space=False))
+
+
+def tiktoken_tokenizer(path: Path, encoding: str) -> "Tokenizer":
+    """The tokenizer of a rank file: lines of a token's bytes in base64 and its id, which is also its rank among merges.
+
+    tiktoken merges the neighbours whose union ranks lowest, so that every way to cut a token in two tokens is a merge.
+
+    Raises DataError: the file is missing or not a rank file.
+    """
+    lines = read(path, "data.tokenizer.path").split(b"\n")
+    try:
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in (line.split() for line in lines if line)}
+    except (ValueError, binascii.Error):
+        ranks = {}
+    pattern, end = ENCODINGS[encoding]
+    if not {bytes([byte]) for byte in range(256)} <= ranks.keys() or max(ranks.values()) >= end:
+        raise DataError(f"{path}: not the rank file of {encoding}, or damaged (data.tokenizer.path)")
+    pairs = []
+    for token, _ in sorted(ranks.items(), key=lambda item: item[1]):
+        cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token)) if token[:cut] in ranks and token[cut:] in ranks]
+        pairs += sorted(cuts, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+    from tokenizers import Regex, pre_tokenizers
+
+    words = pre_tokenizers.Split(Regex(pattern), "isolated")
+    cutter = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    spelled = {token: _spelled(token) for token in ranks}
+    ids = {spelled[token]: rank for token, rank in ranks.items()}
+    return _byte_level(ids, [(spelled[first], spelled[second]) for first, second in pairs], end, cutter, ignore_merges=True)
+
+
+def _byte_level(ids: dict[str, int], pairs: list[tuple[str, str]], end: int, cutter: object, ignore_merges: bool = False) -> "Tokenizer":
+    from tokenizers import Tokenizer, decoders, models
+
+    tokenizer = Tokenizer(models.BPE({**ids, END_OF_TEXT: end}, pairs, ignore_merges=ignore_merges))
+    tokenizer.pre_tokenizer = cutter
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([END_OF_TEXT])
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+def _spelled(token: bytes) -> str:
+    """Bytes in GPT-2's alphabet: one printable character each."""
+    return "".join(_alphabet()[byte] for byte in token)
+
+
+@cache
+def _alphabet() -> list[str]:
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def read(path: Path, key: str) -> bytes:
