@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, lm
+from huggingface_hub import HfApi
 from test_import import CASES, T, V, imported, save
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -301,6 +302,34 @@ def test_the_code_keeps_the_rules_of_backends_that_bring_their_own_attention(tmp
     _, folder = moved(shape(opt.Sink()), 64, tmp_path / "sink")
     with pytest.raises(ValueError, match="ours does not compute sink; set it to eager or sdpa"):
         of_transformers(folder, "ours")(given)
+
+
+def test_an_export_is_pushed_and_kept_where_the_hub_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    calls = []
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, name, **given: calls.append((name, given)) or f"https://hub/{name}")
+    monkeypatch.setattr(HfApi, "upload_folder", lambda self, **given: calls.append(given))
+    save_model(Decoder(shape(opt.SSMax()), V, 64), tmp_path / "ours")
+    pushed = lm("export", str(tmp_path / "ours"), "--format", "hf", "-o", str(tmp_path / "hf"), "--push", "me/it")
+    assert (pushed.returncode, pushed.stdout) == (0, f"{tmp_path / 'hf'}\nhttps://hub/me/it\n"), pushed.stderr
+    assert calls == [("me/it", {"exist_ok": True}), {"repo_id": "me/it", "folder_path": tmp_path / "hf"}]
+
+    def refuse(self, name: str, **given: object) -> None:
+        raise PermissionError("not\nyours")
+
+    monkeypatch.setattr(HfApi, "create_repo", refuse)
+    refused = lm("export", str(tmp_path / "ours"), "-o", str(tmp_path / "kept"), "--push", "me/it")
+    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
+    assert "me/it: the hub does not take it: not yours; the folder is written" in refused.stderr
+    assert (tmp_path / "kept" / "lm.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["bad name/..//", "a/b/c", ""])
+def test_a_name_that_the_hub_can_not_have_is_refused_before_the_export(name: str, tmp_path: Path):
+    save_model(Decoder(shape(opt.SSMax()), V, 64), tmp_path / "ours")
+    refused = lm("export", str(tmp_path / "ours"), "-o", str(tmp_path / "out"), "--push", name)
+    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
+    assert "not a name of the hub; it is NAME or OWNER/NAME" in refused.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_is_no_model_is_said_to_be_none(tmp_path: Path):

@@ -13,7 +13,7 @@ from lm.config.load import to_yaml
 from lm.config.model_config import AttentionBlock
 from lm.config.tree import function_of
 from lm.data.tokenizer import TOKENIZER_CONFIG
-from lm.errors import RunError
+from lm.errors import DataError, RunError, one_line
 from lm.files import new_folder, replacing
 from lm.huggingface.architectures import ARCHITECTURES, Architecture, Part, Shape
 from lm.huggingface.fields import Fields
@@ -263,3 +263,30 @@ def _own_tensors(loaded: Loaded) -> tuple[dict[str, Described], Iterator[tuple[s
     }
     described = {name: (torch.float32, tuple(value.shape)) for name, value in state.items()}
     return described, ((name, value.float().contiguous()) for name, value in state.items())
+
+
+def check_hub_name(name: str) -> None:
+    """Raises DataError: not a name that a model on the hub can have."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise DataError(f"--push {name}: not a name of the hub; it is NAME or OWNER/NAME, of letters, digits, `-`, `_` and `.`") from None
+
+
+def upload(folder: Path, name: str) -> str:
+    """Upload a folder to the hub as the model `name`, which is created if it is not there; returns its address.
+
+    Raises DataError: no network, no permission, or not a name.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi()
+        address = api.create_repo(name, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder)
+    except Exception as error:  # many kinds: offline, no such user, no permission
+        remedy = f"the folder is written: once that is mended, `hf upload {name} {folder}`"
+        raise DataError(f"{name}: the hub does not take it: {one_line(error, 200)}; {remedy}") from None
+    return str(address)
