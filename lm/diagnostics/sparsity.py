@@ -55,6 +55,13 @@ def condensation_scale(n: Tensor) -> Tensor:
     return (n.log() / 2).sqrt()
 
 
+def simulated_sparsity(std: Tensor, n: int, draws: int = 64, seed: int = 0) -> Tensor:
+    """S of e^score for n Gaussian scores of each standard deviation in `std` (K,), also beyond condensation: the mean over draws."""
+    drawn = torch.randn(draws, n, generator=torch.Generator().manual_seed(seed), dtype=std.dtype)
+    everywhere = torch.ones(n, dtype=torch.bool)
+    return torch.stack([sparsity((scale * drawn).softmax(-1), everywhere).mean() for scale in std])
+
+
 def relu_sparsity(mean: Tensor, std: Tensor) -> Tensor:
     """S of relu(score), with r = beta / gamma: (r Phi + phi) / sqrt((r^2 + 1) Phi + r phi); 1 / sqrt(pi) at r = 0."""
     r, below, density = _ratio(mean, std)

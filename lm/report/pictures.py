@@ -62,7 +62,7 @@ class Trace:
     """One arm, or one of its seeds, in a panel.
 
     Attributes:
-        arm: number of its colour and marker.
+        arm: number of its colour and marker; -1: a grey line, such as theory to compare with.
         label: whose it is, such as `ssmax, seed 3`.
         x, y: (points,); NaN where nothing is known.
         kind: a thin line (`seed`), a thick one (`mean`) with its interval as a band, `dots`, points with an `interval` as a bar, what
@@ -95,7 +95,7 @@ class Panel:
         ticks: labels of the x axis by value; empty: as matplotlib chooses.
         log: 2 or 10, the base of a logarithmic x axis; 0: it is linear.
         log_y: whether the y axis is logarithmic.
-        y_range: ends of the y axis; None: as the traces need.
+        x_range, y_range: ends of the axes; None: as the traces need.
         zero: whether a line is drawn at zero, as of differences.
         small: differences within this of zero do not matter: shaded; 0: nothing is.
         marks, levels: words by x of vertical and by y of horizontal reference lines.
@@ -109,6 +109,7 @@ class Panel:
     ticks: Mapping[float, str] = field(default_factory=dict)
     log: Literal[0, 2, 10] = 0
     log_y: bool = False
+    x_range: tuple[float, float] | None = None
     y_range: tuple[float, float] | None = None
     zero: bool = False
     small: float = 0.0
@@ -170,7 +171,7 @@ class Picture:
     def shown(self) -> list[int]:
         """Numbers of the arms that are drawn and named above all panels."""
         traces = [trace for panel in self.panels if isinstance(panel, Panel) for trace in panel.traces if len(trace.x)]
-        return sorted({trace.arm for trace in traces if not trace.keyed})
+        return sorted({trace.arm for trace in traces if not trace.keyed and trace.arm >= 0})
 
     @property
     def mapped(self) -> bool:
@@ -298,6 +299,8 @@ def _panel(axes: Axes, panel: Panel) -> None:
         axes.plot([x], [y], "o", markersize=15, markerfacecolor="none", markeredgewidth=1.6, color=colour_and_marker(arm)["color"])
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
     axes.set_title(_wrapped(panel.title), pad=20 if panel.marks else 6)  # above what is written at the top of vertical lines
+    if panel.x_range:
+        axes.set_xlim(*panel.x_range)
     if panel.y_range:
         axes.set_ylim(*panel.y_range)
     if panel.ticks:
@@ -336,7 +339,7 @@ def _trace(axes: Axes, trace: Trace) -> None:
         case "mean":
             if trace.low is not None:
                 axes.fill_between(trace.x, trace.low, trace.high, color=style["color"], alpha=0.15, linewidth=0)
-            thin = {"linewidth": 1.1} if trace.hollow else {}
+            thin = {"linewidth": 1.1} if trace.hollow or trace.arm < 0 else {}
             axes.plot(trace.x, trace.y, markersize=4.5, markevery=max(1, len(trace.x) // 8), zorder=3, **style | thin)
         case "dots":
             look = {"markeredgewidth": 1.2, "markersize": 5.5} if trace.hollow else {"markeredgewidth": 0, "markersize": 4.5}
@@ -395,7 +398,9 @@ def _wrapped(title: str) -> str:
 
 
 def colour_and_marker(number: int) -> Style:
-    """Colour and marker of a line by its number: both cycle, and no two of 49 lines agree in both."""
+    """Colour and marker of a line by its number: both cycle, and no two of 49 lines agree in both; grey and none for -1."""
+    if number < 0:
+        return {"color": GREY, "marker": ""}
     return {"color": COLOURS[number % 7], "marker": MARKERS[(number + number // 7) % 7]}
 
 
