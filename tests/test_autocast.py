@@ -94,14 +94,15 @@ def check_errors(name: str, length: int, rope: bool, device: str = "cpu", size: 
             assert error <= 0.05 * factor, what
 
 
-PAIRED = ((64, 64, True), (64, 48, False), (1024, 64, True))  # each length, size and rotation, without all their combinations
+SHORT = (64, 64), (64, 48)  # length and head size
+PAIRED = ((64, 64, True), (64, 48, False), (640, 64, True))  # also beyond the 512 tokens of the short route
 
 
 @pytest.mark.parametrize(
     ("length", "size", "rope"),
     [
         shape if shape in PAIRED else slow(*shape)
-        for shape in ((*shape, rope) for shape in ((64, 64), (64, 48), (1024, 64), (1024, 48), (4096, 64)) for rope in (False, True))
+        for shape in ((*shape, rope) for shape in (*SHORT, (640, 64), (1024, 64), (1024, 48), (4096, 64)) for rope in (False, True))
     ],
 )
 @pytest.mark.parametrize("name", CASES)
