@@ -291,7 +291,9 @@ def test_the_loss_of_text_that_is_not_trained_on_has_no_level_to_be_below(tmp_pa
     sources = mixture(tmp_path, {"letters": LETTERS, "texts": TEXTS})
     tasks = f"data.tasks=[{{weight: {weight}, task: needle}}]"
     base = load([str(ROOT / "tests" / "tiny.yaml"), "data.source=package", tasks])
-    config = dataclasses.replace(base, data=dataclasses.replace(base.data, source=sources.source, tokenizer=sources.tokenizer))
+    config = dataclasses.replace(
+        base, data=dataclasses.replace(base.data, source=sources.source, tokenizer=sources.tokenizer, root=sources.root)
+    )
     store = prepare(config.data)
     validated = Validation(config, store).measure(
         Decoder(config.model, store.vocab_size, 32), Device(torch.device("cpu"), bf16=False), print
