@@ -171,7 +171,7 @@ class Recall:
         return cells
 
     def overview(self) -> bytes:
-        """The picture of all arms at their best rates: mean accuracy by length as coloured cells, seeds that learned, and verdicts."""
+        """The picture of all arms at their best rates: mean accuracy by length as coloured cells, and verdicts."""
         values = np.stack([100 * self._best(arm).mean(0) for arm in self.arms])
         with plt.rc_context({"font.size": 9}), canvas(1, 1, (7.2, 0.8 + 0.235 * len(self.arms))) as (figure, axes):
             axes.imshow(values, cmap="viridis", vmin=0, vmax=100, aspect="auto")
@@ -231,7 +231,7 @@ LABELS = {
 SHOWN = (
     Recall("recall", "retrieval.md", {arm: LABELS[arm] for arm in ("softmax", "ssmax", "log_n")}, "softmax", (2048,), 0.1, picture=True),
     Recall("recall-control", "retrieval.md", LABELS, "ssmax_fixed", (2048, 8192), 0.1, picture=True),
-    Recall("recall-tuned", "retrieval.md", LABELS, "ssmax_fixed", (16384,), 0.25, tuned=True),
+    Recall("recall-tuned", "retrieval.md", LABELS, "ssmax_fixed", (16384,), 0.25, tuned=True, picture=True, ranked=True),
     Recall(
         "recall-after",
         "retrieval.md",
@@ -347,7 +347,7 @@ def heads(lines: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
             "N_eff": head.effective,
             "S": head.s,
             "entropy": head.entropy,
-            "formula holds": float(head.holds),
+            "formula holds": float(head.formula_holds),
             "predicted half-length": head.predicted(HALF),
             "half-length": head.observed,
             "longest": head.lengths[-1],
@@ -365,7 +365,7 @@ def main() -> int:
     if asked.collect:
         print(collect(Path(asked.collect[0]), asked.collect[1]))
         return 0
-    differing = {path: content for path, content in files().items() if path.read_bytes() != content}
+    differing = {path: content for path, content in files().items() if not path.exists() or path.read_bytes() != content}
     for path, content in differing.items():
         print(f"{path.relative_to(ROOT)}: {'differs from results/' if asked.check else 'written'}")
         if not asked.check:

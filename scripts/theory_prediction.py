@@ -56,7 +56,7 @@ class Run:
     Attributes:
         head: (layer, head) with the largest mean weight on the needle, `at_length`.
         effective: mean N_eff of that head on the questions; `s`: mean S; `entropy`: mean, nats.
-        holds: whether the head's weights are those that the formula is of.
+        formula_holds: whether the head's weights are those that the formula is of.
     """
 
     folder: Path
@@ -71,7 +71,7 @@ class Run:
     lengths: tuple[int, ...] = ()
     accuracy: tuple[float, ...] = ()
     entropy: float = math.nan
-    holds: bool = True
+    formula_holds: bool = True
 
     @property
     def observed(self) -> float:
@@ -109,7 +109,9 @@ def measured(folder: Path, any_map: bool = False) -> Run:
     s = float(np.sqrt(head.effective_keys / head.scores.n).mean())
     effective, weights = float(head.effective_keys.mean()), median_weights(head.scores, length)
     place, entropy = (head.layer, head.head), float(head.entropy.mean())
-    return Run(folder, arm, length, place, head.weight, effective, s, head.scores, weights, entropy=entropy, holds=head.holds)
+    return Run(
+        folder, arm, length, place, head.weight, effective, s, head.scores, weights, entropy=entropy, formula_holds=head.formula_holds
+    )
 
 
 def between(lengths: list[int], accuracy: list[float]) -> list[int]:

@@ -63,7 +63,7 @@ class RetrievingHead:
     effective_keys: np.ndarray  # (Q,) N_eff of its rows
     entropy: np.ndarray  # (Q,) of its rows, nats
     scores: Retrieval  # those of its rows
-    holds: bool = True  # whether its weights are those that the formula is of
+    formula_holds: bool = True  # whether its weights are those that the formula is of
 
 
 @torch.no_grad()
@@ -75,7 +75,7 @@ def retrieving_head(decoder: Decoder, examples: list[Example], any_map: bool = F
     weight's share in its row stands for its score, without a slope.
     """
     parts: dict[int, list[tuple[np.ndarray, ...]]] = {}
-    holds: dict[int, bool] = {}
+    formula_holds: dict[int, bool] = {}
     for example in examples:
         asked = (example.questions[:, 0] - 1).tolist()
         batch = Batch.of(example.tokens[None]).to(decoder.head.weight.device)
@@ -84,7 +84,7 @@ def retrieving_head(decoder: Decoder, examples: list[Example], any_map: bool = F
             by_score = block.normalizer.score_map == "exp" and not block.normalizer.log_decay(rows.scores).any()
             if (by_score or any_map) and bool((rows.n == rows.queries + 1).all()):
                 parts.setdefault(block.layer, []).append(_of_block(block, rows, example, by_score))
-                holds[block.layer] = by_score
+                formula_holds[block.layer] = by_score
     best: RetrievingHead | None = None
     for layer, blocks in parts.items():
         needle, others, filler, n, slope, weight, effective, entropy = (np.concatenate(values) for values in zip(*blocks, strict=True))
@@ -92,7 +92,7 @@ def retrieving_head(decoder: Decoder, examples: list[Example], any_map: bool = F
         if best is None or weight[:, head].mean() > best.weight:
             scores = Retrieval(needle[:, head], others[:, head], filler, n, slope[:, head])
             mean = float(weight[:, head].mean())
-            best = RetrievingHead(layer, head, mean, effective[:, head], entropy[:, head], scores, holds[layer])
+            best = RetrievingHead(layer, head, mean, effective[:, head], entropy[:, head], scores, formula_holds[layer])
     return best
 
 
