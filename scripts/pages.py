@@ -1,7 +1,6 @@
 """What the scripts that write pages of docs/ share: pictures and templates."""
 
 import io
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,9 +46,8 @@ def finish(axes: Axes, size: float = 9, place: str = "best", **words: str) -> No
 
 
 def rendered(template: Path, **given: object) -> str:
-    """A jinja2 template in Markdown with what it is given; a name that is not given is an error. `tokens` is a filter there."""
+    """A jinja2 template in Markdown with what it is given; a name that is not given is an error."""
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    environment.filters["tokens"] = lambda value: f"{value:,.0f}" if math.isfinite(value) else "never"
     return environment.from_string(template.read_text(encoding="utf-8")).render(**given)
 
 

@@ -4,9 +4,9 @@ Settled before the final runs of configs/experiments/recall-all.yaml:
 
 - Runs: the final ones of `EXPERIMENTS` that have learned the task (accuracy of at least 0.9 at the training length). A run falls at the
   length at which accuracy falls below one half.
-- Numbers, of the head that gives the needle most weight: the formula of docs/theory.md with margin and slope, which has no fitted constant;
-  and straight lines for log2 of the length in margin, log odds of the weight on the needle, ln N_eff, ln S and entropy, fitted on the runs
-  that fall of all other arms, each arm with equal weight.
+- Numbers, of the head that gives the needle most weight: the formula of docs/half-length.md with margin and slope, which has no fitted
+  constant; and straight lines for log2 of the length in margin, log odds of the weight on the needle, ln N_eff, ln S and entropy, fitted
+  on the runs that fall of all other arms, each arm with equal weight.
 - To beat: the mean of the other arms, and of the other seeds of the same arm.
 - An error is |log2(predicted / observed)| of a run that falls, with predictions kept within 64 and 2^20 tokens. Arms are the sample: each
   counts by its mean error, and 0.25 octaves matter.
@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from pages import canvas, finish, logarithmic_x, saved
+from matplotlib import pyplot as plt
+from pages import canvas, finish, saved
 
 from lm.report.pictures import COLOURS
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
@@ -42,7 +43,7 @@ OTHERS, SEEDS = "mean of the other arms", "mean of the arm's other seeds"
 def learned(results: Path) -> pd.DataFrame:
     """The runs that have learned the task, a line each: experiment, arm, its numbers, the length observed (infinite) and the longest."""
     frames = []
-    for name in EXPERIMENTS:
+    for name in (name for name in EXPERIMENTS if (results / name).is_dir()):
         lines = pd.read_csv(results / name / "seeds.csv").query("stage == 'final'")
         lines = lines.assign(line=name + " " + lines.get("size", ""))
         keys = ["line", "arm", "rate", "seed"]
@@ -163,7 +164,8 @@ def difference(verdict: Verdict) -> str:
 def drawn(runs: pd.DataFrame) -> bytes:
     """The picture: lengths observed over those predicted, a panel for each number; hollow: a run that doesn't fall."""
     shown = [number for number in predictions(runs) if number.name != SEEDS]
-    with canvas(2, 4, (13, 6.4), sharey=True, sharex=True) as (figure, panels):
+    ticks = {2.0**power: f"{2**power:,}" for power in (6, 10, 14, 18)}
+    with plt.rc_context({"font.size": 9}), canvas(2, 4, (9.6, 5.2), sharey=True, sharex=True) as (figure, panels):
         for axes, number in zip(panels.flat, shown, strict=False):
             axes.plot((NEAREST, FARTHEST), (NEAREST, FARTHEST), color="0.6", linewidth=1)
             for holds, colour in ((1, COLOURS[0]), (0, COLOURS[1])):
@@ -171,13 +173,19 @@ def drawn(runs: pd.DataFrame) -> bytes:
                 down = np.isfinite(part["half-length"])
                 kept = number.lengths[part.index].clip(NEAREST, FARTHEST)
                 axes.scatter(kept[~down], part.longest[~down], s=14, facecolors="none", edgecolors=colour, linewidths=0.6, alpha=0.6)
-                axes.scatter(kept[down], part["half-length"][down], s=14, color=colour, label="e^score" if holds else "other weights")
+                axes.scatter(kept[down], part["half-length"][down], s=14, color=colour)
             axes.set_title(number.name.partition(":")[0], fontsize=9)
-            axes.set_yscale("log", base=2)
-            logarithmic_x(axes, [NEAREST, 1024.0, 16384.0, FARTHEST])
+            axes.set(xscale="log", yscale="log")
+            axes.set_xticks([*ticks], ticks.values(), fontsize=8)
+            axes.set_yticks([*ticks], ticks.values())
+            axes.minorticks_off()
             finish(axes)
         for axes in panels.flat[len(shown) :]:
-            axes.set_visible(False)
+            axes.set_axis_off()
+        for colour, words in zip(COLOURS, ("weights e^score", "other weights"), strict=False):
+            panels[-1, -1].scatter([], [], s=14, color=colour, label=words)
+        panels[-1, -1].scatter([], [], s=14, facecolors="none", edgecolors="0.4", label="does not fall, up to here")
+        panels[-1, -1].legend(frameon=False, loc="center", fontsize=9)
         figure.supxlabel("length predicted, arms held out (tokens)", fontsize=9)
         figure.supylabel("length observed (tokens)", fontsize=9)
         return saved(figure)

@@ -19,6 +19,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+import predictors
 from pages import canvas, finish, saved
 
 from lm.report.pictures import COLOURS
@@ -309,6 +310,9 @@ def files() -> dict[Path, bytes]:
             pages[page] = filled(pages[page], f"{shown.name} heads", shown.head_table())
         if shown.picture:
             pictures[ROOT / "docs" / f"{shown.name}.svg"] = shown.overview() if shown.ranked else shown.drawn()
+    runs, page = predictors.learned(RESULTS), ROOT / "docs" / "half-length.md"
+    pages[page] = filled(page.read_text(encoding="utf-8"), "predictors", predictors.table(runs, _markdown))
+    pictures[page.with_suffix(".svg")] = predictors.drawn(runs)
     return {page: text.encode() for page, text in pages.items()} | pictures
 
 
@@ -331,29 +335,17 @@ def collect(folder: Path, name: str) -> Path:
 
 
 def heads(lines: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """What the head that answers gives at the training length (docs/theory.md), a line for each number of each run that recalls pairs."""
-    runs = lines[lines.metric == "mqar accuracy"].drop_duplicates("folder")
+    """What the head that answers gives at the training length (docs/half-length.md): each number of each run that recalls pairs."""
+    lines = lines[lines.metric == "mqar accuracy"]
+    runs, length = lines.drop_duplicates("folder"), lines.x.min()
     if runs.empty:
-        return runs[:0]
-    from theory_prediction import HALF, SEQUENCES, UNSEEN, measured, observed
+        return runs
+    from retrieving_heads import SEQUENCES, numbers
 
     rows = []
     for run in runs.to_dict("records"):
-        head = observed(measured(Path(run["folder"]), any_map=True), (8192, 16384), UNSEEN)
-        numbers = {
-            "margin": float(np.median(head.found.margin)),
-            "slope": float(np.median(head.found.slope)),
-            "weight on the needle": head.at_length,
-            "N_eff": head.effective,
-            "S": head.s,
-            "entropy": head.entropy,
-            "formula holds": float(head.formula_holds),
-            "predicted half-length": head.predicted(HALF),
-            "half-length": head.observed,
-            "longest": head.lengths[-1],
-        }
-        place = {key: run[key] for key in keys} | {"setting": "head", "x": head.length, "sequences": SEQUENCES}
-        rows += [place | {"metric": metric, "value": value} for metric, value in numbers.items()]
+        place = {key: run[key] for key in keys} | {"setting": "head", "x": length, "sequences": SEQUENCES}
+        rows += [place | {"metric": metric, "value": value} for metric, value in numbers(Path(run["folder"])).items()]
     return pd.DataFrame(rows)
 
 

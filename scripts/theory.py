@@ -1,25 +1,21 @@
 """docs/theory.md: what the papers on attention normalization state, and what trained models do.
 
-    python scripts/theory.py --text runs/quickstart-text --recall runs/quickstart-recall
+    python scripts/theory.py --text runs/quickstart-text
 
-Reads folders that `lm compare configs/experiments/quickstart-{text,recall}.yaml` makes; --text takes those of several experiments. Of each
-arm on text the run of the lowest seed is described (`lm diagnose`, kept in its evaluations/), at the learning rate that the arm was judged
-at. Writes the page, its pictures and a table of all values.
+Reads folders that `lm compare configs/experiments/quickstart-text.yaml` makes, or those of several experiments. Of each arm the run of the
+lowest seed is described (`lm diagnose`, kept in its evaluations/), at the learning rate that the arm was judged at. Writes the page, its
+picture and a table of all values.
 """
 
 import argparse
 import math
 import sys
-import textwrap
 import time
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import torch
 from pages import canvas, finish, logarithmic_x, rendered, saved
-from scipy.stats import spearmanr
-from theory_prediction import CLEAR, LEARNED, SEQUENCES, Run, Score, measured, observed, scores
 from theory_statements import KEYS, OF_5, TRAINED, Described, compared, not_measured, values
 
 from lm.diagnostics.attention_rows import NO_FIRST
@@ -32,7 +28,6 @@ from lm.runs.folder import CONFIG, read_config, read_json
 
 FAMILIES = "eval.diagnostics.statistics=[concentration,sparsity,limits]"
 TEMPLATE = Path(__file__).parent / "theory.md.j2"
-FARTHEST = 2**16  # tokens: predictions beyond are drawn there
 
 
 def run_folders(root: Path) -> list[Path]:
@@ -105,89 +100,11 @@ def statements_picture(models: list[Described]) -> bytes:
         return saved(figure)
 
 
-def prediction_picture(runs: list[Run], forms: list[Score]) -> bytes:
-    """Predicted and observed 50 % lengths, a panel for each form."""
-    with canvas(1, len(forms), (3.3 * len(forms), 4.4), sharex=True, sharey=True) as (figure, row):
-        arms = list(dict.fromkeys(run.arm for run in runs))
-        for axes, form in zip(row, forms, strict=True):
-            for run, predicted in zip(runs, form.predictions, strict=True):
-                censored, style = math.isinf(run.observed), colour_and_marker(arms.index(run.arm))
-                x = run.lengths[-1] if censored else run.observed
-                fill = {"markerfacecolor": "none"} if censored else {}
-                axes.plot(x, min(predicted, FARTHEST), linestyle="", markersize=6, **fill, **style)
-            limits = runs[0].length, FARTHEST
-            axes.plot(limits, limits, color="0.6", linewidth=1)
-            finish(axes, title=form.name, xlabel="observed, tokens (hollow: not within)", xscale="log", yscale="log")
-            axes.set_title(textwrap.fill(form.name, 26), fontsize=9)
-        row[0].set_ylabel("50 % length predicted, tokens")
-        for index, arm in enumerate(arms):
-            row[0].plot([], [], linestyle="", label=arm, **colour_and_marker(index))
-        figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-        return saved(figure)
-
-
-def row(part: list[Run], runs: list[Run], forms: list[Score]) -> dict[str, object]:
-    """The line of one arm in the table of predictions."""
-    plain, fitted = ([predicted for run, predicted in zip(runs, form.predictions, strict=True) if run in part] for form in forms[:2])
-    fell = [run.observed for run in part if math.isfinite(run.observed)]
-    seen = f"{min(fell):,.0f} to {max(fell):,.0f}" if fell else f"not up to {max(run.lengths[-1] for run in part):,}"
-    return {
-        "arm": part[0].arm,
-        "runs": len(part),
-        **{name: np.mean([getattr(run, name) for run in part]) for name in ("at_length", "effective", "s")},
-        "margin": np.mean([np.median(run.found.margin) for run in part]),
-        "slope": np.mean([run.found.slope.mean() for run in part]),
-        "fell": len(fell),
-        "observed": seen,
-        "predicted": float(np.median(plain)),
-        "fitted": float(np.median(fitted)),
-        "threshold": forms[1].thresholds[part[0].arm],
-    }
-
-
-def remarks(runs: list[Run], forms: list[Score]) -> list[str]:
-    """What the predictions say beyond their errors."""
-    fell = [(run.observed, predicted) for run, predicted in zip(runs, forms[0].predictions, strict=True) if math.isfinite(run.observed)]
-    if len(fell) < 3:
-        return [f"{len(fell)} runs fell below one half: too few to say more."]
-    observed, predicted = np.log2(np.array(fell)).T
-    order, within, others = spearmanr(observed, predicted), [], []
-    for arm in dict.fromkeys(run.arm for run in runs):
-        pairs = [pair for pair, run in zip(fell, (run for run in runs if math.isfinite(run.observed)), strict=True) if run.arm == arm]
-        if len(pairs) > 2:
-            one = spearmanr(*zip(*pairs, strict=True))
-            within.append(f"{one.statistic:.2f} (p = {one.pvalue:.2g}) of {arm}")
-            lengths, formula = np.log2(np.array(pairs)).T
-            seeds = (lengths.sum() - lengths) / (len(pairs) - 1)  # the mean of an arm's other seeds, for each
-            errors = [np.abs(guess - lengths).mean() for guess in (seeds, formula)]
-            others.append("{:.2f} octaves against the formula's {:.2f} of {}".format(*errors, arm))
-    offset = float(np.mean(predicted - observed))
-    return [
-        f"Of the {len(fell)} runs that fell, the formula without a constant says {abs(offset):.2f} octaves too "
-        f"{'long' if offset > 0 else 'short'} on average; {int((predicted < observed).sum())} predictions are too short.",
-        f"It orders them with a rank correlation of {order.statistic:.2f} (p = {order.pvalue:.2g}) over runs of all arms. "
-        f"Within an arm: {'; '.join(within) or 'fewer than 3 runs'}.",
-        "A stronger baseline is the mean of an arm's other seeds, in the logarithm. It is off by: "
-        f"{'; '.join(others) or 'not known of fewer than 3 runs'}.",
-    ]
-
-
-def page_of(experiments: list[list[Described]], runs: list[Run], unlearned: int, arguments: argparse.Namespace) -> str:
-    """The text of docs/theory.md.
-
-    Args:
-        experiments: the models of each experiment on text.
-        runs: those that have learned the task.
-        unlearned: how many others there are.
-        arguments: of the command.
-    """
-    evaluated = min(run.lengths[-1] for run in runs)
-    first, second = [run.up_to(evaluated) for run in runs], runs
-    looks = {f"up to {max(run.lengths[-1] for run in part):,}": (part, scores(part)) for part in (first, second)}
-    forms, tables = scores(second), [compared(models) for models in experiments]
+def page_of(experiments: list[list[Described]], text: list[Path]) -> str:
+    """The text of docs/theory.md, from the models of each experiment and their folders."""
+    tables = [compared(models) for models in experiments]
     made_in = [{(one.source, one.says): one for one in table} for table in tables]
     statements = {(one.source, one.says): one for table in tables for one in table}
-    arms = {arm: [run for run in runs if run.arm == arm] for arm in dict.fromkeys(run.arm for run in runs)}
     return rendered(
         TEMPLATE,
         experiments=experiments,
@@ -195,51 +112,23 @@ def page_of(experiments: list[list[Described]], runs: list[Run], unlearned: int,
             (statements[key], [table[key].outcome if key in table else "-" for table in made_in]) for key in KEYS if key in statements
         ],
         not_measured=not_measured(tables),
-        runs=runs,
-        unlearned=unlearned,
-        forms=forms,
-        table=[row(part, runs, forms) for part in arms.values()],
-        looks=[
-            (name, part, form, sum(math.isfinite(run.observed) for run in part)) for name, (part, made) in looks.items() for form in made
-        ],
-        remarks=remarks(runs, forms),
-        evaluated=evaluated,
-        further=sum(run.lengths[-1] > evaluated for run in runs),
-        learned=LEARNED,
-        clear=CLEAR,
-        measured_on=SEQUENCES,
-        longer=arguments.longer,
-        sequences=arguments.sequences,
         names=[models[0].experiment for models in experiments],
-        text=arguments.text,
-        recall=arguments.recall,
+        text=text,
     )
 
 
 def main(given: list[str]) -> None:
-    """Predict, look, describe, write."""
+    """Describe, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True, nargs="+", help="folders of experiments on text")
-    parser.add_argument("--recall", type=Path, required=True, help="folder of runs of a recall experiment")
-    parser.add_argument("--longer", type=int, nargs="*", default=[4096, 8192], help="lengths beyond the recall evaluation's, tokens")
-    parser.add_argument("--sequences", type=int, default=8, help="test sequences at those lengths")
     parser.add_argument("--out", type=Path, default=Path("docs/theory.md"), help="page to write; pictures and values lie beside it")
     arguments = parser.parse_args(given)
     torch.set_num_threads(1)
     started = time.perf_counter()
     on_text = [first_runs(experiment) for experiment in arguments.text]
-    every = [measured(folder) for folder in run_folders(arguments.recall)]
-    every = [observed(run, tuple(arguments.longer), arguments.sequences) for run in every]
-    runs = [run for run in every if run.accuracy[0] >= LEARNED]
-    if not runs:
-        raise RunError(f"{arguments.recall}: none of {len(every)} runs has an accuracy of {LEARNED} at the training length: train longer")
     experiments = [[described(arm, folder) for arm, folder in arms.items()] for arms in on_text]
-    beside = {
-        "theory-statements.csv": values(experiments),
-        "theory-statements.svg": statements_picture(experiments[0]),
-        "theory-prediction.svg": prediction_picture(runs, scores(runs)),
-    }
-    text = page_of(experiments, runs, len(every) - len(runs), arguments)
+    beside = {"theory-statements.csv": values(experiments), "theory-statements.svg": statements_picture(experiments[0])}
+    text = page_of(experiments, arguments.text)
     write_together({arguments.out: text.encode(), **{arguments.out.parent / name: content for name, content in beside.items()}})
     print(f"{arguments.out}, {', '.join(beside)}: {time.perf_counter() - started:.0f} s")
 

@@ -269,7 +269,7 @@ STATEMENTS: tuple[tuple[str, str, str, str, Compared | None], ...] = (
         "SSMax (2501.19399), Fig. 6",
         "retrieval far beyond the training length, where softmax fails",
         READ,
-        "[retrieval.md](retrieval.md), and the prediction below",
+        "[retrieval.md](retrieval.md)",
         None,
     ),
     (

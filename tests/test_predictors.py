@@ -9,8 +9,10 @@ import pandas as pd
 import pytest
 from test_half_length import TASK, symbols
 
+from lm.config.load import to_yaml
 from lm.data.tasks import example
 from lm.diagnostics.retrieval_length import retrieving_head
+from lm.errors import RunError
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 NUMBERS = {"margin": 5.0, "weight on the needle": 0.9, "N_eff": 1.2, "S": 0.1, "entropy": 0.3, "formula holds": 1.0, "longest": 4096.0}
@@ -21,6 +23,13 @@ def predictors(monkeypatch: pytest.MonkeyPatch):
     """The module of scripts/."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     return importlib.import_module("predictors")
+
+
+@pytest.fixture
+def heads(monkeypatch: pytest.MonkeyPatch):
+    """The module of scripts/ that takes numbers from runs."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module("retrieving_heads")
 
 
 def made(arms: dict[str, list[tuple[float, float]]], **numbers: float) -> pd.DataFrame:
@@ -99,3 +108,23 @@ def test_a_head_without_exponentials_is_described_by_shares(tiny):
     assert (head.scores.slope == 0).all()
     assert (head.effective_keys <= 32).all()
     assert (head.entropy <= math.log(32)).all()
+
+
+def test_an_observed_length_is_interpolated_in_its_logarithm(heads):
+    observed = heads.observed_half_length
+    assert observed([64, 128, 256], [1.0, 0.75, 0.25]) == pytest.approx(128 * math.sqrt(2))
+    assert observed([64, 128, 256], [1.0, 0.9, 0.5]) == math.inf
+    assert observed([64, 128], [0.3, 0.2]) == 64
+
+
+def test_between_distant_lengths_of_an_evaluation_accuracy_is_measured_an_octave_apart(heads):
+    assert heads.between([64, 2048], [1.0, 0.04]) == [128, 256, 512, 1024]
+    assert heads.between([64, 128, 256], [1.0, 0.6, 0.4]) == []
+    assert heads.between([64, 300, 2048, 9000], [1.0, 0.9, 0.3, 0.1]) == [600, 1200]
+    assert heads.between([64, 2048], [1.0, 0.5]) == heads.between([64, 2048], [0.3, 0.2]) == []
+
+
+def test_a_run_on_text_is_refused(heads, tiny, tmp_path):
+    (tmp_path / "config.yaml").write_text(to_yaml(tiny()))
+    with pytest.raises(RunError, match="was trained on text, not on a recall task"):
+        heads.numbers(tmp_path)

@@ -1,4 +1,4 @@
-"""At which length attention loses the key that it is to retrieve, from scores at one length: the prediction of docs/theory.md.
+"""At which length attention loses the key that it is to retrieve, from scores at one length: the prediction of docs/half-length.md.
 
 A query sees n keys; one of them, the needle, has the score z*. Weights are e^z over their sum. The sequence grows by `more` tokens like
 those of its filler: scores are multiplied by 1 + slope ln((n + more) / n), and each token adds the mean of e^z over filler to the sum. The

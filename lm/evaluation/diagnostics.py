@@ -232,7 +232,7 @@ def statistics_of(
 
 
 def retrieval_series(decoder: Decoder, config: Config, asked: DiagnosticsConfig) -> list[Series]:
-    """The length at which a model trained on recall of pairs is predicted to fail (docs/theory.md), under each inference setting.
+    """The length at which a model trained on recall of pairs is predicted to fail (docs/half-length.md), under each inference setting.
 
     Beside it, by sequence length, the weight that the head that retrieves is predicted to give to the key asked for. Nothing of other
     tasks, nor of models with positions: on those the prediction was not tested. There is no such length if the weight is below 1/2 at
