@@ -96,8 +96,10 @@ class StepProgress(Progress):
         self.step = step
         if self.lines and text and (step >= self.due or step == self.max_steps):
             self.due = (step // self.every + 1) * self.every
-            remaining = (time.perf_counter() - self.started) / (step - self.first) * (self.max_steps - step)
-            self.say(f"step {step}/{self.max_steps}  {text['text']}  ETA {remaining:.0f} s")
+            seconds = (time.perf_counter() - self.started) / (step - self.first) * (self.max_steps - step)
+            remaining = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+            # The first step warms up: a time by it alone would be many times too long.
+            self.say(f"step {step}/{self.max_steps}  {text['text']}" + (step > self.first + 1) * f"  ETA {remaining}")
 
     def stop(self) -> None:
         """Remove the bar."""

@@ -61,6 +61,15 @@ def test_all_problems_are_reported_at_once_with_path_value_and_remedy():
     assert "8100 or 8400" in found["optim.batch_tokens"]
 
 
+@pytest.mark.parametrize(("cores", "here"), [(1, "; this machine has 1 core; "), (128, "; set it")])
+def test_too_many_devices_are_refused_by_their_own_key(monkeypatch, cores, here):
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    found = problems("trainer.devices=99", "data.seq_len=256", "optim.batch_tokens=4096")
+    assert found.keys() == {"trainer.devices"}
+    assert "99 processes can't share the 16 sequences of a step" in found["trainer.devices"]
+    assert here in found["trainer.devices"]
+
+
 def test_choices_that_are_no_words_are_suggested_too():
     found = problems("trainer.precision=half", "trainer.compile=yess", "optim.lr=1")
     assert found["trainer.precision"].endswith("choose from: auto, 32, bf16-mixed")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 from conftest import ROOT
-from fabricated import FINGERPRINT, evaluated, finish, finish_all, logged, validate
+from fabricated import FINGERPRINT, evaluated, finish, finish_all, logged
 from scipy.stats import t
 
 from lm.errors import ConfigError, RunError
@@ -19,7 +19,7 @@ from lm.experiments.page import crossed_table
 from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, Run, next_look
 from lm.experiments.slots import Slots
-from lm.experiments.summary import findings, summary_lines, tuning_means, tuning_table
+from lm.experiments.summary import measured_words, summary_lines, tuning_means, tuning_table
 from lm.report.tables import csv_text
 from lm.runs.evaluations import Axis, Sample, Series, evaluation_path, selects, validation_series
 from lm.runs.folder import write_json
@@ -85,51 +85,23 @@ def test_the_primary_metric_may_choose_the_rates_and_solved_everywhere_is_no_edg
     assert experiment(again, base=base, seeds=[1, 2], primary=OF_RECALL, tune=table).rates("") == procedure.rates("")
 
 
-WORSE = (
-    "In sequences of 64 tokens, 2 times the training length, the accuracy of ssmax is 0.392 and that of softmax 0.900, a difference of "
-    "-0.51 [-0.51, -0.50]. Worse by more than 0.1 (3 seeds)."
-)
-AT_8 = WORSE.replace("64 tokens, 2", "16 tokens, 0.5")
-
-
 @pytest.mark.parametrize(
-    ("primary", "values", "said"),
+    ("metric", "finished", "words"),
     [
-        ({}, (4.9, 4.9001, 4.9002), "The val/loss of ssmax is 4.9001 and that of softmax 5.0000, a difference of -0.0999 [-0.1001, "),
-        ({}, (5.3, 5.3, 5.3001), "The val/loss of ssmax is 5.3000 and that of softmax 5.0000, a difference of 0.3000 ["),
-        ({}, (4.0, 6.0, 5.3), "The val/loss of ssmax is 5.1000 and that of softmax 5.0000, a difference of 0.1000 [-2.4"),
-        ({}, (5.0, 5.0001, 5.0002), "The val/loss of ssmax is 5.0001 and that of softmax 5.0000, a difference of 0.0001 [-"),
-        ({}, (4.9, 4.9), "The val/loss of ssmax is 4.9000 and that of softmax 5.0000, a difference of -0.1000 [no int"),
-        ({}, (4.9,), ""),
-        (OF_RECALL, (0.39, 0.391, 0.394), WORSE),
-        (OF_RECALL | {"metric": "recall/passkey 16"}, (0.39, 0.391, 0.394), AT_8),
-        (OF_RECALL, (1.0, 0.4, 0.9), "In sequences of 64 tokens, 2 times the training length, the accuracy of ssmax is 0.767 and that"),
-        ({"reach": 6.0}, (4.9, 4.9, 4.9), ""),  # reached before it was measured, so that there is no factor
-        ({"learned": 4.95}, (4.9, 4.9, 5.0), ""),
+        ("recall/passkey 64", 3, "recall/passkey 64: accuracy in sequences of 64 tokens, 2 times the training length"),
+        ("recall/passkey 16", 1, "recall/passkey 16: accuracy in sequences of 16 tokens, 0.5 times the training length"),
+        ("recall/passkey 64", 0, "recall/passkey 64"),
+        ("val/loss", 3, "val/loss"),
     ],
-)  # fmt: skip
-def test_a_verdict_is_said_in_plain_sentences(tmp_path, primary, values, said):
-    of_recall = "better" in primary
+)
+def test_what_is_measured_is_said_with_the_length_where_it_is(tmp_path, metric, finished, words):
     asked = {"tasks": ["passkey"], "length_factors": [0.5, 2], "sequences": 4}
-    base = {"base": {"base": str(ROOT / "tests" / "tiny.yaml"), "eval.recall": asked}} if of_recall else {}
-    procedure = experiment(tmp_path, seeds=[1, 2, 3], primary=primary, **base)
-    for run in procedure.known():
-        if run.seed <= len(values):
-            value = values[run.seed - 1] if run.arm == "ssmax" else 0.9 if of_recall else 5.0
-            finish(run, value, *([recall(value)] if of_recall else []))
-    found = findings(procedure, summary_lines(procedure))
-    assert len(found) == bool(said)
-    assert "".join(found).startswith(said), found
-    words = summary_lines(procedure)[1]["words"]
-    assert not said or found[0].endswith(f". {words[:1].upper()}{words[1:]}."), found
-
-
-def test_tokens_to_a_level_are_said_with_their_factor(tmp_path):
-    procedure = experiment(tmp_path, seeds=[1, 2, 3], primary={"reach": 5.5})
-    for run in procedure.known():
-        finish(run, 5.0)
-        validate(run, 2, 5.9 if run.arm == "softmax" else 5.6 + 0.01 * run.seed)
-    assert findings(procedure, summary_lines(procedure))[0].startswith("The val/loss of 5.5 is reached by ssmax after ")
+    base = {"base": str(ROOT / "tests" / "tiny.yaml"), "eval.recall": asked}
+    primary = {"metric": metric} if metric == "val/loss" else OF_RECALL | {"metric": metric}
+    procedure = experiment(tmp_path, base=base, seeds=[1, 2, 3], primary=primary)
+    for run in procedure.known()[:finished]:
+        finish(run, 5.0, recall(0.9))
+    assert measured_words(procedure) == words
 
 
 def test_so_do_planned_seeds_that_are_left_out(tmp_path):

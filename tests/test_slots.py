@@ -7,15 +7,17 @@ import sys
 import threading
 from collections import Counter
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import lm
+from conftest import ROOT, lm
 from fabricated import finish
 from rich.console import Console
 from trials import written
 
+from lm.config.load import load
 from lm.errors import ConfigError, RunError
 from lm.experiments.engine import Jobs
 from lm.experiments.experiment_file import read_experiment
@@ -125,6 +127,17 @@ def test_more_than_there_is_is_refused_before_anything_starts(gpus, tmp_path, mo
     assert len(result.stderr.splitlines()) == 1
     assert re.search(words, result.stderr), result.stderr
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("cores", "most"), [(1, 2), (2, 2), (8, 8)])
+def test_more_processes_than_cores_are_refused_on_the_cpu_but_for_two(gpus, monkeypatch, cores, most):
+    gpus(0)
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    config = load([str(ROOT / "tests" / "tiny.yaml"), "data.source.paths=[.]", "trainer.accelerator=auto"])
+    assert gpus_of(replace(config, trainer=replace(config.trainer, devices=most))) == 0
+    words = rf"trainer.devices = 99: on a CPU each device is a process, and this machine has {cores} cores?; set it to at most {most}$"
+    with pytest.raises(ConfigError, match=words):
+        gpus_of(replace(config, trainer=replace(config.trainer, devices=99)))
 
 
 def test_runs_on_the_cpu_take_slots_as_before(gpus, tmp_path):

@@ -88,7 +88,7 @@ def test_suffixes_name_what_is_read_as_text_in_any_case_and_the_rest_is_counted(
     assert description(source).startswith("2 files read, 5 ignored (.csv 2, ")
     source = Files([str(tmp_path)], suffixes=[".txt", ".md"])
     assert sorted(documents(source)) == ["a", "b", "c", "f"]
-    assert description(source) == "4 files read, 3 ignored (.csv 2, no suffix 1; data.source.suffixes names what is read as text)"
+    assert description(source) == "4 files read, 3 ignored (.csv 2, no suffix 1); data.source.suffixes names what is read as text"
     assert "data.source.suffixes" in one_line_error(Files([str(tmp_path / "d.csv")]))
 
 
@@ -295,9 +295,13 @@ def test_missing_files_and_empty_matches_are_named_with_a_near_name(tmp_path: Pa
     write_texts(tmp_path, ["a"])
     assert f"did you mean '{tmp_path}/000.txt'?" in one_line_error(Files(paths=[str(tmp_path / "00.txt")]))
     assert "matches no file" in one_line_error(Files(paths=[str(tmp_path / "*.jsonl")]))
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "a.md").touch()
-    assert "0 files read, 1 ignored (.md 1; data.source.suffixes" in one_line_error(Files(paths=[str(tmp_path / "folder")]))
+    (folder := tmp_path / "folder").mkdir()
+    nothing = one_line_error(Files(paths=[str(folder)]))
+    assert nothing.startswith(f"{folder}: the folder holds no files; put some there, or name another in data.source.paths; read are .txt, ")
+    (folder / "a.md").touch()
+    ignored = one_line_error(Files(paths=[str(folder)]))
+    assert ignored.startswith(f"{folder}: the folder holds nothing that is read, 1 ignored (.md 1); read are .txt, ")
+    assert ignored.endswith("; data.source.suffixes names what is read as text")
 
 
 def test_a_package_that_is_not_installed_is_an_error_with_the_command(monkeypatch: pytest.MonkeyPatch):

@@ -4,6 +4,7 @@
 `ConfigError` with every problem, those that involve several keys included. Nothing here imports torch.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -64,13 +65,21 @@ def check(config: Config) -> list[Problem]:
         "optim.optimizer", optim.optimizer.name, "has no rule for rates that transfer (model.transfer)", "drop model.transfer",
     )  # fmt: skip
 
-    step_length = data.seq_len * config.world_size
+    step_length, sequences = data.seq_len * config.world_size, optim.batch_tokens // data.seq_len
     below, above = optim.batch_tokens // step_length * step_length, -(-optim.batch_tokens // step_length) * step_length
     problem(
-        optim.batch_tokens % step_length != 0,
+        optim.batch_tokens % data.seq_len != 0,
         "optim.batch_tokens", optim.batch_tokens,
         f"is not a multiple of data.seq_len x devices x num_nodes = {step_length}",
         "set it to " + " or ".join(str(fit) for fit in (below, above) if fit),
+    )  # fmt: skip
+    cores = os.cpu_count() or 1
+    here = f"; this machine has {cores} core{'s' * (cores > 1)}" * (trainer.devices > cores)  # runs may be meant for another
+    problem(
+        optim.batch_tokens % data.seq_len == 0 and sequences % config.world_size != 0,
+        "trainer.devices", trainer.devices,
+        f"{config.world_size} processes can't share the {sequences} sequences of a step (optim.batch_tokens / data.seq_len){here}",
+        f"set it to a divisor of {sequences}, or optim.batch_tokens to " + " or ".join(str(fit) for fit in (below, above) if fit),
     )  # fmt: skip
     if trainer.micro_batch and optim.batch_tokens % step_length == 0:
         fits = range(min(trainer.micro_batch, config.rank_sequences), 0, -1)

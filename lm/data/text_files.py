@@ -131,7 +131,7 @@ def expand(source: Files) -> list[Path]:
         if path.is_dir():
             files = [file for file in files_in(path) if _format(file, source)]
             if not files:
-                raise DataError(f"{path}: {_described(0, _ignored(path, source))} (data.source.paths; {_supported(source)})")
+                raise DataError(f"{path}: {_nothing_to_read(path, source)}")
         elif path.exists():
             files = [path]
             if path.stat().st_size == 0:
@@ -155,9 +155,13 @@ def description(source: Files) -> str:
 
 
 def _described(n_read: int, ignored: Counter[str]) -> str:
+    remedy = "; data.source.suffixes names what is read as text"
+    return f"{n_read:,} files read, " + (f"{_counted(ignored)}{remedy}" if ignored else "0 ignored")
+
+
+def _counted(ignored: Counter[str]) -> str:
     listed = ", ".join(f"{suffix} {count:,}" for suffix, count in ignored.most_common(8))
-    remedy = f" ({listed}{', ...' if len(ignored) > 8 else ''}; data.source.suffixes names what is read as text)"
-    return f"{n_read:,} files read, {ignored.total():,} ignored" + (remedy if ignored else "")
+    return f"{ignored.total():,} ignored ({listed}{', ...' if len(ignored) > 8 else ''})"
 
 
 def _ignored(folder: Path, source: Files) -> Counter[str]:
@@ -173,6 +177,13 @@ def files_in(folder: Path) -> Iterator[Path]:
         if real not in entered:
             yield from (file for name in names if not name.startswith(".") and (file := Path(path, name)).is_file())
         entered.add(real)
+
+
+def _nothing_to_read(folder: Path, source: Files) -> str:
+    """Why no file of a folder is read, and what to do."""
+    if not (ignored := _ignored(folder, source)):
+        return f"the folder holds no files; put some there, or name another in data.source.paths; read are {_supported(source)}"
+    return f"the folder holds nothing that is read, {_counted(ignored)}; read are {_supported(source)}"
 
 
 def _missing(path: Path) -> str:

@@ -30,7 +30,7 @@ from lm.experiments.plan import (
 )
 from lm.experiments.procedure import Procedure, next_look
 from lm.experiments.slots import Slots, Stopped, commands, slots_of
-from lm.experiments.summary import findings, print_verdicts, summary_lines, trend_words, trends, tuning_means, tuning_table
+from lm.experiments.summary import measured_words, print_verdicts, summary_lines, trend_words, trends, tuning_means, tuning_table
 from lm.files import write_together
 from lm.report.html import PAGE
 from lm.report.tables import csv_text, digits, from_lines, print_tables
@@ -223,7 +223,8 @@ def _conclude(procedure: Procedure) -> list[dict[str, Plain]]:
         means = [line | {"rate": rate_words(line["rate"]), by: digits(line[by])} for line in tuning_means(procedure)]
         means = [{name: cell for name, cell in line.items() if name not in without} for line in means]
         print_tables(from_lines(f"tuning: mean {by} on the selection text", means, ("rate", by)))
-    print_verdicts(judged, lines, f"{experiment.primary.metric} on the report text, each arm at its own {experiment.tune.heading}")
+    rates = f", each arm at its own {experiment.tune.heading}" * experiment.tuned
+    print_verdicts(judged, lines, f"{measured_words(procedure)}{rates}")
     for note in notes:
         print(note)
     for run in procedure.known():
@@ -231,7 +232,6 @@ def _conclude(procedure: Procedure) -> list[dict[str, Plain]]:
             print(f"failed: {run.stage}: {run.label}: {failure} ({failure.log}); --retry tries again")
     write_together(files | experiment_files([procedure], experiment.folder / REPORT, judged), "verdicts and report")
     base, reach = experiment.arms[0].name, experiment.primary.reach is not None
-    words = [trend_words(line, base, reach) for line in over_sizes]
-    print(*findings(procedure, lines), *words, f"verdicts: {experiment.folder / VERDICTS}.json", sep="\n")
+    print(*(trend_words(line, base, reach) for line in over_sizes), f"verdicts: {experiment.folder / VERDICTS}.json", sep="\n")
     print(f"report: {experiment.folder / REPORT / PAGE}")
     return lines

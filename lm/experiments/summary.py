@@ -1,4 +1,4 @@
-"""Results of an experiment so far: the arms with their verdicts as a table and in sentences, and the tuning runs."""
+"""Results of an experiment so far: the arms with their verdicts as a table and in words, and the tuning runs."""
 
 import math
 from dataclasses import replace
@@ -10,7 +10,6 @@ from lm.experiments.judging import Judged
 from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import SELECTION
 from lm.report.tables import Cell, Column, Filled, Table, digits, print_tables
-from lm.runs.evaluations import Series
 from lm.runs.folder import DIVERGED, ENVIRONMENT
 from lm.schema import Plain
 from lm.statistics.intervals import Interval, trend
@@ -87,8 +86,10 @@ def summary_table(judged: Judged, lines: list[dict[str, Plain]]) -> Table:
 
 
 def print_verdicts(judged: Judged, lines: list[dict[str, Plain]], title: str) -> None:
-    """Print the lines of `summary_lines` as a table, and each verdict with its reason."""
-    print_tables(replace(summary_table(judged, lines), title=title))
+    """Print the lines of `summary_lines` as a table of numbers, and below it each verdict with its reason."""
+    table = summary_table(judged, lines)
+    numbers = tuple((column, cells) for column, cells in table.contents if column.kind != "words")
+    print_tables(replace(table, title=title, contents=numbers))
     for line in lines:
         if "verdict" in line:
             arm, unanswered = " ".join(filter(None, (line["size"], line["arm"]))), judged.verdicts[line["size"], line["arm"]].open
@@ -108,46 +109,17 @@ def amount(primary: Primary, value: float | None) -> str | None:
     return f"{value:,.0f}" if has_reached(value) else "at the first evaluation" if value == 0 else "not reached"
 
 
-def findings(procedure: Procedure, lines: list[dict[str, Plain]]) -> list[str]:
-    """Sentences on each arm: its mean and the baseline's with their difference, then the verdict; `lines`: the summary. Arms without a
-    mean have none, nor have runs that learn or don't: the verdict's reason counts them."""
-    experiment, sentences = procedure.experiment, []
-    for size in experiment.sizes:
-        base, *others = (line for line in lines if line["size"] == size)
-        finished = {run.arm: run for run in procedure.final(size) if run.outcome.state == "finished"}
-        for line in others:
-            if None in (line["mean"], base["mean"]) or not (line.get("factor") or line.get("difference")):
-                continue
-            series = [finished[each["arm"]].outcome.series(experiment.primary.metric) for each in (line, base)]
-            if "factor" in line:
-                ours, theirs = (f"{each['arm']} after {each['mean']:,.0f}" for each in (line, base))
-                words = f"the {experiment.primary.metric} of {experiment.primary.reach:g} is reached by {ours} tokens and by {theirs}"
-            else:
-                words = _means(experiment.primary.metric, series, line, base)
-            sentence = f"{words}, {_difference(line, series[0].unit)}. {line['words'][:1].upper()}{line['words'][1:]}."
-            sentences.append(f"{size}: {sentence}" if size else f"{sentence[:1].upper()}{sentence[1:]}")
-    return sentences
-
-
-def _means(metric: str, series: list[Series], line: dict[str, Plain], base: dict[str, Plain]) -> str:
-    """The means of two arms, and where they are measured: a point of an axis, such as a length; `series`: of a run of each."""
-    axis, what, first = series[0].axis, f"the {metric}", ""
-    if axis and not axis.bins:
-        place, (x, _) = [*series[0].places.items()][series[0].logged.index(metric)]
-        alike = axis.unit == "tokens" and len({each.seq_len for each in series}) == 1
-        factor = "" if x == series[0].seq_len else f"{x / series[0].seq_len:g} times "
-        times = f", {factor}the training length" if alike else ""
-        what, first = f"the {series[0].metric}", f"{f'{axis.before} {place} {axis.unit}'.rstrip()}{times}, "
-    ours, theirs = (f"{each['mean']:.3f}" if series[0].unit == "fraction" else digits(each["mean"]) for each in (line, base))
-    return f"{first}{what} of {line['arm']} is {ours} and that of {base['arm']} {theirs}"
-
-
-def _difference(line: dict[str, Plain], unit: str) -> str:
-    """The difference of an arm to the baseline, or its factor, with the interval."""
-    interval = Interval(*(math.nan if value is None else value for value in line.get("factor") or line["difference"]))
-    if "factor" in line:
-        return f"{Column('factor', kind='mean', decimals=2).shown(interval)} times the tokens"
-    return f"a difference of {Column('difference', kind='mean', decimals=2 if unit == 'fraction' else 4).shown(interval)}"
+def measured_words(procedure: Procedure) -> str:
+    """Words for the primary metric and the point of an axis at which it is measured, such as a length, by the runs that have finished."""
+    experiment = procedure.experiment
+    metric, runs = experiment.primary.metric, (run for size in experiment.sizes for run in procedure.final(size))
+    series = [run.outcome.series(metric) for run in runs if run.outcome.state == "finished"]
+    if not series or series[0].axis is None or series[0].axis.bins:
+        return metric
+    axis, (place, (x, _)) = series[0].axis, [*series[0].places.items()][series[0].logged.index(metric)]
+    alike = axis.unit == "tokens" and len({each.seq_len for each in series}) == 1
+    factor = "" if x == series[0].seq_len else f"{x / series[0].seq_len:g} times "
+    return f"{metric}: {series[0].metric} {f'{axis.before} {place} {axis.unit}'.rstrip()}" + f", {factor}the training length" * alike
 
 
 def trends(procedure: Procedure, judged: Judged) -> list[dict[str, Plain]]:

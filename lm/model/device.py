@@ -80,11 +80,14 @@ def gpus_of(config: Config) -> int:
     if accelerator == "gpu" and not available:
         raise ConfigError([Problem("trainer.accelerator", "gpu", "no CUDA GPU is visible", "set trainer.accelerator=cpu")])
     if accelerator == "cpu" or not available:
-        return 0
-    if config.trainer.devices > available:
-        problem = Problem("trainer.devices", config.trainer.devices, f"this machine has {available} GPUs", "lower it, or use the cpu")
-        raise ConfigError([problem])
-    return config.trainer.devices
+        cores = os.cpu_count() or 1  # of the machine: SLURM may bind each process to its own
+        most = max(cores, 2)  # two processes on one core try DDP out
+        has = f"on a CPU each device is a process, and this machine has {cores} core{'s' * (cores > 1)}"
+    else:
+        most, has = available, f"this machine has {available} GPU{'s' * (available > 1)}"
+    if config.trainer.devices > most:
+        raise ConfigError([Problem("trainer.devices", config.trainer.devices, has, f"set it to at most {most}")])
+    return 0 if accelerator == "cpu" or not available else config.trainer.devices
 
 
 def resolve_device(config: Config) -> tuple[str, str]:
