@@ -202,6 +202,20 @@ def changed(path: Path, change: Callable[[bytes], bytes]) -> Path:
     return path
 
 
+def swapped(content: bytes) -> bytes:
+    """The same numbers of four bytes, the most significant byte first."""
+    return np.frombuffer(content[: len(content) // 4 * 4], "<u4").byteswap().tobytes() + content[len(content) // 4 * 4 :]
+
+
+def four_bytes(content: bytes) -> bytes:
+    return np.frombuffer(content, "<u2").astype("<u4").tobytes()
+
+
+def structs(folder: Path) -> Path:
+    pyarrow.parquet.write_table(pyarrow.table({"input_ids": [{"ids": [1, 2]}]}), folder / "ids.parquet")
+    return folder / "ids.parquet"
+
+
 def packed(place: int, form: str, value: int) -> Callable[[bytes], bytes]:
     return lambda content: content[:place] + struct.pack(form, value) + content[place + struct.calcsize(form) :]
 
@@ -244,7 +258,11 @@ def refused_files(folder: Path, ids: list[list[int]]) -> dict[str, tuple[str, Ca
         "no header": ("modded-nanogpt", lambda: nanogpt(folder, ids), "damaged, or of another format"),
         "wrong magic": ("modded-nanogpt", lambda: changed(modded(folder, ids), packed(0, "<i", 20240521)), "begins with 20240521 1"),
         "wrong version": ("modded-nanogpt", lambda: changed(modded(folder, ids), packed(4, "<i", 2)), "begins with 20240520 2"),
-        "wrong count": ("modded-nanogpt", lambda: changed(modded(folder, ids), packed(8, "<i", -3)), "that its header says"),
+        "four bytes": ("nanogpt", lambda: changed(nanogpt(folder, ids), four_bytes), "as in ids of 4 bytes"),
+        "no such file": ("nanogpt", lambda: jsonl(folder, ids).parent, "is or has no .bin file"),
+        "wrong count": ("modded-nanogpt", lambda: changed(modded(folder, ids), packed(8, "<i", -3)), "its header says -3 ids"),
+        "other count": ("modded-nanogpt", lambda: changed(modded(folder, ids), packed(8, "<i", 3)), "of 3 ids that its header says"),
+        "big-endian": ("modded-nanogpt", lambda: changed(modded(folder, ids), swapped), "begins with -1999096831 16777216"),
         "cut": ("modded-nanogpt", lambda: changed(modded(folder, ids), lambda content: content[:-2]), "that its header says"),
         "cut header": ("modded-nanogpt", lambda: changed(modded(folder, ids), lambda content: content[:700]), "begins with 0 0"),
         "no index": ("megatron", lambda: megatron(folder, ids).with_suffix(".bin"), "is or has no .idx file"),
@@ -273,6 +291,7 @@ def refused_files(folder: Path, ids: list[list[int]]) -> dict[str, tuple[str, Ca
         "lists": ("column", row(b'{"input_ids": [[1], [1, 2]]}'), "does not hold a list"),
         "large": ("column", row(b'{"input_ids": [1e400, 2]}'), "does not hold a list"),
         "huge": ("column", row(f'{{"input_ids": [{10**30}]}}'.encode()), "does not hold a list"),
+        "struct": ("column", lambda: structs(folder), "row 1: column 'input_ids' does not hold a list of token ids"),
         "null inside": ("column", lambda: parquet(folder, [[1, None, 2]]), "does not hold a list of token ids"),
         "no column": ("column", lambda: parquet(folder, ids, column="ids"), "one of: ids"),
         "parquet cut": ("column", lambda: changed(parquet(folder, ids), lambda content: content[:-9]), "can't be read (damaged?)"),
@@ -339,3 +358,28 @@ def test_a_model_is_trained_on_ids_from_the_command_line(tmp_path: Path, tokeniz
     assert done.returncode == 0, done.stderr
     assert f"{len(TEXTS)} documents" in done.stdout
     assert lm("data", "inspect", "configs/softmax.yaml", *given).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        (["prepare", "--help"], "data.source={name: tokens, format: nanogpt, paths: [train.bin]}"),
+        (["data", "--help"], "`lm prepare` makes them, from text or token ids"),
+        (["data", "import", "train.bin"], "see lm data --help"),
+        (["import", "train.bin", "-o", "out"], "text and token ids are read by lm prepare"),
+        (["prepare", "train.bin"], "text and token ids are named by data.source (lm prepare --help)"),
+        (["prepare", "notes.txt"], "text and token ids are named by data.source (lm prepare --help)"),
+        (["prepare", "data.source={name: files, paths: [train.bin]}"], "token ids are read by data.source={name: tokens, ...}"),
+    ],
+    ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
+)
+def test_who_looks_for_a_way_to_bring_tokens_in_is_led_to_it(
+    tmp_path: Path, ids: list[list[int]], monkeypatch: pytest.MonkeyPatch, arguments: list[str], advice: str
+):
+    monkeypatch.chdir(tmp_path)
+    nanogpt(tmp_path, ids)
+    (tmp_path / "notes.txt").write_text("some text\n")
+    done = lm(*arguments)
+    assert advice in " ".join((done.stdout + done.stderr).split())
+    assert (done.returncode == 0) == ("--help" in arguments)
+    assert {path.name for path in tmp_path.iterdir()} == {"train.bin", "notes.txt", "tokenizer.json"}

@@ -123,9 +123,14 @@ def _print_promises(results: Iterable[tuple[str, str, str]]) -> None:
 
 
 def prepare(arguments: Configuration) -> None:
-    """Build the token store of a configuration.
+    """Read text or token ids into a token store.
 
-    `lm train` does this by itself if the store does not exist.
+    `lm train` does this by itself if the store does not exist (docs/data.md).
+
+    \b
+      lm prepare softmax 'data.source={name: files, paths: [texts]}'
+      lm prepare softmax 'data.source={name: tokens, format: nanogpt, paths: [train.bin]}' \\
+          'data.tokenizer={name: gpt2, vocab: vocab.json, merges: merges.txt}'
     """
     from lm.config.load import load
 

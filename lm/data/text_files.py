@@ -85,8 +85,9 @@ def column_texts(
 
 def _value(scalar: "pyarrow.Scalar") -> Plain | np.ndarray:
     """The value of a table's cell; of a list of whole numbers an array, (numbers,)."""
-    items = getattr(scalar, "values", None)
-    return items.to_numpy(zero_copy_only=False) if items is not None and str(items.type).startswith(("int", "uint")) else scalar.as_py()
+    items = getattr(scalar, "values", None)  # of a struct a method
+    whole = str(getattr(items, "type", "")).startswith(("int", "uint"))
+    return items.to_numpy(zero_copy_only=False) if whole else scalar.as_py()
 
 
 def check_column(where: str, column: str, names: list[str], n_bytes: int = 0) -> None:
@@ -143,7 +144,8 @@ def expand(source: Files) -> list[Path]:
         matches.update(files)
     for path in matches:
         if not _format(path, source):
-            raise DataError(f"{path}: can't read files of this kind; data.source.paths takes {_supported(source)}")
+            ids = "; token ids are read by data.source={name: tokens, ...}" if path.suffix in (".bin", ".idx") and source.suffixes else ""
+            raise DataError(f"{path}: can't read files of this kind; data.source.paths takes {_supported(source)}{ids}")
     unique = {path.resolve(): path for path in sorted(matches, reverse=True)}
     return sorted(unique.values())
 

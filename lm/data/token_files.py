@@ -130,10 +130,14 @@ class TokenFormat:
 
 def _with_suffix(suffix: str, source: Tokens) -> list[Path]:
     """The files of a source that have the suffix; others are ignored in folders, and refused if they are named."""
-    named = [path for path in map(Path, source.paths) if path.is_file() and path.suffix.lower() != suffix]
-    files = [] if named else [path for path in text_files.expand(Files(source.paths, [suffix])) if path.suffix.lower() == suffix]
+
+    def lacks(path: Path) -> bool:
+        return path.exists() and all(file.suffix.lower() != suffix for file in (files_in(path) if path.is_dir() else [path]))
+
+    without = [path for path in map(Path, source.paths) if lacks(path)]
+    files = [] if without else [path for path in text_files.expand(Files(source.paths, [suffix])) if path.suffix.lower() == suffix]
     if not files:
-        where = named[0] if named else source.paths[0]
+        where = without[0] if without else source.paths[0]
         raise DataError(f"{where}: is or has no {suffix} file, which data.source.format={source.format} reads (data.source.paths)")
     return files
 
@@ -159,7 +163,12 @@ def _nanogpt(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnErr
         raise Unreadable(f"{path}: lies beside {path.stem}.idx; set data.source.format=megatron", path.stat().st_size)
     if (size := path.stat().st_size) % 2:
         raise Unreadable(f"{path}: has {size:,} bytes, not 2 for each id: damaged, or of another format", size)
-    yield from _separated(path, np.memmap(path, "<u2", "r"), vocabulary, on_error, after=1)
+    ids = np.memmap(path, "<u2", "r")
+    low, high = ids[:_BLOCK:2], ids[1:_BLOCK:2]
+    if size % 4 == 0 and len(high) >= 64 and high.max() < 16 <= low.max():
+        reason = "every second id is below 16, as in ids of 4 bytes, and 2 are read"
+        raise Unreadable(f"{path}: {reason}; write them to Parquet, for data.source.format=column", size)
+    yield from _separated(path, ids, vocabulary, on_error, after=1)
 
 
 def _modded(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
@@ -170,7 +179,9 @@ def _modded(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnErro
         known = " or ".join(f"{magic} {version}" for magic, version in HEADERS)
         raise Unreadable(f"{path}: begins with {kind[0]} {kind[1]}, not with {known}: damaged, or of another format", size)
     expected = 4 * HEADER + count * np.dtype(dtype).itemsize
-    if size != expected or count < 1:
+    if count < 1:
+        raise Unreadable(f"{path}: its header says {count:,} ids: damaged", size)
+    if size != expected:
         raise Unreadable(f"{path}: has {size:,} bytes, not the {expected:,} of {count:,} ids that its header says: damaged", size)
     yield from _separated(path, np.memmap(path, dtype, "r", 4 * HEADER), vocabulary, on_error, after=0)
 

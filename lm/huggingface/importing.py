@@ -203,7 +203,7 @@ def open_source(source: str, revision: str | None, tokenizer: Path | None) -> So
         raise ConfigError([Problem("--revision", revision, f"{source} is on this machine, not on the hub", "drop it")])
     if path.is_file():
         if path.suffix != ".gguf":
-            raise RunError(f"{path}: neither a folder with a {CONFIG} nor a .gguf file")
+            raise RunError(f"{path}: neither a folder with a {CONFIG} nor a .gguf file; text and token ids are read by lm prepare")
         from lm.huggingface.gguf_file import GGUF
 
         file = GGUF(path)
