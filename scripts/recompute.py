@@ -11,8 +11,8 @@ import argparse
 import math
 import sys
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -50,6 +50,7 @@ class Recall:
         heading: of that column.
         heads: whether a table says what the head that answers gives at the training length.
         ranked: whether arms are in the order of their accuracy, in the table and in a picture of all of them.
+        trends: arms over a part of training, from 0 to 1, by the name of the trend: a line through the runs of each seed.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Recall:
     heading: str = "learning rate"
     heads: bool = False
     ranked: bool = False
+    trends: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @cached_property
     def data(self) -> pd.DataFrame:
@@ -160,12 +162,26 @@ class Recall:
             lines.append([self._row(row), self.labels[arm], *cells])
         return _markdown(lines)
 
+    def trend_table(self) -> str:
+        """Accuracy at the deciding length by part of training, and its change from a part of 0 to 1, in Markdown.
+
+        A change is the slope of a line through the runs of a seed; the verdicts are one family.
+        """
+        parts = sorted({part for arms in self.trends.values() for part in arms.values()})
+        lines = [["", *(f"{100 * part:g} %" for part in parts), "change from 0 to 100 %"]]
+        by_part, changes = {}, {}
+        for name, arms in self.trends.items():
+            values = {part: self.accuracies[arm, self.rates(arm)[0], self.deciding[0]] for arm, part in arms.items()}
+            by_part[name] = values
+            changes[name] = Comparison(np.polyfit(list(values), list(values.values()), 1)[0].tolist())
+        for name, verdict in verdicts(changes, self.matters, "higher").items():
+            cells = [_spread(by_part[name][part]) if part in by_part[name] else "" for part in parts]
+            lines.append([name, *cells, _difference(replace(verdict, margin=f"{100 * self.matters:g}"))])
+        return _markdown(lines)
+
     def _cells(self, arm: str, rate: float) -> list[str]:
         """The accuracies of an arm at a rate, and its verdicts."""
-        cells = []
-        for length in self.lengths:
-            values = 100 * self.accuracies[arm, rate, length]
-            cells.append(f"{values.mean():.1f}" + (f" [{values.min():.0f}, {values.max():.0f}]" if np.ptp(values) > 2 else ""))
+        cells = [_spread(self.accuracies[arm, rate, length]) for length in self.lengths]
         for length in self.deciding:
             verdict = self.verdicts.get((arm, rate, length))
             cells.append(_difference(replace(verdict, margin=f"{100 * self.matters:g}")) if verdict else "")
@@ -282,6 +298,12 @@ def _markdown(lines: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in (lines[0], ["---"] * len(lines[0]), *lines[1:])) + "\n"
 
 
+def _spread(accuracies: np.ndarray) -> str:
+    """The mean over seeds in per cent, with the lowest and highest where they are more than 2 apart."""
+    values = 100 * accuracies
+    return f"{values.mean():.1f}" + (f" [{values.min():.0f}, {values.max():.0f}]" if np.ptp(values) > 2 else "")
+
+
 def _difference(verdict: Verdict) -> str:
     """A verdict, its margin in per cent, with the difference and its interval; without interval where all seeds agree."""
     mean, low, high = (100 * value for value in verdict.interval.listed())
@@ -308,6 +330,8 @@ def files() -> dict[Path, bytes]:
         pages[page] = filled(pages.get(page) or page.read_text(encoding="utf-8"), shown.name, shown.table())
         if shown.heads:
             pages[page] = filled(pages[page], f"{shown.name} heads", shown.head_table())
+        if shown.trends:
+            pages[page] = filled(pages[page], f"{shown.name} trends", shown.trend_table())
         if shown.picture:
             pictures[ROOT / "docs" / f"{shown.name}.svg"] = shown.overview() if shown.ranked else shown.drawn()
     runs, page = predictors.learned(RESULTS), ROOT / "docs" / "half-length.md"

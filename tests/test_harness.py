@@ -87,7 +87,9 @@ def test_rows_are_batched_by_length_and_equal_ones_are_computed_once(tiny, monke
     monkeypatch.setattr("lm.evaluation.held_out.EVAL_TOKENS", 6)
     model, shapes = made(tiny), []
     forward = model.decoder.forward
-    monkeypatch.setattr(model.decoder, "forward", lambda tokens, *more: (shapes.append(tuple(tokens.shape)), forward(tokens, *more))[1])
+    monkeypatch.setattr(
+        model.decoder, "forward", lambda tokens, *more, **how: (shapes.append(tuple(tokens.shape)), forward(tokens, *more, **how))[1]
+    )
     rows = [([1, 2, 3, 4], 2), ([1, 2, 3, 5], 1), ([1, 2, 9, 4], 1), ([4, 5, 6, 7], 1), ([3, 4], 1), ([3, 5], 1)]
     found = model.score(rows)
     assert shapes == [(2, 3), (1, 3), (1, 1)]
@@ -355,12 +357,12 @@ def test_broken_tasks_and_settings_are_told_in_one_line(tiny, include):
     config = tiny("name=broken", "trainer.max_steps=4")
     train(config)
     folder = config.run_folder
-    for more, words in (
-        ("num_fewshot: 10000", r"eval\.downstream\.num_fewshot = 10000: must be <= 1000"),
-        ("include_path: nowhere", r"eval\.downstream\.include_path = 'nowhere': no such folder"),
+    for place, more, words in (
+        (include, "num_fewshot: 10000", r"eval\.downstream\.num_fewshot = 10000: must be >= 0 and <= 1000"),
+        (Path("nowhere"), "", r"eval\.downstream\.include_path = 'nowhere': no such folder"),
     ):
         with pytest.raises(ConfigError, match=words):
-            scored(folder, include, ["our_choice"], more)
+            scored(folder, place, ["our_choice"], more)
     (include / "choice.jsonl").unlink()
     with pytest.raises(RunError, match="our_choice: the harness failed: FileNotFoundError") as found:
         scored(folder, include, ["our_choice"])

@@ -241,6 +241,27 @@ def test_prefill_equals_decoding_step_by_step_equals_packed_documents(name: str,
     assert torch.allclose(packed, torch.cat(alone, 1), rtol=0, atol=1e-9)
     batched = model(torch.cat((tokens, tokens.flip(1))))
     assert torch.allclose(batched[:1], whole, rtol=0, atol=1e-9)
+    same_states_of_the_last_tokens(model, tokens)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "changes", [{"output_gate": "head"}, {"differential": True, "normalizer": "entmax15"}, {"value_residual": "first_layer"}], ids=str
+)
+def test_the_states_of_the_last_tokens_alone_are_the_same_in_other_blocks(tiny, changes: dict):
+    config = tiny(*(f"model.{key}={value}" for key, value in changes.items())).model
+    model = Decoder(config, 50, seq_len=16, seed=3).eval().double()
+    same_states_of_the_last_tokens(model, torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0)))
+
+
+def same_states_of_the_last_tokens(model: Decoder, tokens: torch.Tensor) -> None:
+    """Compare states asked for from some token on with those of whole sequences: alone, of packed documents, and with a cache."""
+    layout, cache = AttentionLayout.from_document_lengths([5, 1, 18]), DecodingCache(24)
+    for whole, part in ((model(tokens), model(tokens, first=20)), (model(tokens, layout), model(tokens, layout, first=20))):
+        assert torch.allclose(part, whole[:, 20:], rtol=0, atol=1e-9)
+    first = model(tokens[:, :15], cache=cache, first=14)
+    rest = model(tokens[:, 15:], cache=cache, first=2)
+    assert torch.allclose(torch.cat((first, rest), 1), model(tokens)[:, [14, *range(17, 24)]], rtol=0, atol=1e-9)
 
 
 @torch.no_grad()

@@ -152,18 +152,18 @@ class Knowing(torch.nn.Module):
         self.wrong, self.head, self.done = wrong, Head(size, size), 0
         self.head.weight = torch.nn.Parameter(10 * torch.eye(size))
 
-    def hidden(self, batch: Batch) -> torch.Tensor:
+    def hidden(self, batch: Batch, first: int = 0) -> torch.Tensor:
         self.rows, self.said = batch.tokens, batch.targets.clone()
         for row, position in self.wrong:
             self.said[row, position - 1] = (self.said[row, position - 1] + 1) % self.head.weight.size(0)
-        return F.one_hot(self.said, self.head.weight.size(0)).float()
+        return F.one_hot(self.said[:, first:], self.head.weight.size(0)).float()
 
-    def forward(self, tokens: torch.Tensor, cache: DecodingCache) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, cache: DecodingCache, first: int = 0) -> torch.Tensor:
         """Says what it said in `hidden`, whatever its own answers are."""
         start, cache.seen = cache.seen, cache.seen + tokens.size(1)
         if not start:
             cache.states[self] = (tokens.unsqueeze(1) == self.rows[:, : tokens.size(1)]).all(-1).int().argmax(1)
-        return F.one_hot(self.said[cache.states[self], start : cache.seen], self.head.weight.size(0)).float()
+        return F.one_hot(self.said[cache.states[self], start + first : cache.seen], self.head.weight.size(0)).float()
 
 
 class Chained(torch.nn.Module):
@@ -175,17 +175,17 @@ class Chained(torch.nn.Module):
         self.task, self.mistaken, self.head = task, mistaken, Head(task.vocab_size, task.vocab_size)
         self.head.weight = torch.nn.Parameter(10 * torch.eye(task.vocab_size))
 
-    def hidden(self, batch: Batch) -> torch.Tensor:
+    def hidden(self, batch: Batch, first: int = 0) -> torch.Tensor:
         self.right = torch.cat((batch.tokens, batch.targets[:, -1:]), 1)  # (B, T + 1)
-        return self._said(batch.tokens, torch.arange(len(batch.tokens)))
+        return self._said(batch.tokens, torch.arange(len(batch.tokens)))[:, first:]
 
-    def forward(self, tokens: torch.Tensor, cache: DecodingCache) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, cache: DecodingCache, first: int = 0) -> torch.Tensor:
         start, cache.seen = cache.seen, cache.seen + tokens.size(1)
         before = cache.states.get(self)
         cache.states[self] = tokens if before is None else torch.cat((before, tokens), 1)
         whole = cache.states[self]
         rows = (whole[:, None, :10] == self.right[:, :10]).all(-1).int().argmax(1)  # told apart by their first tokens
-        return self._said(whole, rows)[:, start:]
+        return self._said(whole, rows)[:, start + first :]
 
     def _said(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         right = self.right[rows][:, 1 : tokens.size(1) + 1]

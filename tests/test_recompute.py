@@ -34,6 +34,23 @@ def test_pages_and_pictures_are_what_their_results_say(monkeypatch, tmp_path):
     assert "temperature 1/2" in differing[0]
 
 
+def test_a_trend_is_the_slope_of_each_seed_s_line(monkeypatch, tmp_path):
+    lines = [
+        {"arm": arm, "rate": 0.003, "stage": "final", "seed": seed, "metric": "mqar accuracy", "setting": "as trained", "x": 256}
+        | {"value": 0.9 - 0.4 * part + 0.01 * seed * part}
+        for arm, part in (("early", 0.0), ("half", 0.5), ("late", 1.0))
+        for seed in range(5)
+    ]
+    (tmp_path / "made").mkdir()
+    pd.DataFrame(lines).to_csv(tmp_path / "made" / "seeds.csv", index=False)
+    monkeypatch.setattr(recompute, "RESULTS", tmp_path)
+    parts = {"early": 0.0, "half": 0.5, "late": 1.0}
+    shown = recompute.Recall("made", "", dict.fromkeys(parts, "an arm"), "early", (256,), 0.25, trends={"swapped": parts})
+    heads, _, row = shown.trend_table().splitlines()
+    assert heads == "|  | 0 % | 50 % | 100 % | change from 0 to 100 % |"
+    assert row.startswith("| swapped | 90.0 | 71.0 | 52.0 [50, 54] | -38.0 [-40.0, -36.0] *worse by more than 25* |")
+
+
 def test_the_readme_says_what_its_first_experiment_found():
     runs = pd.read_csv(recompute.RESULTS / "first" / "seeds.csv").query(
         "metric == 'mqar accuracy' and setting == 'as trained' and x == 2048"

@@ -83,7 +83,7 @@ class LinearNormalizer(DividedNormalizer):
         return self.decode(q, k, v, layout, None)[0] if layout.causal else super().forward(q, k, v, layout)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The state is one D x E matrix for each query head, whatever the number of tokens."""
+        """The state is one D x E matrix for each query head, whatever the number of tokens; queries may be those of the last ones alone."""
         import torch
         import torch.nn.functional as F
 
@@ -92,12 +92,15 @@ class LinearNormalizer(DividedNormalizer):
         k, v = self.expand_kv_heads(k, v)
         wide = torch.promote_types(v.dtype, torch.float32)
         q, k = self.features(q.to(wide), k.to(wide))
-        factor, width, dtype = self.factor(layout), v.size(-1), v.dtype
+        factor, width, dtype, asked = self.factor(layout), v.size(-1), v.dtype, q.size(2)
+        if asked < k.size(2):
+            q = F.pad(q, (0, 0, k.size(2) - asked, 0))
         v = v.to(wide)
         if factor is None:
             v = F.pad(v, (0, 1), value=1.0)  # a further value of 1 gives the row's sum
         with without_autocast(q.device):  # the state sums over all tokens
             out, state = self.chunks(q, k, v, state)
+        out = out[:, :, -asked:]
         return divided(out[..., :width], out[..., width:], factor).to(dtype), state
 
     def chunks(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -197,7 +197,8 @@ class Normalizer(ABC, Module):
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: object) -> tuple[Tensor, object]:
         """`forward` for tokens that go on from earlier ones: (weights x values, state).
 
-        q, k, v: of the new tokens, k and v as `expand_kv_heads` takes them; layout: `AttentionLayout.continuing`;
+        q, k, v: of the new tokens, q perhaps of the last ones alone, k and v as `expand_kv_heads` takes them; layout:
+        `AttentionLayout.continuing`;
         state: from the call before, None at first. The default state is all keys and values; a family that needs fewer keeps the latest.
         """
         import torch

@@ -72,7 +72,8 @@ def read_answers(decoder: Decoder, examples: list[Example], where: Device, progr
         mine = np.isin(sequence, part)
         batch = Batch.of(np.stack([examples[index].tokens for index in part])).to(where.device)
         spot = torch.from_numpy(np.stack((np.searchsorted(part, sequence[mine]), position[mine]))).to(where.device)
-        hidden, targets = decoder.hidden(batch)[spot[0], spot[1]], batch.targets[spot[0], spot[1]]
+        first = int(spot[1].min())
+        hidden, targets = decoder.hidden(batch, first)[spot[0], spot[1] - first], batch.targets[spot[0], spot[1]]
         predicted = argmax_tokens(hidden, decoder.head)
         hits = [(answer == targets).float() for answer in (predicted, roll_out(decoder, batch, spot, predicted))]
         result = torch.zeros(len(part), max(asked), 3, device=where.device)
@@ -101,7 +102,7 @@ def roll_out(decoder: Decoder, batch: Batch, place: Tensor, predicted: Tensor) -
         return predicted
     tokens, answers, cache = batch.tokens.clone(), predicted.clone(), DecodingCache(batch.tokens.size(1))
     first = int(place[1, torch.isin(place[0], rows)].min()) + 1  # no answer stands before it
-    decoder(tokens[rows, :first], cache=cache)
+    decoder(tokens[rows, :first], cache=cache, first=first - 1)
     for _ in range(int(place[0].bincount().max())):
         mine = torch.isin(place[0], rows)
         sequence, position = place[:, mine & (place[1] + 1 < tokens.size(1))]
@@ -261,7 +262,7 @@ def score(decoder: Decoder, asked: list[Trial], length: int, text: Text) -> Tens
     device = decoder.head.weight.device
     prompts = torch.from_numpy(np.stack([trial.prompt for trial in asked])).to(device)
     cache = DecodingCache(length)
-    first = decoder.head(decoder(prompts, cache=cache)[:, -1:]).float()  # (B, 1, V)
+    first = decoder.head(decoder(prompts, cache=cache, first=prompts.size(1) - 1)).float()  # (B, 1, V)
     written = _greedy(decoder, first, cache.fork(1), max(len(trial.answer) for trial in asked) + 2)
     rows = []
     for index, trial in enumerate(asked):

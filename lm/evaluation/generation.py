@@ -45,7 +45,7 @@ class Continuation:
     @torch.no_grad()
     def draw(self) -> list[int]:
         """The next token of each sequence. Raises RunError: the logits are not finite."""
-        hidden = self._decoder(self._tokens, cache=self._cache)[:, -1]
+        hidden = self._decoder(self._tokens, cache=self._cache, first=self._tokens.size(1) - 1)[:, 0]
         logits = self._decoder.head(hidden).float().cpu()
         tokens = [sample(row, how.temperature, how.top_k, how.top_p, drawn) for row, (how, drawn) in zip(logits, self._draws, strict=True)]
         self._tokens = torch.tensor(tokens, device=self._device)[:, None]

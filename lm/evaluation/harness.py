@@ -147,10 +147,10 @@ class HarnessLM(LM):
         result: list[tuple[float, bool]] = [(0.0, True)] * len(windows)
         with tqdm(total=len(windows), desc="likelihoods", leave=False, disable=quiet or None) as bar:
             for inputs in batches(sorted(by_input, key=len, reverse=True), len):
-                with self.where.autocast():
-                    hidden = self.decoder(torch.tensor(inputs, device=self._device))
                 asked = [(place, index) for place, tokens in enumerate(inputs) for index in by_input[tokens]]
                 sizes = [windows[index][1] for _, index in asked]
+                with self.where.autocast():
+                    hidden = self.decoder(torch.tensor(inputs, device=self._device), first=len(inputs[0]) - max(sizes))
                 states = torch.cat([hidden[place, -size:] for (place, _), size in zip(asked, sizes, strict=True)])
                 targets = [token for (_, index), size in zip(asked, sizes, strict=True) for token in windows[index][0][-size:]]
                 targets = torch.tensor(targets, device=self._device)

@@ -84,6 +84,11 @@ class ForwardContext:
     cache: DecodingCache | None
     other_values: Callable[[int], Tensor] | None = None  # what the values of a layer are mixed with (B, K, T, E), by its number
     captured: list[AttentionInputs] | None = None  # layers append their inputs here for `lm.model.attention_stream`
+    first: int = 0  # index of the first new token that a layer gives an output for
+
+    def asked(self, x: Tensor) -> Tensor:
+        """The part (B, T - first, C) of x (B, T, C) that a layer gives an output for."""
+        return x[:, self.first :] if self.first else x
 
 
 class AttentionBase(nn.Module):
@@ -100,21 +105,27 @@ class AttentionBase(nn.Module):
         )
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
-        """Heads' outputs (B, T, H E) of q (B, H, T, D), k (B, K, T, D) and v (B, K, T, E), computed from x (B, T, C); T: the new tokens."""
+        """Heads' outputs (B, T - first, H E) of q (B, H, T, D), k (B, K, T, D) and v (B, K, T, E), computed from x (B, T, C).
+
+        T: the new tokens, of which those from the context's `first` on are queries.
+        """
         q, k = self.q_norm(q), self.k_norm(k)
         if self.rotates:
             q, k = rotate(q, context.rotation), rotate(k, context.rotation)
         if self.rotates and context.logit_factor != 1:
             q = q * context.logit_factor
         q, k = self.normalizer.append_features(x, q, k)
+        layout = context.layout
+        if context.first:
+            q, layout = q[:, :, context.first :], layout.select(slice(context.first, None), layout.key_positions.size(-1))
         if context.cache:
             states = context.cache.states
-            out, states[self] = self.normalizer.decode(q, k, v, context.layout, states.get(self))
+            out, states[self] = self.normalizer.decode(q, k, v, layout, states.get(self))
         else:
             k, v = self.normalizer.expand_kv_heads(k, v)
             if context.captured is not None:
                 context.captured.append(AttentionInputs(x, q, k, v))
-            out = self.normalizer.attend(q, k, v, context.layout)
+            out = self.normalizer(q, k, v, layout) if context.first else self.normalizer.attend(q, k, v, layout)
         return out.transpose(1, 2).flatten(2)
 
 
@@ -156,7 +167,7 @@ class Attention(AttentionBase):
             out = self.attend(x, q, k, v.repeat_interleave(2, 1), context)
             out = self.difference(out.unflatten(-1, (self.head_counts[0], 2, -1))).flatten(2)
         if self.gate is not None:
-            gates = self.gate(x).sigmoid().unflatten(-1, (self.head_counts[0], -1))  # (B, T, H, 1) or (B, T, H, D)
+            gates = self.gate(context.asked(x)).sigmoid().unflatten(-1, (self.head_counts[0], -1))  # (B, T, H, 1) or (B, T, H, D)
             out = (out.unflatten(-1, (self.head_counts[0], -1)) * gates).flatten(2)
         return self.out(out)
 
@@ -202,7 +213,7 @@ class GAU(AttentionBase):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         u, v, z = F.silu(self.uvz(x)).split(list(self.fused["uvz"].values()), -1)
         q, k = z * self.q_gain + self.q_offset, z * self.k_gain + self.k_offset
-        return self.out(u * self.attend(x, q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), context))
+        return self.out(context.asked(u) * self.attend(x, q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), context))
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -235,7 +246,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); (B, T - first, C) of x (B, T, C)."""
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__()
@@ -246,14 +257,14 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), context))
+        x = context.asked(x) + self.dropout(self.attention(self.attention_norm(x), context))
         if torch.is_grad_enabled() or x.size(1) <= MLP_TOKENS:
             return x + self.dropout(self.mlp(self.mlp_norm(x)))
         return torch.cat([part + self.dropout(self.mlp(self.mlp_norm(part))) for part in x.split(MLP_TOKENS, 1)], 1)
 
 
 class GatedBlock(nn.Module):
-    """x + gau(norm(x))."""
+    """x + gau(norm(x)), (B, T - first, C) of x (B, T, C)."""
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__()
@@ -262,4 +273,4 @@ class GatedBlock(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        return x + self.dropout(self.gau(self.gau_norm(x), context))
+        return context.asked(x) + self.dropout(self.gau(self.gau_norm(x), context))

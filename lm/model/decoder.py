@@ -6,6 +6,7 @@ Shapes: B sequences, T tokens, C width, V vocabulary.
 import hashlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -92,19 +93,22 @@ class Decoder(nn.Module):
                 module.bias.zero_()
         self.norm.weight.fill_(initial_gain(self.config))
 
-    def forward(self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None) -> Tensor:
-        """Hidden states (B, T, C) of tokens (B, T) int64, after the last norm: what `head` reads.
+    def forward(self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None, first: int = 0) -> Tensor:
+        """Hidden states (B, T - first, C) of tokens (B, T) int64, after the last norm: what `head` reads.
 
         Args:
             layout: where the tokens stand, if not in one document from its start, e.g. `AttentionLayout.from_document_lengths`.
             cache: what layers remember of the tokens before these; these are added to it.
+            first: index of the first token whose state is asked for. The last layer computes no queries before it.
 
         Raises:
             ValueError: positions beyond learned ones.
         """
         x, context = self.embed(tokens, layout, cache)
         run = self.run_block if self.training else _run_block
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
+            if first and number == len(self.blocks) - 1:
+                context = replace(context, first=first)
             again = self.recomputes and torch.is_grad_enabled()
             x = checkpoint(run, block, x, context, use_reentrant=False) if again else run(block, x, context)
         if cache:
@@ -170,9 +174,9 @@ class Decoder(nn.Module):
         """The quantity that training minimises on a batch, and the loss and the z-loss in it, as `lm.model.cross_entropy.training_loss`."""
         return training_loss(self.hidden(batch).flatten(0, 1), self.head, batch.targets.flatten(), z_loss)
 
-    def hidden(self, batch: Batch) -> Tensor:
-        """Hidden states (B, T, C) of a batch's tokens, as `forward`."""
-        return self(batch.tokens, batch_layout(batch))
+    def hidden(self, batch: Batch, first: int = 0) -> Tensor:
+        """Hidden states (B, T - first, C) of a batch's tokens, as `forward`."""
+        return self(batch.tokens, batch_layout(batch), first=first)
 
 
 def _run_block(block: nn.Module, x: Tensor, context: ForwardContext) -> Tensor:
