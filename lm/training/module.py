@@ -253,7 +253,10 @@ class TrainModule(L.LightningModule):
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Seed dropout by (seed, micro-batch, rank), so that a checkpoint needs no random state."""
         micro_batch = self.global_step * self.accumulation + batch_idx % self.accumulation
-        torch.manual_seed((self.config.seed * 1_000_003 + micro_batch) * 4099 + self.global_rank)
+        seed = (self.config.seed * 1_000_003 + micro_batch) * 4099 + self.global_rank
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed takes milliseconds for devices that aren't there
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).manual_seed(seed)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss (nats, scalar) of a micro-batch, scaled so that the step's gradient is that of the mean over its tokens."""
