@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import fields
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -252,6 +253,24 @@ def test_the_states_of_the_last_tokens_alone_are_the_same_in_other_blocks(tiny, 
     config = tiny(*(f"model.{key}={value}" for key, value in changes.items())).model
     model = Decoder(config, 50, seq_len=16, seed=3).eval().double()
     same_states_of_the_last_tokens(model, torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("name", catalogue.ENTRIES)
+def test_gradients_of_answers_need_no_queries_before_them(name: str, block: str):
+    model = make_decoder(name, block).train()
+    answers = np.zeros((2, 24), bool)
+    answers[0, 20:], answers[1, [19, 23]] = True, True
+    batch = Batch.of(torch.randint(50, (2, 25), generator=torch.Generator().manual_seed(0)), answers)
+    assert batch.first == 19
+    parts, whole = (model.training_loss(some, 1e-2)[0] for some in (batch, batch._replace(first=0)))
+    assert parts.item() == pytest.approx(whole.item(), rel=1e-6)  # its sum is in fp32
+    parameters = dict(model.named_parameters())
+    ours, theirs = (torch.autograd.grad(loss, list(parameters.values()), allow_unused=True) for loss in (parts, whole))
+    for place, some, other in zip(parameters, ours, theirs, strict=True):
+        assert (some is None) == (other is None), place
+        if some is not None:
+            assert torch.allclose(some, other, rtol=1e-4, atol=1e-6 * other.abs().max().item()), place
 
 
 def same_states_of_the_last_tokens(model: Decoder, tokens: torch.Tensor) -> None:

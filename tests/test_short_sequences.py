@@ -39,6 +39,27 @@ def test_it_is_softmax_attention(length: int, size: int, width: int):
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("queries", [1, SHORT_BLOCK, SHORT_BLOCK + 1, 200])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_queries_may_be_the_last_of_the_keys_alone(queries: int, dtype: torch.dtype):
+    """They get what they get among all queries, and so do the gradients of a loss on them alone, as near to fp64."""
+    q, k, v, grad = (x.double() for x in inputs(257, 24, 40))
+    grad[:, :, :-queries] = 0.0
+    layout, first = AttentionLayout.full(257), 257 - queries
+
+    def tail(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.pad(fused_softmax(q[:, :, first:], k, v, layout.from_query(first), 0.3), (0, 0, first, 0))
+
+    def unasked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return blocks(q, k, v) * (grad != 0)
+
+    exact, low = results(unasked, q, k, v, grad), [x.float() for x in (q, k)] + [x.to(dtype) for x in (v, grad)]
+    if dtype == torch.float64:
+        low = [q, k, v, grad]
+    for ours, theirs, true in zip(results(tail, *low), results(unasked, *low), exact, strict=True):
+        assert (ours - true).norm() <= 1.02 * (theirs - true).norm() + 1e-12 * true.norm()
+
+
 def test_heads_that_do_not_fit_one_block_of_weights_are_computed_after_each_other():
     given = [x.double() for x in inputs(LONGEST, 4, 4, heads=SHORT_WEIGHTS // SHORT_BLOCK // LONGEST // 2 + 1)]
     for ours, theirs in zip(results(blocks, *given), results(kernel, *given), strict=True):

@@ -1,7 +1,7 @@
 """Places of queries and keys in their documents, and n: the length of a row of attention weights, from positions alone."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -22,6 +22,7 @@ class AttentionLayout:
         causal: keys are the queries themselves, in order, of one document a sequence: the mask is the plain causal triangle.
         documents: which document each query is of, as `positions`; None: one document a sequence.
         key_documents: likewise of each key.
+        tail: queries are the last of the keys, in order, of one document a sequence: the mask is the last rows of that triangle.
     """
 
     positions: Tensor
@@ -30,6 +31,7 @@ class AttentionLayout:
     causal: bool
     documents: Tensor | None = None
     key_documents: Tensor | None = None
+    tail: bool = False
 
     @cached_property
     def document_groups(self) -> dict[int, tuple[Tensor, list[tuple[Tensor, "AttentionLayout"]]]]:
@@ -67,6 +69,10 @@ class AttentionLayout:
         key_documents = None if self.key_documents is None else self.key_documents[..., :keys]
         lengths = self.lengths.expand_as(self.positions)[..., queries]
         return AttentionLayout(self.positions[..., queries], self.key_positions[..., :keys], lengths, False, documents, key_documents)
+
+    def from_query(self, first: int) -> "AttentionLayout":
+        """The layout of the queries from the index `first` in the sequence on, and of all keys."""
+        return replace(self.select(slice(first, None), self.key_positions.size(-1)), tail=self.causal)
 
     def visible(self) -> Tensor:
         """(T, S) or (B, 1, T, S) bool: which keys each query sees."""

@@ -87,7 +87,7 @@ def fused_softmax(
     """
     size, width = q.size(-1), v.size(-1)
     scale = scale or 1 / math.sqrt(size)
-    if layout.causal and mask is None and executing_device(v).type == "cpu" and q.size(2) <= LONGEST:
+    if (layout.causal or layout.tail) and mask is None and executing_device(v).type == "cpu" and k.size(2) <= LONGEST:
         return short_attention(q, k, v, scale)
     pieces = -(-width // size)
     if width != size:
@@ -106,7 +106,7 @@ def softmax_route(device: str, length: int) -> str:
 
 
 class _ShortAttention(torch.autograd.Function):
-    """softmax(scale q.k) v on (N, T, .) tensors by blocks of queries, whose weights are kept for the backward pass.
+    """softmax(scale q.k) v on (N, T, .) tensors by blocks of queries, the last of the keys, whose weights are kept for the backward pass.
 
     The fused kernel computes tile by tile and recomputes all weights: on a CPU it takes twice the time, up to some hundred tokens.
 
@@ -115,14 +115,14 @@ class _ShortAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        out, kept, train = torch.empty_like(v), [], any(ctx.needs_input_grad)
+        out, kept, train = v.new_empty(*q.shape[:2], v.size(2)), [], any(ctx.needs_input_grad)
         mask = q.new_full((SHORT_BLOCK, SHORT_BLOCK), -math.inf).triu_(1)
         with without_autocast(v.device):
-            for heads, a, b in _short_blocks(q):
-                scores = torch.baddbmm(q.new_zeros(1, 1, 1), q[heads, a:b], k[heads, :b].mT, beta=0, alpha=scale)
-                scores[:, :, a:] += mask[: b - a, : b - a]
+            for heads, a, b, keys in _short_blocks(q, k):
+                scores = torch.baddbmm(q.new_zeros(1, 1, 1), q[heads, a:b], k[heads, :keys].mT, beta=0, alpha=scale)
+                scores[:, :, keys - (b - a) :] += mask[: b - a, : b - a]
                 weights = scores.softmax(-1).to(v.dtype)
-                out[heads, a:b] = weights @ v[heads, :b]
+                out[heads, a:b] = weights @ v[heads, :keys]
                 if train:
                     kept.append(weights)
         if train:
@@ -139,25 +139,29 @@ class _ShortAttention(torch.autograd.Function):
         grad = grad.contiguous()
         scaled, v_wide = grad.to(wide) * ctx.scale, v.to(wide)
         with without_autocast(v.device):
-            for (heads, a, b), weights in zip(_short_blocks(q), kept, strict=True):
-                dv[heads, :b] += weights.mT @ grad[heads, a:b]
-                dweights = scaled[heads, a:b] @ v_wide[heads, :b].mT
+            for (heads, a, b, keys), weights in zip(_short_blocks(q, k), kept, strict=True):
+                dv[heads, :keys] += weights.mT @ grad[heads, a:b]
+                dweights = scaled[heads, a:b] @ v_wide[heads, :keys].mT
                 dscores = torch._softmax_backward_data(dweights, weights.to(wide), -1, wide).to(v.dtype)
-                dq[heads, a:b] = dscores @ k[heads, :b]
-                dk[heads, :b] += dscores.mT @ q[heads, a:b]
+                dq[heads, a:b] = dscores @ k[heads, :keys]
+                dk[heads, :keys] += dscores.mT @ q[heads, a:b]
         return dq, dk, dv.to(v.dtype), None
 
 
-def _short_blocks(q: Tensor) -> list[tuple[slice, int, int]]:
-    """Heads, first query and last query + 1 of each block of q (N, T, D)."""
-    n, length = q.shape[:2]
-    heads = max(1, SHORT_WEIGHTS // (SHORT_BLOCK * length))
-    return [(slice(h, h + heads), a, min(a + SHORT_BLOCK, length)) for h in range(0, n, heads) for a in range(0, length, SHORT_BLOCK)]
+def _short_blocks(q: Tensor, k: Tensor) -> list[tuple[slice, int, int, int]]:
+    """Heads, first query, last query + 1 and number of keys of each block of q (N, T, D), which are the last of k (N, S, D)."""
+    (n, queries), keys = q.shape[:2], k.size(1)
+    heads = max(1, SHORT_WEIGHTS // (SHORT_BLOCK * keys))
+    ends = [(a, min(a + SHORT_BLOCK, queries)) for a in range(0, queries, SHORT_BLOCK)]
+    return [(slice(h, h + heads), a, b, keys - queries + b) for h in range(0, n, heads) for a, b in ends]
 
 
 @torch.compiler.disable  # traced, its blocks would be unrolled: slower to compile, and to run
 def short_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """softmax(scale q.k) v with a causal mask, (B, H, T, E) in the dtype of `v`; q and k (B, H, T, D), v (B, H, T, E)."""
+    """softmax(scale q.k) v with a causal mask, (B, H, T, E) in the dtype of `v`; q (B, H, T, D), k (B, H, S, D), v (B, H, S, E).
+
+    Queries are the last T of the S tokens.
+    """
     wide = torch.promote_types(v.dtype, torch.float32)
     return _ShortAttention.apply(*(x.flatten(0, 1) for x in (q.to(wide), k.to(wide), v)), scale).unflatten(0, q.shape[:2])
 

@@ -261,6 +261,7 @@ class Batch(NamedTuple):
     tokens: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64, what each token is to predict; `IGNORED` where nothing
     positions: Tensor | None  # (B, T) int64 within each document, where documents don't see each other; None: a sequence is one document
+    first: int = 0  # no token before it has a target in any sequence
 
     @classmethod
     def of(cls, sequences: np.ndarray | Tensor, answers: np.ndarray | None = None, end_of_text: int | None = None) -> "Batch":
@@ -271,14 +272,14 @@ class Batch(NamedTuple):
             end_of_text: the token that begins a document, if documents are not to see each other.
         """
         sequences = torch.as_tensor(sequences)
-        tokens, targets = sequences[:, :-1], sequences[:, 1:]
+        tokens, targets, first = sequences[:, :-1], sequences[:, 1:], 0
         if answers is not None:
-            targets = targets.masked_fill(~torch.from_numpy(answers), IGNORED)
-        return cls(tokens, targets, None if end_of_text is None else document_positions(tokens, end_of_text))
+            targets, first = targets.masked_fill(~torch.from_numpy(answers), IGNORED), int(answers.any(0).argmax())
+        return cls(tokens, targets, None if end_of_text is None else document_positions(tokens, end_of_text), first)
 
     def to(self, device: torch.device) -> "Batch":
         """On another device."""
-        return Batch(*(None if x is None else x.to(device) for x in self))
+        return self._replace(**{name: x.to(device) for name, x in self._asdict().items() if isinstance(x, Tensor)})
 
 
 def document_positions(tokens: Tensor, end_of_text: int) -> Tensor:

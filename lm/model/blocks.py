@@ -117,7 +117,7 @@ class AttentionBase(nn.Module):
         q, k = self.normalizer.append_features(x, q, k)
         layout = context.layout
         if context.first:
-            q, layout = q[:, :, context.first :], layout.select(slice(context.first, None), layout.key_positions.size(-1))
+            q, layout = q[:, :, context.first :], layout.from_query(context.first)
         if context.cache:
             states = context.cache.states
             out, states[self] = self.normalizer.decode(q, k, v, layout, states.get(self))

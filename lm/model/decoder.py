@@ -172,7 +172,8 @@ class Decoder(nn.Module):
 
     def training_loss(self, batch: Batch, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
         """The quantity that training minimises on a batch, and the loss and the z-loss in it, as `lm.model.cross_entropy.training_loss`."""
-        return training_loss(self.hidden(batch).flatten(0, 1), self.head, batch.targets.flatten(), z_loss)
+        first = batch.first if self.run_block is _run_block else 0  # a compiled block would be compiled anew for each
+        return training_loss(self.hidden(batch, first).flatten(0, 1), self.head, batch.targets[:, first:].flatten(), z_loss)
 
     def hidden(self, batch: Batch, first: int = 0) -> Tensor:
         """Hidden states (B, T - first, C) of a batch's tokens, as `forward`."""
