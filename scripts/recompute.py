@@ -263,6 +263,21 @@ SHOWN = (
         picture=True,
     ),
     Recall(
+        "when-to-swap",
+        "retrieval.md",
+        {"ssmax": "SSMax", "ssmax_b": "SSMax with b", "softmax": "softmax"}
+        | {f"at_{part}{b}": f"SSMax{words} after {part} %" for b, words in (("", ""), ("_b", " with b")) for part in (25, 50, 75, 90)}
+        | {"after": "SSMax put in after training", "after_more": "the same, 120 more steps"}
+        | {"after_more_b": "the same with b, 120 more steps", "softmax_more": "softmax, 120 more steps"},
+        "ssmax",
+        (16384,),
+        0.25,
+        trends={
+            "SSMax": {"ssmax": 0, "at_25": 0.25, "at_50": 0.5, "at_75": 0.75, "at_90": 0.9, "after": 1},
+            "SSMax with b": {"ssmax_b": 0, "at_25_b": 0.25, "at_50_b": 0.5, "at_75_b": 0.75, "at_90_b": 0.9},
+        },
+    ),
+    Recall(
         "needle",
         "retrieval.md",
         LABELS | {"ssmax_fixed": "SSMax, n fixed at 256"},
