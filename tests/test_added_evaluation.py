@@ -112,6 +112,7 @@ def lm(tmp_path: Path):
     return run
 
 
+@pytest.mark.slow
 def test_an_evaluation_in_two_files_is_scheduled_kept_listed_drawn_and_reported(lm, arguments: list[str], tmp_path: Path):
     runs = tmp_path / "runs"
     options = [*arguments, "eval.long_context.length_factor=0", "data.val_fraction=0.7", "eval.sequences=64"]  # enough documents report

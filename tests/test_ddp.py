@@ -113,6 +113,7 @@ def test_two_machines_train_as_one(arguments: list[str], tmp_path: Path):
     assert len(losses(tmp_path / "runs" / "nodes")) == 8
 
 
+@pytest.mark.slow
 def test_a_failure_of_the_first_rank_alone_ends_all_in_one_line(arguments: list[str], tmp_path: Path):
     """Only rank 0 writes; where it can't, the others don't wait in a collective for ever."""
     runs = tmp_path / "runs" / "failing"

@@ -22,6 +22,7 @@ QUESTIONS = {
     "recall-control": (["--baseline", "ssmax_fixed", "--by", "rate", "--by", "x"], "[2048, 8192]"),
     "recall-tuned": (["--baseline", "ssmax_fixed"], "[16384]"),
     "recall-after": (["--baseline", "ssmax_fixed"], "[16384]"),
+    "when-to-swap": (["--baseline", "ssmax", "--by", "rate", "--by", "x"], "[16384]"),
     "needle": (["--baseline", "ssmax_fixed"], "[4096]"),
 }
 

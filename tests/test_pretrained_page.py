@@ -120,6 +120,7 @@ def test_the_page_counts_the_sequences_that_were_measured(script):
     assert found.sequences("beyond_softmax", (2048, 9)) == (2048, 9)
 
 
+@pytest.mark.slow
 def test_every_part_is_measured_once_and_the_page_written(script, model, text, tmp_path, capsys):
     parts, page = script("pretrained_parts"), tmp_path / "page.md"
     few = parts.Needles((0.5,), (0.5,), 1)

@@ -167,7 +167,7 @@ def test_an_arm_without_parameters_of_a_normalizer_has_one_run_for_all_their_rat
     assert procedure.rates("") == {"softmax": (2e-2, 10), "ssmax": (2e-2, 10)}
 
 
-@pytest.mark.parametrize("baseline", ["softmax", "ssmax"])
+@pytest.mark.parametrize("baseline", ["softmax", pytest.param("ssmax", marks=pytest.mark.slow)])
 def test_results_of_arms_that_lack_a_tuned_key_are_judged_as_the_experiment_does(tmp_path, baseline):
     key = "optim.groups.normalizer.lr_factor"
     tune = TUNE | {"key": ["optim.lr", key], "grid": [[1e-2, 2e-2, 4e-2, 8e-2], [1, 10, 100, 1000]]}
