@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from texts import TEXTS, files_config, stored_texts, write_texts
+from tokenizers import ByteLevelBPETokenizer
 
 from lm.config.data_config import DataConfig, GPT2Tokenizer, PretrainedTokenizer, TiktokenTokenizer, TokenizerFile, TrainedTokenizer
 from lm.config.load import load
@@ -436,6 +437,7 @@ def test_older_files_of_a_pretrained_model_are_converted(data: DataConfig, train
         ("{hub}/..", None, "</s>", "no tokenizer there: neither tokenizer.json nor vocab.json"),
         ("{hub}/../damaged", None, "</s>", "not a tokenizer.json of the `tokenizers` library"),
         ("{hub}/../vocabulary", None, "</s>", "its tokenizer can't be converted"),
+        ("{hub}/../gpt2", None, "</s>", "two files alone are named: data.tokenizer={name: gpt2, vocab: "),
         ("{hub}/../latin", None, "</s>", "not readable"),
     ],
 )
@@ -449,6 +451,8 @@ def test_a_pretrained_model_without_a_usable_tokenizer_is_one_line(
     ):
         (hub.parent / name).mkdir()
         (hub.parent / name / file).write_bytes(content)
+    (hub.parent / "gpt2").mkdir()
+    ByteLevelBPETokenizer().save_model(str(hub.parent / "gpt2"))
     with pytest.raises(DataError) as caught:
         prepare(dataclasses.replace(data, tokenizer=PretrainedTokenizer(model.format(hub=hub), revision, end)))
     assert expected in str(caught.value)

@@ -211,6 +211,7 @@ TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 # Files of tokenizers that transformers converts.
 VOCABULARY, SENTENCEPIECE = "vocab.json", ("tokenizer.model", "spiece.model")
 OLDER = (VOCABULARY, "merges.txt", *SENTENCEPIECE, "vocab.txt")
+KINDS = (TOKENIZER_CONFIG, "config.json")  # one of them says which class a tokenizer has
 
 
 def pretrained(spec: PretrainedTokenizer) -> tuple[str, str]:
@@ -222,7 +223,7 @@ def pretrained(spec: PretrainedTokenizer) -> tuple[str, str]:
         if spec.revision:
             raise DataError(f"{folder}: is on this machine, not on the hub; set data.tokenizer.revision to null")
         return named_tokenizer(folder), ""
-    wanted = [TOKENIZER_FILE, TOKENIZER_CONFIG, "special_tokens_map.json", "config.json", *OLDER]
+    wanted = [TOKENIZER_FILE, *KINDS, "special_tokens_map.json", *OLDER]
     folder = downloaded(spec.model, spec.revision, wanted, " (data.tokenizer.model)")
     return named_tokenizer(folder), folder.name
 
@@ -270,7 +271,9 @@ def read_tokenizer(path: Path) -> str | None:
         listed = dict(json.loads((path / VOCABULARY).read_text(encoding="utf-8"))) if (path / VOCABULARY).is_file() else {}
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True).backend_tokenizer
     except Exception as error:  # all that transformers raises for files that it can't read
-        raise DataError(f"{path}: its tokenizer can't be converted: {one_line(error, 200)}") from None
+        alone = all((path / name).is_file() for name in OLDER[:2]) and not any((path / name).is_file() for name in KINDS)
+        remedy = f"two files alone are named: data.tokenizer={{name: gpt2, vocab: {path / OLDER[0]}, merges: {path / OLDER[1]}}}"
+        raise DataError(f"{path}: its tokenizer can't be converted: {remedy if alone else one_line(error, 200)}") from None
     if missing := listed.keys() - tokenizer.get_vocab().keys():
         reason = f"transformers leaves out {len(missing):,} of the {len(listed):,} tokens of its {VOCABULARY}"
         raise DataError(f"{path}: its tokenizer can't be converted: {reason}; is tokenizer_class in {TOKENIZER_CONFIG} the right one?")

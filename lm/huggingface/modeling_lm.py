@@ -468,10 +468,11 @@ class LmModel(LmPreTrainedModel):
         elif position_ids is None:
             position_ids = torch.arange(seen, seen + x.size(1), device=x.device)[None]
         if isinstance(masks := attention_mask, Tensor | None):
-            given = (self.config, x, attention_mask, past_key_values, position_ids)  # without a cache made here, which would hide packing
-            masks = {"full_attention": create_causal_mask(*given)}
+            # By name: releases differ in the order. Without a cache made here, which would hide packing.
+            given = {"attention_mask": attention_mask, "past_key_values": past_key_values, "position_ids": position_ids}
+            masks = {"full_attention": create_causal_mask(self.config, x, **given)}
             if self.config.sliding_window is not None:
-                masks[SLIDING] = create_sliding_window_causal_mask(*given)
+                masks[SLIDING] = create_sliding_window_causal_mask(self.config, x, **given)
         if use_cache if use_cache is not None else getattr(self.config, "use_cache", True) and not self.training:
             past_key_values = DynamicCache(config=self.config) if past_key_values is None else past_key_values
         x = self.embedding_norm(x)
