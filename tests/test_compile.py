@@ -63,6 +63,7 @@ def test_layers_that_are_alike_share_their_graphs_and_later_steps_make_none(tiny
     assert last == first or name.startswith("value"), "layers that mix values are graphs of their own"
 
 
+@pytest.mark.slow
 def test_each_length_is_a_graph_and_evaluations_are_eager(tiny, counter):
     decoder = Decoder(tiny(*NARROW).model, 50, 32)
     decoder.compile_blocks(lengths=2)

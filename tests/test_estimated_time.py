@@ -171,6 +171,7 @@ def test_a_first_start_compiles_where_the_pilot_says_that_it_pays_and_later_ones
     assert start(given[0], [*given[1], "trainer.compile=false"]).experiment.base["trainer"]["compile"] is False
 
 
+@pytest.mark.slow
 def test_a_pilot_ends_with_its_budget_and_says_what_it_skipped(tmp_path, pilots, monkeypatch):
     kinds = {f"kind{number}": {"model.n_embd": 40 + 8 * number} for number in range(30)}
     procedure = experiment(tmp_path, arms={"softmax": {}, "same": {"optim.schedule": "wsd"}, "slow": {"model.normalizer": "ssmax"}} | kinds)

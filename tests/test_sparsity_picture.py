@@ -63,6 +63,7 @@ def test_a_model_has_the_panels_of_its_own_maps_alone():
             assert title in one.x_label
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("painted")
 def test_the_condensation_limit_is_drawn_at_the_fewest_and_the_most_keys():
     (exp, *_), _ = panels(opt.Softmax())

@@ -203,6 +203,7 @@ def test_results_of_arms_that_lack_a_tuned_key_are_judged_as_the_experiment_does
     assert without is None or without.set_index("arm")["rate"].to_dict() == {"softmax": 2e-2, "relu2": 4e-2}
 
 
+@pytest.mark.slow
 def test_the_page_has_a_panel_for_each_key(tmp_path, monkeypatch):
     monkeypatch.setattr("lm.report.pictures._drawn", lambda *given: "<svg />")
     file = PAGE_FILE | {"arms": FILE["arms"], "tune": TUNE}
