@@ -70,7 +70,7 @@ def test_what_is_missing_or_wrong_is_said_in_one_line(tmp_path, scheduler, monke
     with pytest.raises(RunError, match=r"--submit slurm: .*srun"):
         Cluster(tmp_path, {}, "slurm")
     monkeypatch.setitem(sys.modules, "submitit", None)
-    with pytest.raises(RunError, match=r"submitit, which is not installed: pip install 'submitit>=1.5'"):
+    with pytest.raises(RunError, match=r"submitit, which is not installed: pip install 'submitit>=1.5.4'"):
         Cluster(tmp_path, {}, "slurm")
 
 

@@ -241,7 +241,7 @@ class Cluster:
         try:
             import submitit
         except ImportError:
-            raise RunError("--submit needs submitit, which is not installed: pip install 'submitit>=1.5'") from None
+            raise RunError("--submit needs submitit, which is not installed: pip install 'submitit>=1.5.4'") from None
         self.experiment, self.engine, self._errors = experiment.absolute(), engine, submitit.core.utils
         self._lock, self._stopping = threading.Lock(), threading.Event()
         given = _DEFAULTS | {name: int(value) if value.isdigit() else value for name, value in options.items()}
