@@ -155,6 +155,8 @@ def table(runs: pd.DataFrame, markdown: Callable[[list[list[str]]], str]) -> str
 
 def difference(verdict: Verdict) -> str:
     """A verdict with the difference and its interval."""
+    if verdict.kind == "incomplete":
+        return "no verdict: fewer than 3 arms"
     if verdict.interval is None:
         return verdict.statement
     mean, low, high = verdict.interval.listed()

@@ -90,6 +90,7 @@ def accuracy_at(decoder: Decoder, folder: Path, length: int) -> float:
     for index in range(UNSEEN):
         sequence = example(task, QUESTION_SEED, index, length, "test")
         at = torch.as_tensor(sequence.questions[:, 0])
-        logits = decoder.head(decoder.hidden(Batch.of(sequence.tokens[None]))[0, at - 1])
+        first = int(at.min()) - 1
+        logits = decoder.head(decoder.hidden(Batch.of(sequence.tokens[None]), first)[0, at - 1 - first])
         right += (logits.argmax(-1) == torch.as_tensor(sequence.tokens)[at]).tolist()
     return float(np.mean(right))

@@ -185,10 +185,11 @@ class Normalizer(ABC, Module):
         return by_query_blocks(self, q, k, v, layout)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        """`forward` of whole sequences, document by document where a sequence holds several."""
+        """`forward`; of all queries of whole sequences document by document, where a sequence holds several."""
         from lm.attention.layout import by_documents
 
-        return self(q, k, v, layout) if layout.documents is None else by_documents(self, q, k, v, layout)
+        whole = q.size(2) == k.size(2)
+        return by_documents(self, q, k, v, layout) if whole and layout.documents is not None else self(q, k, v, layout)
 
     def fused_inputs(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor] | None:
         """Queries and keys of which plain softmax of q.k / sqrt(D) gives the weights, q in fp32 or wider; None: there are no such."""
@@ -197,8 +198,8 @@ class Normalizer(ABC, Module):
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: object) -> tuple[Tensor, object]:
         """`forward` for tokens that go on from earlier ones: (weights x values, state).
 
-        q, k, v: of the new tokens, q perhaps of the last ones alone, k and v as `expand_kv_heads` takes them; layout:
-        `AttentionLayout.continuing`;
+        q, k, v: of the new tokens, k and v as `expand_kv_heads` takes them; queries may be of the last tokens alone;
+        layout: `AttentionLayout.continuing`;
         state: from the call before, None at first. The default state is all keys and values; a family that needs fewer keeps the latest.
         """
         import torch

@@ -106,7 +106,7 @@ def softmax_route(device: str, length: int) -> str:
 
 
 class _ShortAttention(torch.autograd.Function):
-    """softmax(scale q.k) v on (N, T, .) tensors by blocks of queries, the last of the keys, whose weights are kept for the backward pass.
+    """softmax(scale q.k) v of the last T of S tokens, (N, T, .) and (N, S, .), by blocks of queries whose weights the backward pass uses.
 
     The fused kernel computes tile by tile and recomputes all weights: on a CPU it takes twice the time, up to some hundred tokens.
 

@@ -303,14 +303,14 @@ def _read(path: Path, heirs: tuple[Path, ...], known: dict[Path, dict[str, Plain
         raise ConfigError(f"{path}: a folder, not a configuration file; {remedy}") from None
     except (OSError, RuntimeError) as error:  # the second of a loop of links, before Python 3.13
         raise ConfigError(f"{abbreviated(str(path))}: {getattr(error, 'strerror', None) or one_line(error)}") from None
-    data = "" if heirs or path.suffix in (".yaml", ".yml") else "; text and token ids are named by data.source (lm prepare --help)"
+    hint = "" if heirs or path.suffix in (".yaml", ".yml") else "; text and token ids are named by data.source (lm prepare --help)"
     try:
         plain = parse_yaml(content, str(path))
     except ConfigError as error:
-        raise ConfigError(f"{error}{data}") from None
+        raise ConfigError(f"{error}{hint}") from None
     plain = {} if plain is None else plain
     if not isinstance(plain, dict):
-        raise ConfigError(f"{path}: must hold keys and values, not a {type(plain).__name__}{data}")
+        raise ConfigError(f"{path}: must hold keys and values, not a {type(plain).__name__}{hint}")
     parents = plain.pop("base", [])
     bases = parents if isinstance(parents, list) else [parents]
     if not all(isinstance(base, str) for base in bases):

@@ -125,7 +125,7 @@ class AttentionBase(nn.Module):
             k, v = self.normalizer.expand_kv_heads(k, v)
             if context.captured is not None:
                 context.captured.append(AttentionInputs(x, q, k, v))
-            out = self.normalizer(q, k, v, layout) if context.first else self.normalizer.attend(q, k, v, layout)
+            out = self.normalizer.attend(q, k, v, layout)
         return out.transpose(1, 2).flatten(2)
 
 
