@@ -9,6 +9,7 @@ from typing import Literal
 import matplotlib
 import numpy as np
 from jinja2 import Environment, StrictUndefined
+from matplotlib import font_manager
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
@@ -16,7 +17,10 @@ from lm.report.pictures import logarithmic_ticks
 
 matplotlib.use("Agg")
 
-STYLE = {"svg.hashsalt": "lm.pages", "svg.fonttype": "path"}  # the same picture is the same file
+FONT = "matplotlib DejaVu Sans"  # and not the machine's font of that name, whose glyphs have other numbers
+_ENTRY = font_manager.FontEntry(fname=f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf", name=FONT)
+font_manager.fontManager.ttflist.append(_ENTRY)
+STYLE = {"svg.hashsalt": "lm.pages", "svg.fonttype": "path", "font.family": FONT}  # the same picture is the same file
 
 
 @contextmanager
@@ -30,8 +34,8 @@ def canvas(rows: int, columns: int, size: tuple[float, float], **options: object
 
 
 def saved(figure: plt.Figure, kind: Literal["svg", "png"] = "svg") -> bytes:
-    """A picture as a file, without the time it was made at; the figure is closed."""
-    content, unsaid = io.BytesIO(), {"svg": ("Date", "Creator", "Format", "Type"), "png": ("Software",)}[kind]
+    """A picture as a file, without the time it was made at; an SVG names the release of matplotlib. The figure is closed."""
+    content, unsaid = io.BytesIO(), {"svg": ("Date", "Format", "Type"), "png": ("Software",)}[kind]
     figure.savefig(content, format=kind, dpi={"svg": "figure", "png": 150}[kind], metadata=dict.fromkeys(unsaid))
     plt.close(figure)
     return content.getvalue()

@@ -117,11 +117,13 @@ def _line(others: pd.DataFrame, values: pd.Series | None) -> Callable[[pd.Index]
     """The straight line in `values` (None: the constant) for log2 of the length, least squares with each arm of equal weight."""
     weights = 1 / others.groupby("arm").arm.transform("size")
     heights = np.log2(others["half-length"])
+    level = np.average(heights, weights=weights)
     if values is None or np.ptp(values[others.index]) == 0:
-        level = float(np.average(heights, weights=weights))
         return lambda index: np.full(len(index), level)
-    slope, level = np.polyfit(values[others.index], heights, 1, w=np.sqrt(weights))
-    return lambda index: slope * values[index].to_numpy() + level
+    center = np.average(values[others.index], weights=weights)
+    around = values[others.index] - center
+    slope = (weights * around * heights).sum() / (weights * around**2).sum()
+    return lambda index: slope * (values[index].to_numpy() - center) + level
 
 
 def compared(runs: pd.DataFrame) -> dict[str, Verdict]:

@@ -9,6 +9,7 @@ training length, of models that recall pairs (torch is needed).
 
 import argparse
 import math
+import re
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -388,6 +389,12 @@ def heads(lines: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def same(committed: bytes, content: bytes) -> bool:
+    """Whether a file is what its data say; of a picture that another release of matplotlib drew, its words are compared alone."""
+    releases, words = ([re.findall(part, file) for file in (committed, content)] for part in (rb">(Matplotlib v.*?),", rb"<!-- (.*?) -->"))
+    return words[0] == words[1] != [] if releases[0] != releases[1] else committed == content
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
@@ -396,7 +403,8 @@ def main() -> int:
     if asked.collect:
         print(collect(Path(asked.collect[0]), asked.collect[1]))
         return 0
-    differing = {path: content for path, content in files().items() if not path.exists() or path.read_bytes() != content}
+    equal = same if asked.check else bytes.__eq__
+    differing = {path: content for path, content in files().items() if not path.exists() or not equal(path.read_bytes(), content)}
     for path, content in differing.items():
         print(f"{path.relative_to(ROOT)}: {'differs from results/' if asked.check else 'written'}")
         if not asked.check:
