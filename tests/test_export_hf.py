@@ -236,6 +236,7 @@ print(json.dumps([batch.input_ids.tolist(), batch.attention_mask.tolist(), out.t
 """
 
 
+@pytest.mark.slow
 def test_an_exported_run_generates_where_lm_can_not_be_imported(tiny, tmp_path: Path):
     config = tiny("name=run", "model.normalizer=ssmax", "eval.sequences=4", *(f"model.{key}={value}" for key, value in MODERN.items()))
     train(config)

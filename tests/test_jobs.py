@@ -106,6 +106,7 @@ def test_a_run_that_is_stopped_has_not_failed_however_often(file, overrides, sta
             Jobs(procedure, Slots(1), lambda _: int(status)).work()
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_last_checkpoint(file, overrides):
     procedure = with_one_run_left(file, overrides)
     folder = procedure.known()[0].config.run_folder

@@ -93,13 +93,14 @@ def test_runs_that_have_not_learned_are_left_out(predictors, tmp_path, monkeypat
     assert predictors.fell(runs).empty
 
 
-def test_a_head_without_exponentials_is_described_by_shares(tiny):
+@pytest.mark.parametrize("normalizer", ["relu2", "stick_breaking"])  # the second leaves out the query itself
+def test_a_head_without_exponentials_is_described_by_shares(tiny, normalizer: str):
     examples = [example(TASK, 0, index, 32, "test") for index in range(4)]
     model = symbols(tiny)[1]
     assert retrieving_head(model, examples).formula_holds
     options = ("eval.long_context.length_factor=0", "data.seq_len=32")
-    relu = tiny("name=relu", *options, "model={n_layer: 1, n_head: 2, n_embd: 32, position: none, normalizer: relu2}")
-    decoder = type(model)(relu.model, TASK.vocab_size + 1, 32).eval()
+    other = tiny("name=other", *options, f"model={{n_layer: 1, n_head: 2, n_embd: 32, position: none, normalizer: {normalizer}}}")
+    decoder = type(model)(other.model, TASK.vocab_size + 1, 32).eval()
     assert retrieving_head(decoder, examples) is None
     head = retrieving_head(decoder, examples, any_map=True)
     assert not head.formula_holds

@@ -42,7 +42,7 @@ class Retrieval:
     def weight(self, more: float) -> np.ndarray:
         """Weight on the needle (Q,) in a sequence of `more` further tokens."""
         scale = (1 + self.slope * np.log1p(more / self.n))[:, None]
-        odds = np.exp(np.minimum(scale * (self.others - self.needle[:, None]), 700.0))  # -inf: 0
+        odds = np.exp(np.minimum(scale * (self.others - self.needle[:, None]), 600.0))  # -inf: 0
         of_filler = np.where(self.is_filler, odds, 0.0).sum(1) / self.is_filler.sum(1)
         return 1 / (1 + odds.sum(1) + more * of_filler)
 
@@ -70,7 +70,7 @@ class RetrievingHead:
 def retrieving_head(decoder: Decoder, examples: list[Example], any_map: bool = False) -> RetrievingHead | None:
     """The head that answers questions of sequences of one length; None if no layer is one that the formula holds for.
 
-    It holds for weights e^score over their sum, on all keys before the query, that do not depend on distance. Filler is neither in a pair
+    It holds for weights e^score over their sum, on all keys up to the query, that do not depend on distance. Filler is neither in a pair
     nor in a question, nor is its predecessor. With `any_map` other weights on all keys before the query count as well: the log of a
     weight's share in its row stands for its score, without a slope.
     """
@@ -82,7 +82,7 @@ def retrieving_head(decoder: Decoder, examples: list[Example], any_map: bool = F
         for block in attention_blocks(decoder, batch, asked, inputs=True, block=len(asked)):
             rows = AttentionRows.of(block)
             by_score = block.normalizer.score_map == "exp" and not block.normalizer.log_decay(rows.scores).any()
-            if (by_score or any_map) and bool((rows.n == rows.queries + 1).all()):
+            if bool((rows.n == rows.queries + 1).all()) if by_score else any_map and bool((rows.n >= rows.queries).all()):
                 parts.setdefault(block.layer, []).append(_of_block(block, rows, example, by_score))
                 formula_holds[block.layer] = by_score
     best: RetrievingHead | None = None
