@@ -262,7 +262,7 @@ STATEMENTS: tuple[tuple[str, str, str, str, Compared | None], ...] = (
         "SSMax (2501.19399), Fig. 4",
         "training loss below softmax's at every step, by about .008 nats at 162 M parameters",
         READ,
-        "[ssmax.md](ssmax.md)",
+        "[results.md](results.md#asked-not-answered)",
         None,
     ),
     (

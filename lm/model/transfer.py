@@ -7,7 +7,7 @@ depth. Both multiply outputs in the forward pass: the logits by 1/m, what a bloc
 the weights instead: in the gain of the last norm, and in the projections into the residual stream, whose initial values, learning rate and
 gradients change with it. AdamW's steps are the same either way, also where gradients are clipped: their norm is computed as if the factors
 were in the forward pass (`gradients_to_norm`). Nothing but training has to know of it: evaluations, swaps and exports see weights like any
-other. docs/baselines.md has the table and where each entry comes from.
+other. docs/recipes.md has the table and where each entry comes from.
 """
 
 from dataclasses import dataclass, replace
