@@ -12,6 +12,8 @@ from trials import written
 from lm.config.load import load
 from lm.errors import ConfigError, RunError
 from lm.experiments.experiment_file import read_experiment
+from lm.experiments.plan import costs
+from lm.experiments.procedure import Procedure
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import read_json
 from lm.runs.record import read_run
@@ -69,8 +71,12 @@ def test_a_cooldown_reads_on_at_another_rate_and_leaves_the_trunk_as_it_was(tiny
 
 
 def test_a_rate_that_jumps_is_said(tiny, trunk: Path, capsys: pytest.CaptureFixture):
-    train(branched(tiny, trunk, 6, "optim.lr=1e-3"))
+    cooled = branched(tiny, trunk, 6, "optim.lr=1e-3", "optim.schedule=wsd")
+    train(cooled)
     assert "note: the learning rate jumps from 0.01 to 0.001 at step 7" in capsys.readouterr().out
+    at_its_end = f"branch_from={cooled.run_folder}", "trainer.max_steps=9", "name=again"
+    train(branched(tiny, trunk, 6, *at_its_end, "optim.lr=1e-2"))
+    assert "note: the learning rate jumps from 0.0005 to 0.01 at step 9" in capsys.readouterr().out
 
 
 def test_a_branch_that_was_killed_goes_on_in_its_own_folder(tiny, trunk: Path):
@@ -150,6 +156,14 @@ def test_arms_branch_seed_by_seed_from_a_step_of_an_earlier_arm(arguments: list[
         assert same(weights(on), weights(long))
         assert curve(cool)[0] == curve(long)[6]
         assert yaml.safe_load((cool / "config.yaml").read_text())["branch_from"].endswith(f"{long.name}/checkpoints/step-000006.ckpt")
+
+
+def test_the_plan_counts_a_branch_from_its_step_on(arguments: list[str], tmp_path: Path):
+    short = {**HORIZONS["long"], "trainer.max_steps": 4}
+    cool = {**HORIZONS["cool"], "trainer.checkpoint_every": 2}
+    file = written(tmp_path, arms={"long": HORIZONS["long"], "cool": cool, "short": short}, tune=None)
+    taken = costs(Procedure(read_experiment(file, [*arguments[1:], "trainer.keep_checkpoints=9", "eval.every=2"])))
+    assert taken["", "cool"] == taken["", "short"]
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,8 @@ class Cost:
     disk: int
 
 
-def cost(config: Config, vocab_size: int) -> Cost:
-    """The resources that a run of this configuration and vocabulary takes."""
+def cost(config: Config, vocab_size: int, begun: int = 0) -> Cost:
+    """The resources that a run of this configuration and vocabulary takes, which branches from `begun` steps of another one."""
     import torch  # takes seconds
 
     from lm.model.decoder import Decoder, group_of, is_normalizer
@@ -65,12 +65,16 @@ def cost(config: Config, vocab_size: int) -> Cost:
     with torch.device("meta"):
         decoder = Decoder(config.model_in(0), vocab_size, config.data.seq_len, seed=None)
     trainer = config.trainer
-    parameters, tokens = count_parameters(decoder), config.optim.batch_tokens * trainer.max_steps
+    parameters, tokens = count_parameters(decoder), config.optim.batch_tokens * (trainer.max_steps - begun)
     trained = {name: p for name, p in decoder.named_parameters() if not config.train_only or is_normalizer(name)}
     state = sum(config.optim.optimizer.kept(group_of(name, p)) * p.numel() for name, p in trained.items())
     checkpoint = 4 * (parameters["total"] + state)  # fp32
-    kept = min(trainer.keep_checkpoints, -(-trainer.max_steps // config.checkpoint_every)) + len(config.phase_ends) - 1
-    validations = -(-trainer.max_steps // config.validation_every) * config.eval.sequences * _VALUE_BYTES
+
+    def times(every: int) -> int:
+        return -(-trainer.max_steps // every) - begun // every
+
+    kept = min(trainer.keep_checkpoints, times(config.checkpoint_every)) + sum(end > begun for end in config.phase_ends[:-1])
+    validations = times(config.validation_every) * config.eval.sequences * _VALUE_BYTES
     disk = kept * checkpoint + vocab_size * _TOKENIZER_BYTES + 2 * validations  # each is kept a second time, for `lm eval`
     return Cost(parameters["total"], tokens, flops_per_token(decoder) * tokens, disk)
 
@@ -90,11 +94,8 @@ def costs(procedure: Procedure) -> Costs | None:
     for size in experiment.sizes:
         for arm in experiment.arms:
             config = experiment.config(size, arm, seed, rate, {"name": "any"})
-            taken = cost(config, known)
+            taken = cost(config, known, arm.step or 0)
             costs_of_arms[size, arm.name] = taken if arm.trained else replace(taken, tokens=0, flops=0)
-            if arm.step is not None:  # those before it are the other arm's
-                part = 1 - arm.step / config.trainer.max_steps
-                costs_of_arms[size, arm.name] = replace(taken, tokens=round(taken.tokens * part), flops=round(taken.flops * part))
     return costs_of_arms
 
 

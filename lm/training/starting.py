@@ -265,12 +265,13 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
     if own and any(step_of(other) > saved["step"] for other in steps_saved(path.parent)):
         notes.append(f"note: back to step {saved['step']}; checkpoints, metrics and evaluations of later steps are deleted")
     steps = trained.trainer.max_steps, config.trainer.max_steps
-    rates = [each.optim.lr_at(saved["step"], each.trainer.max_steps) for each in (trained, config)]
+    last = min(saved["step"], trained.trainer.max_steps - 1)  # a run at its end had no rate in mind for a further step
+    rates = trained.optim.lr_at(last, trained.trainer.max_steps), config.optim.lr_at(saved["step"], config.trainer.max_steps)
     if own and steps[0] != steps[1] and config.optim.schedule.name != "constant":
         notes.append(
             f"note: {config.optim.schedule.name} now ends at step {steps[1]}, it was headed for {steps[0]}: the learning rate jumps"
         )
-    elif not math.isclose(*rates) and saved["step"] < min(steps):
+    elif not math.isclose(*rates, rel_tol=0.01):
         notes.append(f"note: the learning rate jumps from {rates[0]:.4g} to {rates[1]:.4g} at step {saved['step'] + 1}")
     return notes
 
