@@ -207,7 +207,9 @@ def build(schema: type, data: Plain, path: str, problems: list[Problem], table: 
         elif not (name == "name" and hasattr(schema, "name")):
             owners = [variant_name for variant_name, options in (table or {}).items() if _field(options, name)]
             owner = f"it is an option of {', '.join(owners)}: set {_join(path, 'name')}" if owners else ""
-            problems.append(Problem(where, value, "unknown key", owner or other or suggest(name, known)))
+            parts = str(name).split(".")
+            nested = f"nest it: {': {'.join(parts)}: ...{'}' * (len(parts) - 1)}" if len(parts) > 1 and parts[0] in known else ""
+            problems.append(Problem(where, value, "unknown key", owner or other or nested or suggest(name, known)))
     return schema(**{name: value for name, value in values.items() if value is not MISSING})
 
 

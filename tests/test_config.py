@@ -442,6 +442,12 @@ def test_an_option_of_another_block_of_that_key_is_said_to_be_that():
         load(["name=x", "model.normalizer={name: softmax, bias: true}"])
 
 
+def test_a_dotted_key_in_a_file_is_answered_with_its_block(tmp_path):
+    (tmp_path / "mine.yaml").write_text("optim.schedule.final_fraction: 0.2\n")
+    with pytest.raises(ConfigError, match=r"unknown key; nest it: optim: \{schedule: \{final_fraction: \.\.\.\}\}$"):
+        load([str(tmp_path / "mine.yaml")])
+
+
 def test_a_normalizer_alone_is_not_trained_where_it_has_no_gradient():
     options = ["name=x", "model.normalizer=ssmax", "train_only=normalizer", "model.out_init=zero"]
     with pytest.raises(ConfigError, match=r"^train_only = 'normalizer': with model\.out_init = zero blocks of new weights add nothing"):

@@ -43,6 +43,7 @@ WRONG = [
     {"optim": {"schedule": {"name": "wsd", "decay_fractio": 0.1}}},
     {"model": {"normalizer": "ssmx"}},
     {"model": {"normalizer": {"name": "ssmax", "temprature": 2}}},
+    {"model": {"normalizer": []}},
     {"trainer": {"precision": 16}},
     {"trainer": {"max_steps": 2.5}},
     {"log": {"to": ["paper"]}},

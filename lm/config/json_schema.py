@@ -81,7 +81,7 @@ def _variant(table: Mapping[str, type], default: str | None, definitions: dict[s
         options.append(reference if name == default else {**reference, "required": ["name"]})
     if Layers.name in table:
         single = {name: schema for name, schema in table.items() if name != Layers.name}
-        options.append({"type": "array", "items": _variant(single, None, definitions)})
+        options.append({"type": "array", "items": _variant(single, None, definitions), "minItems": 1})
     if isinstance(table, Table) or Layers.name in table:  # there may be others, from outside
         options += [OUTSIDE, {"type": "object", "properties": {"name": OUTSIDE}, "required": ["name"]}]
     return {"anyOf": options}
