@@ -111,6 +111,9 @@ def test_the_question_and_its_answers_come_first_and_every_table_and_picture_is_
     assert ssmax["verdict"] == "better"
     for line in (ssmax, log_n):
         assert re.search(rf"{line['arm']} {re.escape(line['words'])} Difference to softmax {line['difference'][0]:+.4f} \[", words)
+        assert f"[{', '.join(f'{end:+.4f}' for end in line['difference'][1:3])}]" in words
+    cards = re.findall(r"<article.*?</article>", page.read_text(), re.DOTALL)
+    assert [card.count("3 seeds") for card in cards] == [1, 1]
     other_text = {
         one["arm"]: one["value"] for one in rows(page.parent / "summary.csv") if one["interval over"] == "3 seeds and 11 documents"
     }
@@ -286,9 +289,11 @@ def test_the_trend_over_sizes_is_that_of_the_slopes_of_single_seeds(tmp_path, un
     assert line["change"] == pytest.approx([np.mean(slopes), *expected], rel=1e-9)
     assert 0.01 < line["change"][0] < 0.04
     assert (line["arm"], line["with_each_doubling_of"], line["over"]) == ("ssmax", "parameters", "3 sizes, 3 seeds")
-    words = text_of(write_page([procedure], tmp_path / "out"))
-    assert f"Over sizes, ssmax: the difference to softmax changes by {line['change'][0]:+.4f}" in words.replace("&#43;", "+")
-    assert "with each doubling of parameters (3 sizes, 3 seeds; 95 %, not adjusted)." in words
+    write_page([procedure], tmp_path / "out")
+    first, _ = rows(tmp_path / "out" / "trends.csv")
+    assert (first["table"], first["arm"], first["over"]) == ("With each doubling of parameters", "ssmax", "3 sizes, 3 seeds")
+    assert (first["quantity"], first["unit"]) == ("difference to softmax changes by", "95% interval, not adjusted")
+    assert [float(first[end]) for end in ("value", "low", "high")] == pytest.approx(line["change"], abs=1e-4)
 
 
 def test_sizes_that_are_alike_or_not_trained_have_no_trend(tmp_path):

@@ -10,7 +10,7 @@ from lm.config.tree import ExperimentConfig
 from lm.errors import RunError
 from lm.evaluation.swap import swap_run
 from lm.report.comparison import compare_runs
-from lm.report.comparison_tables import run_facts
+from lm.report.comparison_tables import notes, run_facts
 from lm.runs import record
 from lm.runs.folder import read_config, read_json
 from lm.runs.record import read_run
@@ -92,7 +92,14 @@ def test_unlike_histories_are_not_compared_as_like(tmp_path):
     assert checks["precision"].same is False
     assert checks["what each start of a run used"].same is False
     assert checks["what each start of a run used"].value == "resumed: precision 32, from step 100 bf16-mixed"
-    assert "resumed: its starts differ: precision 32, from step 100 bf16-mixed" in comparison.missing
+    assert "resumed: its starts differ: precision 32, from step 100 bf16-mixed" in notes(comparison), "nothing is missing"
+
+
+def test_a_pattern_of_normalizers_is_shown_by_names_and_options(tmp_path):
+    pattern = {"name": "layers", "of": [{"name": "window", "size": 2}, {"name": "ssmax", "bias": False}]}
+    comparison, _ = compared(build_run(tmp_path, "both", normalizer=pattern))
+    (shown,) = (fact.value for fact in run_facts(comparison) if fact.what.startswith("normalizer: "))
+    assert shown.endswith("of=window (size=2), ssmax (bias=false)")
 
 
 def test_a_run_that_was_made_longer_is_another_arm_than_one_of_that_length(tmp_path):

@@ -296,6 +296,17 @@ def test_every_colour_of_a_picture_has_its_counterpart_on_dark_pages():
 
 
 @pytest.mark.usefixtures("painted")
+def test_the_only_line_of_an_arm_is_no_thinner_than_a_mean():
+    x = np.array([1.0, 2.0])
+    alone, several = (
+        Picture([Panel("title", "x", "y", [Trace(0, "a", x, x * number, "seed") for number in range(many)])], ["a"]).svg for many in (1, 2)
+    )
+    colour = f"stroke: {COLOURS[0]}"
+    assert f"{colour}; stroke-width: 1.8" in alone
+    assert f"{colour}; stroke-opacity: 0.5; stroke-width: 0.8" in several
+
+
+@pytest.mark.usefixtures("painted")
 @pytest.mark.parametrize("scale", ["linear", "log", "signed"])
 def test_maps_of_equal_scales_share_one_scale_of_colours(scale: str):
     weights = np.array([[-1.0 if scale == "signed" else 1.0, np.nan], [1e-9, 0.5]])

@@ -82,7 +82,7 @@ def test_a_made_up_kind_has_panels_for_what_is_over_an_axis(folders):
     made_up = ["Sparsity of attention: sparsity, as trained", "Reach by depth: reach, books, as trained"]
     difference = "paired difference to softmax"
     assert titles[1] == [*titles[0], made_up[0], f"{made_up[0]}: {difference}", made_up[1], f"{made_up[1]}: {difference}"]
-    assert "Reach by depth. Thin: single seeds; thick: their mean. Bands: 95% intervals over sequences, 1 seed." in picture.caption
+    assert "Reach by depth. Bands: 95% intervals over sequences, 1 seed." in picture.caption
     assert "From position 16." in picture.caption
 
 

@@ -134,7 +134,7 @@ def test_a_difference_that_hangs_on_one_rate_says_so():
 @pytest.mark.parametrize(
     ("comparison", "words", "reason"),
     [
-        (Comparison(spread(0.0, 0.001, 5)), "no difference above 0.02 (5 seeds)", "the interval holds 0 and lies within 0.02 (over"),
+        (Comparison(spread(0.0, 0.001, 5)), "no difference above 0.02 (5 seeds)", "the interval holds 0 and lies within 0.02"),
         (Comparison(spread(0.0, 0.1, 5)), "undecided: the interval is too wide (5 seeds)", "the interval holds 0, and differences of more"),
         (Comparison(spread(-0.01, 0.005, 10)), "a difference below 0.02 (10 seeds)", "the interval leaves out 0 and lies within 0.02 (p ="),
         (Comparison(spread(-0.1, 0.005, 5)), "better by more than 0.02 (5 seeds)", "the interval leaves out 0 and every difference below "),
@@ -152,6 +152,7 @@ def test_words_hold_for_one_situation_and_name_the_margin(comparison: Comparison
     verdict = verdicts({"a": comparison}, MATTERS, "lower")["a"]
     assert verdict.words == words
     assert verdict.reason.startswith(reason)
+    assert " over " not in verdict.reason, "the words end with the number of seeds"
     assert replace(verdict, exploratory=("a seed was added",)).words == f"exploratory: {words}"
 
 

@@ -89,7 +89,7 @@ def test_the_verdict_is_on_the_ratio_of_tokens_paired_by_seed(tmp_path):
     (answer,) = answers(sizes)
     effect = answer.effect
     assert (effect.what, effect.value, effect.ends) == ("Factor: tokens, of those of softmax", "0.70", "[0.70, 0.71]")
-    assert effect.over == "3 seeds"
+    assert (effect.over, answer.verdict[-9:]) == ("", "(3 seeds)"), "said once"
     mean, low, high, zero, least, most = effect.place
     assert low < mean < high < least < zero < most
     assert answer.because.startswith("The interval leaves out 0")

@@ -30,7 +30,7 @@ from lm.experiments.plan import (
 )
 from lm.experiments.procedure import Procedure, next_look
 from lm.experiments.slots import Slots, Stopped, commands, slots_of
-from lm.experiments.summary import measured_words, print_verdicts, summary_lines, trend_words, trends, tuning_means, tuning_table
+from lm.experiments.summary import measured_words, print_verdicts, summary_lines, trend_table, trends, tuning_means, tuning_table
 from lm.files import write_together
 from lm.report.html import PAGE
 from lm.report.tables import csv_text, digits, from_lines, print_tables
@@ -232,6 +232,8 @@ def _conclude(procedure: Procedure) -> list[dict[str, Plain]]:
             print(f"failed: {run.stage}: {run.label}: {failure} ({failure.log}); --retry tries again")
     write_together(files | experiment_files([procedure], experiment.folder / REPORT, judged), "verdicts and report")
     base, reach = experiment.arms[0].name, experiment.primary.reach is not None
-    print(*(trend_words(line, base, reach) for line in over_sizes), f"verdicts: {experiment.folder / VERDICTS}.json", sep="\n")
+    if table := trend_table(over_sizes, base, reach):
+        print_tables(table)
+    print(f"verdicts: {experiment.folder / VERDICTS}.json")
     print(f"report: {experiment.folder / REPORT / PAGE}")
     return lines

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Literal
 from lm.errors import ConfigError, RunError, one_line
 from lm.experiments.plan import whole
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.run_outcome import SELECTION
+from lm.experiments.run_outcome import SELECTION, Outcome
 from lm.experiments.slots import LOGS, Children, Devices, Slots, Stopped, interruptible, log_path, named, under_way
+from lm.experiments.summary import amount
 from lm.files import locked_folder, write_new
 from lm.machine import born, this_machine
 from lm.report.tables import digits
@@ -446,10 +447,8 @@ class Jobs:
             forget_failure(self.folder, run)
             self.procedure.check_direction(outcome)
             self.seconds[run.size, run.arm] += filter(None, [whole(run, seconds)])
-            by = self.procedure.experiment.chosen_by
-            metric = "selection loss" if by == SELECTION else f"{by} on the selection text"
             diverged = outcome.state == "diverged"
-            words = f"diverged ({outcome.divergence})" if diverged else f"{metric} {digits(self.procedure.choosing(outcome))}"
+            words = f"diverged ({outcome.divergence})" if diverged else self._result(run, outcome)
             words += f", did not learn: {outcome.not_learned}" if outcome.not_learned and not diverged else ""
             known = self.procedure.known()
             waiting = [self.slots.taken(each.size, each.arm) for each in known if not each.outcome.ended]
@@ -467,6 +466,14 @@ class Jobs:
         else:
             failure = self.failed[folder] = note_failure(self.folder, run, status)
             print(f"{run.stage}: {run.label}: failed with {failure} ({failure.log})", flush=True)
+
+    def _result(self, run: Run, outcome: Outcome) -> str:
+        """The number of a finished run on the selection text: of a tuning run what chooses rates, of a final one what judges."""
+        experiment = self.procedure.experiment
+        if (experiment.chosen_by if run.stage == "tune" else experiment.primary.quantity) == SELECTION:
+            return f"selection loss {digits(outcome.mean(SELECTION, True))}"
+        value = amount(experiment.primary, self.procedure.quantity(outcome, True))
+        return f"{experiment.primary.quantity} on the selection text {value}"
 
     def stop(self) -> None:
         """Let the running ones save a checkpoint and end; a second signal kills them."""

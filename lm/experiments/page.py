@@ -15,7 +15,7 @@ from lm.experiments.experiment import Experiment
 from lm.experiments.judging import Judged
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION
-from lm.experiments.summary import amount, differences_by_rate, has_reached, summary_lines, summary_table, trend_words, trends
+from lm.experiments.summary import amount, differences_by_rate, has_reached, summary_lines, summary_table, trend_table, trends
 from lm.files import write_together
 from lm.report.comparison import ArmRuns, RunComparison, comparison_of
 from lm.report.comparison_pictures import LOSSES, DrawnRun, by_layer, curves
@@ -116,6 +116,8 @@ def _part(procedure: Procedure, prefix: str, judged: Judged | None) -> PagePart:
         first.add("picture", differences_picture(procedure, sizes), f"{prefix}differences")
     else:
         first.add("picture", learned_picture(sizes, lines), f"{prefix}learned")
+    over_sizes = trend_table(trends(procedure, judged), experiment.arms[0].name, experiment.primary.reach is not None)
+    first.add("table", over_sizes, f"{prefix}trends")
     for each in sizes:
         first.add("table", seeds_table(each) if each.final else None, f"{prefix}{each.size}{'-' * bool(each.size)}seeds")
     sections, commands = [first], PageSection("Commands")
@@ -192,7 +194,8 @@ def answers(sizes: list[SizeResults]) -> list[Answer]:
         if interval := verdict.interval:
             places = (4 + 92 * (scale([*interval.listed(), *marks]) - low) / width).round(2).tolist() if interval.bounded else None
             below = tuple(f"{mark:.3g}" if reach else f"{mark:+g}" if mark else "0" for mark in marks)
-            effect = ShownEffect(what, column.text(interval.mean), column.ends(interval), interval.over, places, below)
+            over = "" if interval.over == f"{verdict.seeds} seeds" else interval.over  # the words end with them
+            effect = ShownEffect(what, column.text(interval.mean), column.ends(interval), over, places, below)
         tone = {"better": "good", "worse": "bad", "unstable": "bad"}.get(verdict.kind, "")
         because = "" if verdict.reason == verdict.open else f"{verdict.reason[:1].upper()}{verdict.reason[1:]}."
         cards.append(Answer(name, verdict.words, because, tone, effect))
@@ -427,9 +430,7 @@ def differences_picture(procedure: Procedure, sizes: list[SizeResults]) -> Pictu
     panel = Panel(title, "", label, traces, dict(enumerate(places)), zero=True, small=small)
     crossed = " and rates" if any(procedure.choice(results.size).crossed for results in sizes) else ""
     caption = f"Dots: single seeds. Bars: mean with its Student t interval over seeds{crossed}; all of them hold together with 95%."
-    over_sizes = trends(procedure, sizes[0].judged) if several else []
-    words = " ".join(trend_words(line, names[0], experiment.primary.reach is not None) for line in over_sizes)
-    return Picture([panel], names, f"{caption} Shaded: differences below {small:g}. {words}".strip())
+    return Picture([panel], names, f"{caption} Shaded: differences below {small:g}.")
 
 
 def _bar(number: int, label: str, x: float, interval: list[float]) -> Trace:

@@ -156,13 +156,16 @@ def trends(procedure: Procedure, judged: Judged) -> list[dict[str, Plain]]:
     return lines
 
 
-def trend_words(line: dict[str, Plain], base: str, reach: bool) -> str:
-    """A trend as a sentence."""
-    interval = Interval(*(math.nan if value is None else value for value in line["change"]))
-    shown = (Column("factor", kind="mean", decimals=3) if reach else Column("difference", kind="difference")).shown(interval)
-    verb = "factor to {} is multiplied by" if reach else "difference to {} changes by"
-    of = f"with each doubling of {line['with_each_doubling_of']} ({line['over']}; 95 %, not adjusted)"
-    return f"Over sizes, {line['arm']}: the {verb.format(base)} {shown} {of}."
+def trend_table(lines: list[dict[str, Plain]], base: str, reach: bool) -> Table | None:
+    """A row for each arm of `trends`; None if there are none. `reach`: they are of factors."""
+    if not lines:
+        return None
+    changes = [Interval(*(math.nan if value is None else value for value in line["change"])) for line in lines]
+    what = f"factor to {base} is multiplied by" if reach else f"difference to {base} changes by"
+    change = Column(what, "95% interval, not adjusted", "mean" if reach else "difference", 3 if reach else 4)
+    over = (Column("over", kind="label"), [line["over"] for line in lines])
+    arms = (Column("arm", kind="label"), [line["arm"] for line in lines])
+    return Table(f"With each doubling of {lines[0]['with_each_doubling_of']}", "", (arms, over, (change, changes)))
 
 
 def tuning_table(procedure: Procedure) -> list[dict[str, Plain]]:

@@ -1,6 +1,7 @@
 """Pictures of runs: curves while training, each section along its axis, maps of fractions, and what is logged by layer and head."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -112,8 +113,10 @@ def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, 
         panels.append(Panel(titles[name], x_label, label, traces, y_range=(low - pad, top + pad), marks=marks, levels=levels))
     if not any(panel.traces for panel in panels):
         return None
-    caption = "Thin: single seeds" + ("; training loss as a centred moving mean. " if panels[0].traces else ". ")
-    caption += "Thick: mean over the seeds of an arm that have finished. All of the held-out text, the part that selects included."
+    several = max(Counter(run.arm for run in runs).values()) > 1
+    caption = "Thin: single seeds. Thick: mean over the seeds of an arm that have finished. " if several else ""
+    caption += "Training loss is a centred moving mean. " if panels[0].traces else ""
+    caption += "All of the held-out text, the part that selects included."
     if any(trace.kind == "diverged" for panel in panels for trace in panel.traces):
         caption += " Crosses at the top: where a run diverged."
     caption += f" Without a curve, because it was measured once: {', '.join(once)}." if once else ""
@@ -131,7 +134,8 @@ def along_axis(comparison: RunComparison, section: Section) -> Picture:
     """A section over an axis: values, and paired differences to the baseline, a row for each thing that was measured in a setting."""
     first, panels, sentences = section.first, [], dict[str, None]()
     base, *others = comparison.arms
-    caption = f"{first.shown.caption[:1].upper()}{first.shown.caption[1:]}. Thin: single seeds; thick: their mean."
+    caption = f"{first.shown.caption[:1].upper()}{first.shown.caption[1:]}."
+    caption += " Thin: single seeds; thick: their mean." if max(len(arm.runs) for arm in comparison.arms) > 1 else ""
     for line in section.lines:
         series = {arm.label: section.by_seed(arm, line) for arm in comparison.arms}
         every = [each for by_seed in series.values() for each in by_seed.values()]

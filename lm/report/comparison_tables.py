@@ -140,7 +140,7 @@ def print_comparison(comparison: RunComparison, console: Console | None = None) 
 
 
 def notes(comparison: RunComparison) -> list[str]:
-    """Notes on what differs besides the normalizer, how the differences were made, or why there are none, and what the runs lack."""
+    """Notes on what differs besides the normalizer, how the differences were made, or why there are none, and on single runs."""
     lines = [comparison.warning] if comparison.warning else []
     of_text = any(series.samples and series.data_fingerprint for section in comparison.sections for series in section.series.values())
     lines += [REPORTING] if of_text else []
@@ -151,7 +151,7 @@ def notes(comparison: RunComparison) -> list[str]:
             whats.setdefault(tuple(difference.arm for difference in same if difference.what == what), []).append(what)
         kind = "" if same[0].interval else "no "
         lines += [f"{kind}difference of {', '.join(arms)} in {'; '.join(which)}: {note}" for arms, which in whats.items()]
-    return lines + [f"missing: {lack}" for lack in comparison.missing]
+    return [*lines, *comparison.missing]
 
 
 # ---------------------------------------------------------------- what a run took
@@ -323,8 +323,18 @@ def _normalizer(run: RunRecord) -> str:
     for step, options in run.phases:
         entry, known, n = catalogue.ENTRIES.get(options["name"]), catalogue.read(options), str(options.get("n", ""))
         formula = (known.formula() if known else str(options["name"])) + (f" ({entry.source})" if entry else "")
-        given = ", ".join(f"{key}={show(value)}" for key, value in options.items() if key not in ("name", "n"))
+        given = ", ".join(f"{key}={_option(value)}" for key, value in options.items() if key not in ("name", "n"))
         meaning = {"visible": "keys the query sees (its position + 1)", "sample": "length of the sequence or document"}
         counted = f"n = {meaning.get(n, n.removeprefix('fixed:') + ' for every query')}" if n else ""
         phases.append((f"from step {step}: " if step else "") + "; ".join(filter(None, (formula, given, counted))))
     return "; then ".join(phases)
+
+
+def _option(value: Plain) -> str:
+    """The value of an option as text; normalizers, as those of a pattern of layers, by their names with their options."""
+    if isinstance(value, list):
+        return ", ".join(map(_option, value))
+    if not isinstance(value, dict):
+        return show(value)
+    options = ", ".join(f"{key}={_option(each)}" for key, each in value.items() if key != "name")
+    return " ".join(filter(None, (str(value.get("name", "")), options and f"({options})")))

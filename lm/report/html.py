@@ -61,6 +61,7 @@ class ShownEffect:
 
     Attributes:
         place: mean, ends, zero and ends of the margin in per cent of a line's width; None without ends.
+        over: what the interval covers; empty if the verdict says it.
         marks: what stands below zero and the ends of the margin.
     """
 

@@ -3,6 +3,7 @@
 import io
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -293,8 +294,9 @@ def _panel(axes: Axes, panel: Panel) -> None:
         axes.axhspan(-panel.small, panel.small, color=SHADE, zorder=0)
     if panel.zero:
         axes.axhline(0, color=GREY, linewidth=1)
+    lines = Counter(trace.arm for trace in panel.traces if trace.kind in ("seed", "mean"))
     for trace in panel.traces:
-        _trace(axes, trace)
+        _trace(axes, trace, alone=lines[trace.arm] == 1)
     for x, y, arm in panel.rings:
         axes.plot([x], [y], "o", markersize=15, markerfacecolor="none", markeredgewidth=1.6, color=colour_and_marker(arm)["color"])
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
@@ -329,13 +331,15 @@ def _keyed(panel: Panel) -> int:
     return sum(trace.keyed for trace in panel.traces)
 
 
-def _trace(axes: Axes, trace: Trace) -> None:
+def _trace(axes: Axes, trace: Trace, alone: bool) -> None:
+    """Draw a trace; `alone`: it is the only line of its arm, and no thinner than a mean."""
     style = colour_and_marker(trace.arm) | dashes_and_width(trace.dashes)
     style |= {"fillstyle": "none" if trace.hollow else "full"} | ({"label": trace.label} if trace.keyed else {})
     points = style | {"linestyle": "none"}
     match trace.kind:
         case "seed":
-            axes.plot(trace.x, trace.y, alpha=0.5, **style | {"marker": "", "linewidth": 0.8})
+            thin = {"marker": ""} | ({} if alone else {"linewidth": 0.8, "alpha": 0.5})
+            axes.plot(trace.x, trace.y, **style | thin)
         case "mean":
             if trace.low is not None:
                 axes.fill_between(trace.x, trace.low, trace.high, color=style["color"], alpha=0.15, linewidth=0)

@@ -233,16 +233,16 @@ def _verdict(comparison: Comparison, margin: float, amount: str, better: str, co
         return verdict("undecided", infinite, "another learning rate has no finite difference")
     within = -margin < interval.low and interval.high < margin
     tied = comparison.estimates.error[comparison.place] == 0
-    over = f"by the sign-flip test, as all {seeds} seeds differ by the same" if tied else f"over {seeds} seeds"
+    by = f" by the sign-flip test, as all {seeds} seeds differ by the same" if tied else ""
     if interval.low > 0 or interval.high < 0:
         if within:
-            return verdict("difference below margin", f"the interval leaves out 0 and lies within {amount} (p = {p:.2g} {over})")
+            return verdict("difference below margin", f"the interval leaves out 0 and lies within {amount} (p = {p:.2g}{by})")
         beyond = min(abs(interval.low), abs(interval.high)) >= margin
         more = f" and every difference below {amount}" if beyond else ""
         kind = "better" if (interval.mean < 0) == (better == "lower") else "worse"
-        return verdict(kind, f"the interval leaves out 0{more} (p = {p:.2g} {over})", beyond=beyond)
+        return verdict(kind, f"the interval leaves out 0{more} (p = {p:.2g}{by})", beyond=beyond)
     if within:
-        return verdict("no difference above margin", f"the interval holds 0 and lies within {amount} ({over})")
+        return verdict("no difference above margin", f"the interval holds 0 and lies within {amount}{by}")
     if tied:
         few = "" if interval.mean == 0 else f", which so few can't bring to {ALPHA:g}"
         same = f"all {seeds} seeds differ by the same: p = {p:.2g} by the sign-flip test{few}"
