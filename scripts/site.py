@@ -41,13 +41,13 @@ def on_config(config: MkDocsConfig) -> None:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the files outside docs/ that pages link to."""
+    for source, name in PAGES.items():
+        files.append(File.generated(config, name, content=_within_docs((ROOT / source).read_text(encoding="utf-8"))))
     linked = {found[1] for page in files.documentation_pages() for found in OUTSIDE.finditer(page.content_string)}
     for path in sorted(linked - PAGES.keys()):
         if (ROOT / path).is_file():
             files.append(File.generated(config, f"files/{path}", abs_src_path=str(ROOT / path)))
     files.append(File.generated(config, "site.css", content=STYLE))
-    for source, name in PAGES.items():
-        files.append(File.generated(config, name, content=_within_docs((ROOT / source).read_text(encoding="utf-8"))))
     return files
 
 

@@ -304,3 +304,10 @@ def test_the_readme_s_example_runs(tmp_path: Path):
     softmax, cooler = json.loads((tmp_path / "runs" / "cooler" / "verdicts.json").read_text())["arms"]
     assert (softmax["runs"], cooler["runs"]) == (5, 5)
     assert cooler["verdict"] == "better"
+
+
+def test_the_site_is_built_without_a_warning(tmp_path):
+    pytest.importorskip("material", reason="the extra `docs`")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr

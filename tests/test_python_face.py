@@ -1,5 +1,8 @@
 """`lm.train`, `lm.evaluate`, `lm.compare` and `lm.results`, and the page that documents them."""
 
+import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -100,3 +103,15 @@ def test_the_page_of_python_runs(experiment, tmp_path, monkeypatch):
     assert [len(table) > 0 for table in shown] == [True] * 3
     with pytest.raises(RunError, match="runs/trial"):
         lm.train("recall", {"name": "trial"})
+
+
+def test_functions_of_tensors_are_there_after_the_package_alone_is_imported():
+    code = "import lm, sys; assert 'torch' not in sys.modules; print(lm.functional.attention.__name__)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.stdout == "attention\n", ended.stderr
+
+
+@pytest.mark.parametrize("path", ["lm/__init__.py", "lm/huggingface/__init__.py"])
+def test_type_checkers_do_not_take_any_name_for_one_of_the_package(path: str):
+    body = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
+    assert not [node for node in body if isinstance(node, ast.FunctionDef) and node.name == "__getattr__"]

@@ -9,10 +9,12 @@ if TYPE_CHECKING:
 __all__ = ["add_parameters", "register"]
 
 
-def __getattr__(name: str) -> Callable:
-    """The function of `lm.huggingface.inside`, which imports transformers, of this name."""
-    if name not in __all__:
-        raise AttributeError(f"module 'lm.huggingface' has no attribute '{name}'")
-    from lm.huggingface import inside
+if not TYPE_CHECKING:  # to which any name would be one of the package's
 
-    return getattr(inside, name)
+    def __getattr__(name: str) -> Callable:
+        """The function of `lm.huggingface.inside`, which imports transformers, of this name."""
+        if name not in __all__:
+            raise AttributeError(f"module 'lm.huggingface' has no attribute '{name}'")
+        from lm.huggingface import inside
+
+        return getattr(inside, name)
