@@ -416,6 +416,17 @@ def test_tasks_are_an_evaluation_whose_metrics_have_a_value_for_each_document(ti
     assert (line["where"], line["value"]) == ("our_choice", pytest.approx(logged["downstream/our_choice/acc"]))
 
 
+def test_no_standard_error_is_bootstrapped_as_none_is_kept(tiny, include, monkeypatch):
+    task = yaml.safe_load((include / "choice.yaml").read_text())
+    perplexity = {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}  # as of LAMBADA
+    last_word = {"task": "our_word", "output_type": "loglikelihood", "doc_to_target": "a", "metric_list": [perplexity]}
+    (include / "word.yaml").write_text(yaml.safe_dump({**task, **last_word, "doc_to_choice": None}))
+    monkeypatch.delattr("lm_eval.api.metrics.bootstrap_stderr")
+    config = tiny("name=run", "trainer.max_steps=4")
+    train(config)
+    assert scored(config.run_folder, include, ["our_word"])["our_word/perplexity"] > 1
+
+
 def test_metadata_reaches_the_tasks_and_the_record(tiny, include):
     config = tiny("name=run", "trainer.max_steps=4")
     train(config)

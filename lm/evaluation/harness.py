@@ -276,7 +276,7 @@ def _evaluate(model: HarnessLM, names: list[str], manager: "TaskManager", asked:
     try:
         return lm_eval.simple_evaluate(
             model=model, tasks=names, task_manager=manager, num_fewshot=asked.num_fewshot, limit=asked.limit, log_samples=True,
-            metadata=asked.metadata or None,
+            metadata=asked.metadata or None, bootstrap_iters=0,  # standard errors are made of its documents, where they are needed
         )  # fmt: skip
     except (LMError, RuntimeError, MemoryError):
         raise
