@@ -32,6 +32,8 @@ from lm.experiments.experiment_file import read_experiment
 def test_a_preset_is_found_by_name_away_from_the_clone(tmp_path, monkeypatch, argument, kind, file):
     monkeypatch.chdir(tmp_path)
     assert presets.find(argument, kind) == presets.folder() / file
+    (tmp_path / argument).mkdir(parents=True)  # such as one for what is found out about it
+    assert presets.find(argument, kind) == presets.folder() / file
 
 
 def test_a_file_that_is_there_comes_first_and_what_is_nowhere_is_said_as_before(tmp_path, monkeypatch):

@@ -20,13 +20,14 @@ def folder() -> Path:
 def find(argument: str | Path, kind: str = "") -> Path:
     """The file that an argument of the command line names: one that is there, else the preset of that name; what names neither, as it is.
 
-    A preset's name is its path within `configs`, with or without that folder and `.yaml`, as `recipes/modern` or `configs/softmax.yaml`.
+    A folder hides no preset. A preset's name is its path within `configs`, with or without that folder and `.yaml`, as `recipes/modern` or
+    `configs/softmax.yaml`.
 
     Args:
         kind: `experiments` for one of these, empty for a configuration.
     """
     path = Path(argument)
-    if path.exists() or path.is_absolute() or ".." in path.parts:
+    if (path.exists() and not path.is_dir()) or path.is_absolute() or ".." in path.parts or not path.name:
         return path
     below = Path(*path.parts[1:]) if len(path.parts) > 1 and path.parts[0] == "configs" else path
     below = below if below.suffix in (".yaml", ".yml") else below.with_name(f"{below.name}.yaml")
