@@ -106,6 +106,11 @@ def test_a_wrong_experiment_is_refused_in_words(tmp_path, arguments, changes, me
         read_experiment(written(tmp_path, **changes), arguments[1:])
 
 
+def test_a_key_of_the_experiment_is_no_override(tmp_path, arguments):
+    with pytest.raises(ConfigError, match=r"seeds = \[1, 2\]: is a key of the experiment; .*; change it in \S+\.yaml$"):
+        read_experiment(written(tmp_path), [*arguments[1:], "seeds=[1, 2]"])
+
+
 def test_an_arm_and_a_size_may_be_laid_on_files(tmp_path, arguments):
     """Their own keys count more than the files', a later file more than an earlier one; the tuned rate of a file does not count."""
     for name, text in {"a": "optim: {lr: 1.0, grad_clip: 2.0}\nmodel: {n_mlp: 96, init_std: 0.1}", "b": "model: {n_mlp: 64}"}.items():

@@ -1,13 +1,18 @@
 """Text from a trained model, token by token."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import lm
 
 from lm.attention.catalogue import SSMax
 from lm.config.model_config import ModelConfig
-from lm.errors import RunError
-from lm.evaluation.generation import generate, sample
+from lm.config.task_config import MQAR
+from lm.data.tasks import symbol_tokenizer
+from lm.errors import ConfigError, RunError
+from lm.evaluation.generation import generate, generate_text, sample
 from lm.model.decoder import Decoder
 from lm.training.train import train
 
@@ -65,6 +70,13 @@ def test_lm_generate_writes_text_as_it_comes(tiny):
     assert wrong.returncode == 2
     assert "--temperature = -1.0: must be 0, or from 1e-6 to 1e6" in wrong.stderr
     assert "--top-p = 2.0: must be above 0 and at most 1" in wrong.stderr
+
+
+def test_a_prompt_that_the_model_has_no_token_for_is_refused(monkeypatch):
+    loaded = SimpleNamespace(tokenizer_and_start=lambda: (symbol_tokenizer([MQAR()]), 0))
+    monkeypatch.setattr("lm.evaluation.generation.load", lambda *given: loaded)
+    with pytest.raises(ConfigError, match="--prompt = 'hello': the model has no token for it; its tokens are such as `0 1 2`"):
+        list(generate_text(Path(), "last", "1 hello 2", 3, 1.0, None, None, 0))
 
 
 @pytest.mark.parametrize(

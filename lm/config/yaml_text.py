@@ -114,6 +114,7 @@ def parse_yaml(text: str | bytes, where: str) -> Plain:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         reason = " ".join(filter(None, (error.context, error.problem))) + (f" (line {mark.line + 1})" if mark else "")
+        reason += "; indent with spaces, not with a tab" if "'\\t'" in reason else ""
     except yaml.reader.ReaderError as error:
         reason = f"character {error.position} is no text: {error.reason}"
     except (yaml.YAMLError, ValueError, LookupError) as error:  # the last two of tags on other text, such as !!int x

@@ -102,7 +102,7 @@ def generate_text(
 
     Raises:
         RunError: nothing to load there, or no tokenizer with it.
-        ConfigError: options out of range, or more tokens than learned positions.
+        ConfigError: options out of range, a prompt that the tokenizer has no tokens for, or more tokens than learned positions.
     """
     require_options(
         ("--max-new-tokens", max_new_tokens, 1 <= max_new_tokens <= 10**7, "must be from 1 to 10,000,000"),
@@ -113,7 +113,12 @@ def generate_text(
     )
     loaded = load(source, checkpoint)
     tokenizer, start = loaded.tokenizer_and_start()
-    ids = [start, *encoding_of(tokenizer, prompt).ids]
+    encoding, no_token = encoding_of(tokenizer, prompt), getattr(tokenizer.model, "unk_token", None)
+    for begin, end in (place for token, place in zip(encoding.tokens, encoding.offsets, strict=True) if token == no_token):
+        if (unknown := prompt[begin:end]) != no_token:
+            words = " ".join(filter(None, map(tokenizer.id_to_token, range(3))))
+            raise ConfigError([Problem("--prompt", unknown, "the model has no token for it", f"its tokens are such as `{words}`")])
+    ids = [start, *encoding.ids]
     if loaded.spec.model.position.ends and len(ids) + max_new_tokens > loaded.decoder.seq_len:
         room = loaded.decoder.seq_len - len(ids)
         raise ConfigError([Problem("--max-new-tokens", max_new_tokens, f"learned positions leave room for {room} after the prompt")])

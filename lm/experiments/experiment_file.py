@@ -96,9 +96,12 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
             problems.append(
                 Problem(f"arms.{arm.name}.{TOKENS}", given, "the arms of a size train equally long", "give it in base or sizes")
             )
+    overridden = read_overrides(overrides)
+    reason = "is a key of the experiment; overrides change its base configuration"
+    problems += [Problem(name, overridden[name], reason, f"change it in {file.name}") for name in _KEYS if name in overridden]
     if problems:
         raise ConfigError(problems)
-    base = merge(base, read_overrides(overrides))
+    base = merge(base, overridden)
     sizes, seeds = sizes or {"": {}}, tuple(keys.seeds)
     table = read_table(file.parent / keys.tune.table, keys.primary.quantity) if keys.tune.table else ()
     if wrong := {run.key for run in table} - {keys.tune.heading}:

@@ -145,8 +145,9 @@ def _check_lines(runs: pd.DataFrame, source: str, others: list[str]) -> None:
         ("weight above 0", ~((runs["weight"] >= 0) & (total > 0))),
     ):
         if wrong.any():
-            run = runs[wrong].iloc[0]
-            raise RunError(f"{source}: {int(wrong.sum())} lines have no {name}, the first of {run['arm']} seed {run['seed']}")
+            run, count = runs[wrong].iloc[0], int(wrong.sum())
+            which, them = (f"{count} lines have", "them") if count > 1 else ("a line has", "it")
+            raise RunError(f"{source}: {which} no {name}, the first of arm {run['arm']}, seed {run['seed']}; correct or drop {them}")
     if len({len(coordinates(read_rate(rate))) for rate in runs["rate"].dropna().unique()}) > 1:
         raise RunError(f"{source}: rates are of one tuned key in some lines, and of several in others")
     twice = runs.duplicated([*RUN_KEY, "sample", *(name for name in ("part", "stage") if name in runs)], keep=False)
@@ -155,7 +156,7 @@ def _check_lines(runs: pd.DataFrame, source: str, others: list[str]) -> None:
         same = runs[twice & (runs["arm"] == run["arm"]) & (runs["seed"] == run["seed"])]
         differ = [name for name in others if same[name].nunique(dropna=False) > 1]
         how = f"they differ in {', '.join(differ)}: choose by a condition, or judge apart by it" if differ else "drop all but one"
-        raise RunError(f"{source}: {len(same)} lines are of {run['arm']} seed {run['seed']}; {how}")
+        raise RunError(f"{source}: {len(same)} lines are of arm {run['arm']}, seed {run['seed']}; {how}")
 
 
 def _finite_rate(cell: float | str) -> float | str:
