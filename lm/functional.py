@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from lm.plugins import PLUGINS
 from lm.schema import Plain, build, own_problems, variant
 
 Named = str | Mapping[str, Plain]
+Result = TypeVar("Result")
 NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
@@ -131,9 +133,9 @@ class _Function(nn.Module):
 
 
 def _call(
-    function: Callable, normalizer: Named, q: Tensor, k: Tensor, parameters: Mapping[str, Tensor],
+    function: Callable[..., Result], normalizer: Named, q: Tensor, k: Tensor, parameters: Mapping[str, Tensor],
     positions: Tensor | AttentionLayout | None, cu_seqlens: Tensor | None, train_length: int | None, x: Tensor | None, *values: Tensor,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+) -> Result:  # fmt: skip
     _check_sequences(q, k, values, x)
     named = json.dumps(dict(normalizer) if isinstance(normalizer, Mapping) else normalizer, sort_keys=True)
     layer = _layer(q.size(1), q.size(3), 1 if x is None else x.size(-1), 2 if train_length is None else train_length)
@@ -240,7 +242,7 @@ class _Chosen:
 def _options(normalizer: Named) -> Options:
     problems: list[Problem] = []
     with PLUGINS.trusted():  # the caller named it
-        chosen = build(_Chosen, {"normalizer": normalizer}, "", problems)
+        chosen = build(_Chosen, {"normalizer": dict(normalizer) if isinstance(normalizer, Mapping) else normalizer}, "", problems)
     if problems := problems or own_problems(chosen):
         raise ConfigError(problems)
     return chosen.normalizer
