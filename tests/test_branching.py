@@ -14,6 +14,7 @@ from lm.errors import ConfigError, RunError
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.plan import costs
 from lm.experiments.procedure import Procedure
+from lm.report.comparison import compare_runs
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import read_json
 from lm.runs.record import read_run
@@ -103,6 +104,8 @@ def test_branches_of_two_seeds_are_one_arm_and_not_that_of_the_trunk(tiny, trunk
     assert first.arm_definition == second.arm_definition != whole.arm_definition
     assert (first.seeds, second.seeds) == ((1,), (2,))
     assert first.tokens_before == 0
+    labels = [arm.label for arm in compare_runs([whole, first]).arms]
+    assert labels == ["ssmax, max_steps=8", "ssmax, max_steps=9, branch_from=step-000006.ckpt"]
 
 
 @pytest.mark.parametrize(

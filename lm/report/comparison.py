@@ -276,7 +276,8 @@ def _arms(records: list[RunRecord]) -> list[ArmRuns]:
         keys = keys if len(keys) <= 3 else []  # else the runs' names tell them apart
 
         def values(run: RunRecord) -> list[str]:
-            known = {key: run.config[key] if key in ("init_from", "branch_from") else run.flat.get(key) for key in keys}
+            origins = {key: run.config.get(key) for key in keys if key in ("init_from", "branch_from")}
+            known = {key: origins.get(key, run.flat.get(key)) for key in keys if origins.get(key, key)}  # none of a run from step 0
             short = {key: value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else value for key, value in known.items()}
             return [f"{key.split('.')[-1]}={value}" for key, value in short.items()]  # of a path the last part
 
