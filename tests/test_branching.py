@@ -17,6 +17,7 @@ from lm.experiments.procedure import Procedure
 from lm.report.comparison import compare_runs
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import read_json
+from lm.runs.loading import export
 from lm.runs.record import read_run
 from lm.training.train import train
 
@@ -127,6 +128,9 @@ def test_more_than_length_and_schedule_is_refused(tiny, trunk: Path, changes: li
 def test_a_step_that_is_not_saved_is_named_with_those_that_are(tiny, trunk: Path):
     with pytest.raises(RunError, match=r"step-000030\.ckpt: no such checkpoint \(branch_from\); the run has: step-000001\.ckpt, "):
         train(branched(tiny, trunk, 30))
+    export(trunk, "last", trunk.parent / "weights")
+    with pytest.raises(RunError, match=r"last\.ckpt: no such checkpoint \(branch_from\); .*weights alone takes init_from=\.\.\.$"):
+        train(branched(tiny, trunk, 3, f"branch_from={trunk.parent / 'weights'}"))
 
 
 def test_the_error_on_another_schedule_at_resume_names_the_way(tiny, trunk: Path):

@@ -58,8 +58,9 @@ def find_checkpoint(config: Config) -> Path | None:
     path = Path(config.branch_from)
     path = path / CHECKPOINTS / LAST if path.is_dir() else path
     if not path.is_file():
-        have = ", ".join(saved.name for saved in steps_saved(path.parent)) or "none"
-        raise RunError(f"{path}: no such checkpoint (branch_from); the run has: {have}")
+        have = ", ".join(saved.name for saved in steps_saved(path.parent))
+        remedy = f"the run has: {have}" if have else "name a run's folder or checkpoint; a run from weights alone takes init_from=..."
+        raise RunError(f"{path}: no such checkpoint (branch_from); {remedy}")
     if is_own(config.run_folder, path):
         raise RunError(f"{path}: a run can't branch from itself; choose another name=...")
     return path
