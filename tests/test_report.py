@@ -12,7 +12,7 @@ from lm.errors import RunError
 from lm.report.comparison import Difference, compare_runs
 from lm.report.comparison_tables import run_facts
 from lm.report.pictures import Panel, Picture
-from lm.report.tables import digits, signed
+from lm.report.tables import Column, digits, signed
 from lm.runs.record import read_run
 
 
@@ -176,3 +176,7 @@ def test_too_few_documents_give_no_interval_and_are_said(tmp_path):
 )  # fmt: skip
 def test_numbers_have_no_exponent_and_zero_no_sign(value, written, as_difference):
     assert (digits(value), signed(value)) == (written, as_difference)
+
+
+def test_an_end_of_an_interval_that_rounds_to_zero_has_no_sign():
+    assert Column("divergence", kind="mean").text(-1e-9) == "0.0000"

@@ -72,6 +72,10 @@ def test_chance_is_read_with_the_answers_and_drawn(tmp_path):
     assert "chance, picking among the answers shown and not yet given" in overview(compared(folder)[0]).caption
     edit(folder, "needle", lambda result: result["series"][0].update(references={"chance": 0.25}))
     assert levels(folder)[2:] == [{"chance": 0.25}, {}]
+    for kind in ("recall", "needle"):
+        edit(folder, kind, lambda result: [series.update(references={}) for series in result["series"]])
+    titles = [panel.title for panel in overview(compared(folder)[0]).panels]
+    assert not any(title.startswith("Accuracy") for title in titles), "one length without a level is no picture"
 
 
 def test_a_recall_evaluation_of_an_older_version_is_said_to_be_missing(tmp_path):

@@ -132,6 +132,14 @@ def test_a_run_that_has_only_started(tmp_path):
     assert "no metrics.jsonl" in html
 
 
+def test_a_swapped_model_lacks_no_training_curve(tmp_path):
+    folder = build_run(tmp_path, "swapped")
+    (folder / "metrics.jsonl").unlink()
+    environment = json.loads((folder / "environment.json").read_text())
+    (folder / "environment.json").write_text(json.dumps(environment | {"swap": {"normalizer": "softmax"}}))
+    assert read_run(folder).missing == ()
+
+
 @pytest.mark.parametrize("value", [None, [], {}, "word", -1.5, True])
 def test_a_field_of_another_type_in_a_result_is_one_line_or_harmless(pair, value: object):
     path = next(pair[0].glob("evaluations/validation.*"))

@@ -130,8 +130,11 @@ Traces = dict[str, list[Trace]]  # by arm
 BySeed = Mapping[tuple[int, ...], Series]
 
 
-def along_axis(comparison: RunComparison, section: Section) -> Picture:
-    """A section over an axis: values, and paired differences to the baseline, a row for each thing that was measured in a setting."""
+def along_axis(comparison: RunComparison, section: Section) -> Picture | None:
+    """A section over an axis: values, and paired differences to the baseline, a row for each thing that was measured in a setting; None
+    where all of it is at one place, without a level to compare with: the table says as much."""
+    if len(section.places) < 2 and not any(each.references for each in section.series.values()):
+        return None
     first, panels, sentences = section.first, [], dict[str, None]()
     base, *others = comparison.arms
     caption = f"{first.shown.caption[:1].upper()}{first.shown.caption[1:]}."

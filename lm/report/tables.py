@@ -45,7 +45,7 @@ class Column:
 
     def text(self, value: float) -> str:
         """One number of an interval: a difference has its sign."""
-        return signed(value) if self.kind == "difference" else f"{value:.{self.decimals}f}"
+        return signed(value) if self.kind == "difference" else f"{value:z.{self.decimals}f}"
 
     def shown(self, cell: Cell) -> str:
         """The cell as text; an interval as `mean [low, high]`."""

@@ -207,8 +207,10 @@ def read_run(folder: Path, log: Log | None = None, known: Mapping[Path, Evaluati
     if unreadable:
         numbers_of_lines = f"{', '.join(map(str, unreadable[:5]))}{', ...' if len(unreadable) > 5 else ''}"
         missing.append(f"{METRICS}: unreadable lines were skipped ({numbers_of_lines})")
-    if not lines:
-        missing.append(f"{METRICS} is empty: no training curve" if (folder / METRICS).is_file() else f"no {METRICS}: no training curve")
+    if not lines and (folder / METRICS).is_file():
+        missing.append(f"{METRICS} is empty: no training curve")
+    elif not lines and not environment.get("swap"):  # what was swapped has weights alone
+        missing.append(f"no {METRICS}: no training curve")
     evaluations, not_measured = last_evaluations(folder, config, known)
     missing += not_measured
     checkpoint = folder / CHECKPOINTS / LAST
