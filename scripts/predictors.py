@@ -43,7 +43,7 @@ OTHERS, SEEDS = "mean of the other arms", "mean of the arm's other seeds"
 def learned(results: Path) -> pd.DataFrame:
     """The runs that have learned the task, a line each: experiment, arm, its numbers, the length observed (infinite) and the longest."""
     frames = []
-    for name in (name for name in EXPERIMENTS if (results / name).is_dir()):
+    for name in EXPERIMENTS:
         lines = pd.read_csv(results / name / "seeds.csv").query("stage == 'final'")
         lines = lines.assign(line=name + " " + lines.get("size", ""))
         keys = ["line", "arm", "rate", "seed"]
@@ -94,7 +94,7 @@ def predictions(runs: pd.DataFrame) -> Iterator[Prediction]:
     """Every number as a prediction, the formula first; lines and means are fitted on what they don't predict."""
     yield Prediction(FORMULA, runs["predicted half-length"], runs["predicted half-length"])
     for name, number in LINES.items():
-        values = number(runs)
+        values = number(runs).where(np.isfinite)  # a row without weight has no N_eff
         yield Prediction(name, _by_arm(runs, lambda others, values=values: _line(others, values)), values)
     yield Prediction(OTHERS, _by_arm(runs, lambda others: _line(others, None)), None)
     logs = np.log2(fell(runs)["half-length"]).reindex(runs.index)
@@ -115,6 +115,7 @@ def _by_arm(runs: pd.DataFrame, fitted: Callable[[pd.DataFrame], Callable[[pd.In
 
 def _line(others: pd.DataFrame, values: pd.Series | None) -> Callable[[pd.Index], np.ndarray]:
     """The straight line in `values` (None: the constant) for log2 of the length, least squares with each arm of equal weight."""
+    others = others if values is None else others[values[others.index].notna()]
     weights = 1 / others.groupby("arm").arm.transform("size")
     heights = np.log2(others["half-length"])
     level = np.average(heights, weights=weights)

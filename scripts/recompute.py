@@ -29,6 +29,7 @@ from lm.statistics.verdicts import Comparison, Verdict, verdicts
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
 KEYS = ["arm", "rate", "stage", "seed", "metric", "setting", "x"]
+MOST = 100  # nats, of a margin that is shown: sparse weights leave filler nothing
 GUESSING = 100 * sum(1 / k for k in range(1, 9)) / 8  # of 8 questions about 8 values, each value once: H_8 / 8
 
 
@@ -50,7 +51,7 @@ class Recall:
         rows: column whose values are judged apart, as one family, of arms that are not tuned: rate or size.
         heading: of that column.
         heads: whether a table says what the head that answers gives at the training length.
-        ranked: whether arms are in the order of their accuracy, in the table and in a picture of all of them.
+        ranked: whether arms are in the order of their accuracy, each at its best rate, in the tables and in a picture of all of them.
         trends: arms over a part of training, from 0 to 1, by the name of the trend: a line through the runs of each seed.
     """
 
@@ -130,7 +131,7 @@ class Recall:
         against = f"minus {self.labels[self.baseline].partition(' at ')[0]}"
         heads = [self.heading, self.layers, *(f"{length:,}" for length in self.lengths)]
         heads += [f"{against}, at {length:,}" for length in self.deciding]
-        places = [(arm, rate) for arm in self.arms for rate in self.rates(arm)]
+        places = [(arm, rate) for arm in self.arms for rate in (self.rates(arm)[:1] if self.ranked else self.rates(arm))]
         lines = [
             [self._row(rate), self.labels[arm], *self._cells(arm, rate)]
             for arm, rate in (places if self.tuned else sorted(places, key=lambda place: place[1]))
@@ -138,7 +139,7 @@ class Recall:
         return _markdown([heads, *lines])
 
     def _row(self, row: float) -> str:
-        return f"{row:,}" if self.rows == "size" else f"{row:.0e}".replace("e-0", "e-")
+        return f"{row:,}" if self.rows == "size" else f"{row:.1e}".replace("e-0", "e-").replace(".0e", "e")
 
     def head_table(self) -> str:
         """What the head that answers gives at the training length, and the lengths at which accuracy falls below one half, in Markdown.
@@ -152,14 +153,16 @@ class Recall:
             [(self.rates(arm)[0], arm) for arm in self.arms] if self.tuned else [(row, arm) for row in rows for arm in self.labels]
         ):
             run = heads[(heads.arm == arm) & (heads[self.rows] == row)].pivot(index="seed", columns="metric", values="value")
-            margin, slope = run["margin"], run["slope"].mean()
-            cells = [f"{margin.mean():.1f} [{margin.min():.1f}, {margin.max():.1f}]", f"{slope:.2f}"]
+            margin = run["margin"].clip(upper=MOST)
+            cells = [f"{margin.mean():.1f} [{margin.min():.1f}, {margin.max():.1f}]" if margin.min() < MOST else f"more than {MOST}"]
             by_length = np.array([self.accuracies[arm, row, length] for length in self.lengths])
             observed = [observed_half_length(self.lengths, accuracy) for accuracy in by_length.T]
             fell, median = int(np.isfinite(observed).sum()), float(np.median(observed))
             counted = f" ({fell} of {len(observed)} fall)" if 0 < fell < len(observed) else ""
-            cells += [_tokens(float(run["predicted half-length"].median()), "never")]
-            cells += [_tokens(median, f"not up to {self.lengths[-1]:,}") + counted]
+            predicted = _tokens(float(run["predicted half-length"].median()), "never")
+            cells += [f"{run['slope'].mean():.2f}", predicted] if run["formula holds"].all() else ["", ""]
+            up_to = f"not up to {self.lengths[-1]:,}"
+            cells += ["not learned" if median <= self.lengths[0] else _tokens(median, up_to) + counted]
             lines.append([self._row(row), self.labels[arm], *cells])
         return _markdown(lines)
 
@@ -246,10 +249,38 @@ LABELS = {
     "ssmax": "SSMax",
     "log_n": "log n",
 }
+EVERY = {arm: LABELS[arm] for arm in ("softmax", "ssmax_fixed", "ssmax", "log_n")} | {
+    "ssmax_without_s": "SSMax without s",
+    "ssmax_bias": "SSMax with b",
+    "sqrt_log_n": "sqrt log n",
+    "llama4": "Llama 4, f = 64",
+    "yarn": "YaRN's factor",
+    "infoscale": "InfoScale",
+    "cosine": "cosine",
+    "cosine_log_n": "cosine, log n",
+    "qassmax": "QASSMax",
+    "softmax1": "softmax1",
+    "sink": "softmax, sink",
+    "relu2": "relu^2",
+    "relu2_sum": "relu^2, by its sum",
+    "relu": "relu",
+    "sigmoid": "sigmoid",
+    "sparsemax": "sparsemax",
+    "entmax15": "1.5-entmax",
+    "asentmax": "ASEntmax",
+    "softpick": "softpick",
+    "alibi": "ALiBi",
+    "scale_invariant": "scale-invariant",
+    "forget": "forgetting",
+    "stick_breaking": "stick-breaking",
+    "softmax_gate": "softmax, output gate",
+    "linear": "linear",
+}
 SHOWN = (
     Recall("recall", "retrieval.md", {arm: LABELS[arm] for arm in ("softmax", "ssmax", "log_n")}, "softmax", (2048,), 0.1, picture=True),
     Recall("recall-control", "retrieval.md", LABELS, "ssmax_fixed", (2048, 8192), 0.1, picture=True),
     Recall("recall-tuned", "retrieval.md", LABELS, "ssmax_fixed", (16384,), 0.25, tuned=True, picture=True, ranked=True),
+    Recall("recall-all", "retrieval.md", EVERY, "softmax", (4096,), 0.25, tuned=True, picture=True, heads=True, ranked=True),
     Recall(
         "recall-after",
         "retrieval.md",
@@ -366,7 +397,7 @@ def collect(folder: Path, name: str) -> Path:
     keys = KEYS if lines["size"].isna().all() else ["size", *KEYS]
     sums = lines.groupby(keys, as_index=False).agg(weighted=("weighted", "sum"), weight=("weight", "sum"), sequences=("value", "size"))
     sums["value"] = sums.weighted / sums.weight
-    sums = pd.concat([sums, heads(lines, keys)])
+    sums = pd.concat([sums, heads(lines[lines.stage == "final"], keys)])
     sums["value"], sums["x"] = sums.value.map("{:.6g}".format), sums.x.astype(int)
     path = RESULTS / name / "seeds.csv"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,7 @@ QUESTIONS = {
     "recall": (["--baseline", "softmax", "--by", "rate", "--by", "x"], "[2048]"),
     "recall-control": (["--baseline", "ssmax_fixed", "--by", "rate", "--by", "x"], "[2048, 8192]"),
     "recall-tuned": (["--baseline", "ssmax_fixed"], "[16384]"),
+    "recall-all": (["--baseline", "softmax"], "[4096]"),
     "recall-after": (["--baseline", "ssmax_fixed"], "[16384]"),
     "when-to-swap": (["--baseline", "ssmax", "--by", "rate", "--by", "x"], "[16384]"),
     "needle": (["--baseline", "ssmax_fixed"], "[4096]"),
