@@ -70,6 +70,14 @@ def test_an_arm_is_predicted_from_the_others_alone(predictors):
     assert seeds.errors(runs).to_dict() == pytest.approx({"c": 2.0})
 
 
+def test_a_run_whose_number_is_infinite_is_left_out_of_that_numbers_line(predictors):
+    runs = made({"a": [(6.0, 200.0), (7.0, 200.0)], "b": [(6.0, 400.0)], "c": [(6.0, 800.0)]})
+    runs["N_eff"] = [math.inf, 2.0, 3.0, 4.0]
+    lengths = next(number for number in predictors.predictions(runs) if number.name == "N_eff").lengths
+    assert np.isnan(lengths[0])
+    assert np.isfinite(lengths[1:]).all()
+
+
 def test_predictions_far_away_count_as_the_farthest(predictors):
     runs = made({"a": [(50.0, 1024.0)], "b": [(-50.0, 1024.0)]})
     assert next(predictors.predictions(runs)).errors(runs).to_dict() == pytest.approx({"a": 10.0, "b": 4.0})
