@@ -1,25 +1,26 @@
 """Dataclasses as configuration schemas: strict building from plain data, and their reference text.
 
 A schema is a dataclass whose fields are made with `key` (a value), `section` (a nested dataclass), `optional` (one that may be null),
-`sections` (a list of them), `variant` (one of several dataclasses, chosen by the node's `name`) or `named` (a map of such).
+`sections` (a list of them), `variant` (one of several dataclasses, chosen by the node's `name`), `variants` or `named` (a list or a map of
+such). A field's metadata say what it holds: values within `limits`, or blocks of one `schema` or of a `table`, `many` as a list or a map.
 `build` checks plain data against it and collects every problem instead of stopping at the first.
 """
 
 import dataclasses
 import difflib
+import functools
 import math
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, is_dataclass
-from functools import cache
 
 from lm.errors import Problem
 
 Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 
 
-@cache  # each configuration asks for them many times
+@functools.cache  # each configuration asks for them many times
 def fields(schema: type) -> tuple[dataclasses.Field, ...]:
     """The fields of a dataclass with their types, also where its module has `from __future__ import annotations`."""
     specs = dataclasses.fields(schema)
@@ -96,33 +97,36 @@ def key(default, help: str, effect: DeclaredEffect | None = None, *, omit_defaul
 
 def section(schema: type, help: str, effect: DeclaredEffect | None = None):
     """A nested block of keys, described by the dataclass `schema`."""
-    return field(default_factory=schema, metadata={"help": help, "effect": effect})
+    return field(default_factory=schema, metadata={"help": help, "effect": effect, "schema": schema})
 
 
 def optional(schema: type, help: str, effect: DeclaredEffect | None = None, *, omit_default: bool = False):
     """A nested block that is null (off) until one of its keys is given. `omit_default` as of `key`."""
-    return field(default=None, metadata={"help": help, "effect": effect, "optional": schema, "omit_default": omit_default})
+    metadata = {"help": help, "effect": effect, "schema": schema, "optional": True, "omit_default": omit_default}
+    return field(default=None, metadata=metadata)
 
 
 def sections(schema: type, help: str, default: tuple = (), effect: DeclaredEffect | None = None):
     """A list of blocks, each described by the dataclass `schema`."""
-    return field(default_factory=lambda: list(default), metadata={"help": help, "effect": effect, "item": schema})
+    metadata = {"help": help, "effect": effect, "schema": schema, "many": list}
+    return field(default_factory=lambda: list(default), metadata=metadata)
 
 
 def variant(table: Mapping[str, type], default: str, help: str, effect: DeclaredEffect | None = None, *, omit_default: bool = False):
     """A block whose `name` picks one dataclass of `table`; a bare name stands for its defaults. `omit_default` as of `key`."""
-    metadata = {"help": help, "effect": effect, "table": table, "omit_default": omit_default}
+    metadata = {"help": help, "effect": effect, "table": table, "default": default, "omit_default": omit_default}
     return field(default_factory=lambda: table[default](), metadata=metadata)
 
 
 def variants(table: Mapping[str, type], help: str, *, omit_default: bool = False):
     """A list of blocks, each as in `variant`; empty by default. `omit_default` as of `key`."""
-    return field(default_factory=list, metadata={"help": help, "effect": None, "list_table": table, "omit_default": omit_default})
+    metadata = {"help": help, "effect": None, "table": table, "many": list, "omit_default": omit_default}
+    return field(default_factory=list, metadata=metadata)
 
 
-def named(table: Mapping[str, type], help: str, effect: DeclaredEffect | None = None):
+def named(table: Mapping[str, type], help: str):
     """A map from names of the user's to blocks, each as in `variant`; empty by default."""
-    return field(default_factory=dict, metadata={"help": help, "effect": effect, "named_table": table})
+    return field(default_factory=dict, metadata={"help": help, "effect": None, "table": table, "many": dict})
 
 
 def effect(schema: type, path: str) -> Effect | None:
@@ -130,21 +134,24 @@ def effect(schema: type, path: str) -> Effect | None:
 
     Everything below a key of plain data has that key's effect; so has an option of a block that is not in its table (one of a plugin).
     """
-    first, *rest = path.split(".")
-    spec = _field(schema, first)
-    if spec is None:
-        return None
-    inherited = effect_within(Effect(), spec)
-    for name in rest:
-        table = spec.metadata.get("table") or spec.metadata.get("list_table") or spec.metadata.get("named_table")
-        inner = list(table.values()) if table else [spec.metadata.get("item") or block_of(spec)]
-        if not inner[0]:
-            break
+    specs = _fields_at(schema, path)
+    return functools.reduce(effect_within, specs, Effect()) if specs else None
+
+
+def _fields_at(schema: type, path: str) -> list[dataclasses.Field]:
+    """The fields along a dotted path, the outermost first: up to one of plain data, or to a block whose option is not in its table; [] if
+    `schema` has no such key."""
+    specs, inner, outside = [], [schema], False
+    for name in path.split("."):
         spec = next((known for block in inner if (known := _field(block, name))), None)
         if spec is None:
-            return inherited if table else None
-        inherited = effect_within(inherited, spec)
-    return inherited
+            return specs if outside else []
+        specs.append(spec)
+        outside = bool(spec.metadata.get("table"))
+        inner = list(spec.metadata["table"].values()) if outside else [spec.metadata["schema"]] if "schema" in spec.metadata else []
+        if not inner:
+            break
+    return specs
 
 
 def effect_within(block: Effect, spec: dataclasses.Field) -> Effect:
@@ -157,19 +164,13 @@ def effect_within(block: Effect, spec: dataclasses.Field) -> Effect:
 
 def block_of(spec: dataclasses.Field) -> type | None:
     """The dataclass of the block that a field holds, whether or not it may be null; None: the field holds something else."""
-    schema = spec.metadata.get("optional", spec.type)
-    return schema if is_dataclass(schema) else None
+    return None if "many" in spec.metadata else spec.metadata.get("schema")
 
 
 def is_optional(schema: type, path: str) -> bool:
     """Whether the key at `path` (dotted) is a block that null turns off (`optional`)."""
-    *blocks, name = path.split(".")
-    inner: type | None = schema
-    for block in blocks:
-        spec = inner and _field(inner, block)
-        inner = spec and block_of(spec)
-    spec = inner and _field(inner, name)
-    return bool(spec) and "optional" in spec.metadata
+    specs = _fields_at(schema, path)
+    return len(specs) == path.count(".") + 1 and "optional" in specs[-1].metadata
 
 
 def _field(schema: type, name: str) -> dataclasses.Field | None:
@@ -214,25 +215,27 @@ def build(schema: type, data: Plain, path: str, problems: list[Problem], table: 
 
 
 def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: list[Problem]):
-    if "table" in spec.metadata:
-        return _build_variant(spec.metadata["table"], spec.default_factory().name, value, path, problems)
-    if "list_table" in spec.metadata:
-        items = value if isinstance(value, list) else [value]
-        return [_build_variant(spec.metadata["list_table"], None, item, f"{path}[{index}]", problems) for index, item in enumerate(items)]
-    if table := spec.metadata.get("named_table"):
+    table, many = spec.metadata.get("table"), spec.metadata.get("many")
+
+    def block(item: Plain, where: str):
+        if table is None:
+            return build(spec.metadata["schema"], item, where, problems)
+        return _build_variant(table, spec.metadata.get("default"), item, where, problems)
+
+    if many is dict:
         if not is_block(value):
             problems.append(Problem(path, value, "must be a map from names to blocks"))
             return MISSING
-        return {name: _build_variant(table, None, item, f"{path}.{name}", problems) for name, item in value.items()}
-    if "item" in spec.metadata:
+        return {name: block(item, f"{path}.{name}") for name, item in value.items()}
+    if many is list:
+        if table is not None and not isinstance(value, list):
+            value = [value]
         if not isinstance(value, list | None):
             problems.append(Problem(path, value, "must be a list of blocks"))
             return MISSING
-        return [build(spec.metadata["item"], item, f"{path}[{index}]", problems) for index, item in enumerate(value or [])]
-    if "optional" in spec.metadata and value is None:
-        return None
-    if block := block_of(spec):
-        return build(block, value, path, problems)
+        return [block(item, f"{path}[{index}]") for index, item in enumerate(value or [])]
+    if table is not None or "schema" in spec.metadata:
+        return None if value is None and "optional" in spec.metadata else block(value, path)
     converted = convert(spec.type, value)
     if converted is MISSING:
         problems.append(Problem(path, value, f"must be {type_name(spec.type)}", _type_remedy(spec.type, value, spec.metadata["help"])))
@@ -310,7 +313,7 @@ def type_name(hint: type) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(type_name(arg) for arg in args)
     if origin is typing.Literal:
-        return " | ".join(_written(arg) for arg in args)
+        return " | ".join(yaml_scalar(arg) for arg in args)
     if origin is list:
         return f"a list ({type_name(args[0])} each)"
     if origin is dict:
@@ -323,16 +326,11 @@ def _type_remedy(hint: type, value: Plain, meaning: str) -> str:
     literals = _literals(hint)
     unknown = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str) and item not in literals]
     if unknown and literals:
-        words = [_written(arg) for arg in literals]
+        words = [yaml_scalar(arg) for arg in literals]
         return f"write {unknown[0]} without quotes" if unknown[0] in words else suggest(unknown[0], words)
     if hint is not str:
         return ""
     return meaning if isinstance(value, bool) else "quote it in the YAML"
-
-
-def _written(value: str | int | bool) -> str:
-    """A value as YAML writes it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _literals(hint: type) -> tuple:
@@ -348,13 +346,11 @@ def own_problems(block, path: str = "") -> list[Problem]:
     """
     problems = [dataclasses.replace(problem, path=_join(path, problem.path)) for problem in getattr(block, "problems", list)()]
     for spec in fields(type(block)):
-        value = getattr(block, spec.name)
-        items = {f"[{index}]": item for index, item in enumerate(value)} if isinstance(value, list) else {"": value}
-        if "named_table" in spec.metadata:
-            items = {f".{name}": item for name, item in value.items()}
-        for index, item in items.items():
-            if is_dataclass(item):
-                problems += own_problems(item, _join(path, spec.name) + index)
+        value, where = getattr(block, spec.name), _join(path, spec.name)
+        items = {f"{where}[{index}]": item for index, item in enumerate(value)} if isinstance(value, list) else {where: value}
+        if isinstance(value, dict):
+            items = {f"{where}.{name}": item for name, item in value.items()}
+        problems += [problem for place, item in items.items() if is_dataclass(item) for problem in own_problems(item, place)]
     return problems
 
 
@@ -362,17 +358,21 @@ def to_plain(config) -> dict[str, Plain]:
     """The instance as nested plain data, each variant with its `name`: what `build` reads back. Without defaults that `key` omits."""
     specs = fields(type(config))
     plain = {"name": config.name} if hasattr(config, "name") and all(spec.name != "name" for spec in specs) else {}
-    for spec in specs:
-        value = getattr(config, spec.name)
-        if spec.metadata.get("omit_default") and value == (spec.default if spec.default is not MISSING else spec.default_factory()):
-            continue
-        if "item" in spec.metadata or "list_table" in spec.metadata:
-            plain[spec.name] = [to_plain(item) for item in value]
-        elif "named_table" in spec.metadata:
-            plain[spec.name] = {name: to_plain(item) for name, item in value.items()}
-        else:
-            plain[spec.name] = to_plain(value) if is_dataclass(value) else value
-    return plain
+    values = {spec.name: getattr(config, spec.name) for spec in specs}
+    omitted = {spec.name for spec in specs if spec.metadata.get("omit_default") and values[spec.name] == _default(spec)}
+    return plain | {name: _plain(value) for name, value in values.items() if name not in omitted}
+
+
+def _plain(value) -> Plain:
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return to_plain(value) if is_dataclass(value) else value
+
+
+def _default(spec: dataclasses.Field):
+    return spec.default if spec.default is not MISSING else spec.default_factory()
 
 
 def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
@@ -389,31 +389,33 @@ def reference(schema: type, path: str = "", described: set[type] | None = None) 
     rows = []
     described = set() if described is None else described
     for spec in fields(schema):
-        where = _join(path, spec.name)
-        if "table" in spec.metadata:
-            table = spec.metadata["table"]
-            rows.append((where, " | ".join(table), spec.default_factory().name, spec.metadata["help"]))
-            for name, option in table.items():
-                if option not in described:
-                    described.add(option)
-                    rows += reference(option, f"{where}[{name}]", described)
-        elif "list_table" in spec.metadata:
-            rows.append((where, "a list of names or blocks", "[]", spec.metadata["help"]))
-        elif "named_table" in spec.metadata:
-            rows.append((where, "a map from names to blocks", "{}", spec.metadata["help"]))
-        elif "item" in spec.metadata:
-            rows.append((where, "a list of blocks", _yaml_flow([to_plain(item) for item in spec.default_factory()]), spec.metadata["help"]))
-            rows += reference(spec.metadata["item"], f"{where}[]", described)
-        elif block := block_of(spec):
-            if "optional" in spec.metadata:
-                rows.append((where, "a block or null", "null", spec.metadata["help"]))
-            rows += reference(block, where, described)
+        where, default, inner = _join(path, spec.name), _default(spec), {}
+        table, block = spec.metadata.get("table"), spec.metadata.get("schema")
+        if many := spec.metadata.get("many"):
+            kind, written = _MANY[many, table is not None], _yaml_flow(_plain(default))
+            inner = {"[]": block} if block else {}
+        elif table is not None:
+            kind, written = " | ".join(table), spec.metadata["default"]
+            inner = {f"[{name}]": option for name, option in table.items()}
+        elif block:
+            kind, written, inner = "a block or null" if "optional" in spec.metadata else "", "null", {"": block}
         else:
-            default = spec.default if spec.default is not MISSING else spec.default_factory()
             limits = str(spec.metadata["limits"])
-            kind = type_name(spec.type) + (f", {limits}" if limits else "")
-            rows.append((where, kind, _yaml_scalar(default), spec.metadata["help"]))
+            kind, written = type_name(spec.type) + (f", {limits}" if limits else ""), yaml_scalar(default)
+        if kind:
+            rows.append((where, kind, written, spec.metadata["help"]))
+        for suffix, option in inner.items():
+            if block or option not in described:
+                described.add(option)
+                rows += reference(option, where + suffix, described)
     return rows
+
+
+_MANY = {  # types of several blocks, by whether a name picks each
+    (list, False): "a list of blocks",
+    (list, True): "a list of names or blocks",
+    (dict, True): "a map from names to blocks",
+}
 
 
 def _yaml_flow(value: Plain) -> str:
@@ -423,14 +425,13 @@ def _yaml_flow(value: Plain) -> str:
     if isinstance(value, dict):
         inner = ", ".join(f"{name}: {_yaml_flow(item)}" for name, item in value.items())
         return value["name"] if list(value) == ["name"] else "{" + inner + "}"
-    return _yaml_scalar(value)
+    return yaml_scalar(value)
 
 
-def _yaml_scalar(value: Plain) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
+def yaml_scalar(value: Plain) -> str:
+    """A value that is no list and no block as YAML writes it."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
     return '""' if value == "" else str(value)
 
 

@@ -64,12 +64,11 @@ def of_type(hint: type, low: float | None, high: float | None) -> st.SearchStrat
 
 def of_key(spec: Field) -> st.SearchStrategy:
     """Values of a field of the schema: a block, a list of them, or what its type says."""
-    table = spec.metadata.get("table") or spec.metadata.get("list_table")
-    if table:
+    if (table := spec.metadata.get("table")) and spec.metadata.get("many") is not dict:
         one = st.sampled_from(sorted(table)).flatmap(lambda name: of_block(table[name]).map(lambda keys: {"name": name, **keys}))
-        return st.lists(one, max_size=2) if "list_table" in spec.metadata else one | st.sampled_from(sorted(table))
-    if "item" in spec.metadata:
-        return st.lists(of_block(spec.metadata["item"]), max_size=2)
+        return st.lists(one, max_size=2) if "many" in spec.metadata else one | st.sampled_from(sorted(table))
+    if "many" in spec.metadata and not table:
+        return st.lists(of_block(spec.metadata["schema"]), max_size=2)
     if block := block_of(spec):
         return of_block(block)
     limits = spec.metadata["limits"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from lm.errors import Problem
-from lm.schema import Plain, build, own_problems, to_plain
+from lm.schema import Plain, build, own_problems, to_plain, yaml_scalar
 
 N_HELP = "row length n: `visible` keys, length of the `sample`, or `fixed:N`"
 FIRST_VALUE = "is an initial value, which training has replaced"
@@ -87,14 +87,9 @@ class Options:
     def swap_arguments(self) -> str:
         """The options as `lm swap --to` takes them: `ssmax model.normalizer.bias=true`; initial values left out."""
         changed = {option: value for option, value in self.non_defaults().items() if option != "init"}
-        return " ".join([self.name, *(f"model.normalizer.{option}={shown(value)}" for option, value in changed.items())])
+        return " ".join([self.name, *(f"model.normalizer.{option}={yaml_scalar(value)}" for option, value in changed.items())])
 
 
 def labelled(name: str, options: Mapping[str, Plain]) -> str:
     """A normalizer's name and options as a reader sees them."""
-    return f"{name} ({', '.join(f'{option}={shown(value)}' for option, value in options.items())})" if options else name
-
-
-def shown(value: Plain) -> str:
-    """An option's value as it is written in YAML."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return f"{name} ({', '.join(f'{option}={yaml_scalar(value)}' for option, value in options.items())})" if options else name

@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
-from lm.attention.options import Options, shown
+from lm.attention.options import Options
 from lm.config.model_config import Position, divided_below, order_problems
 from lm.errors import Problem
-from lm.schema import key, variant
+from lm.schema import key, variant, yaml_scalar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,7 +121,7 @@ class InferenceSetting:
             for spec in fields(rope)
             if spec.name != "factor" and getattr(rope, spec.name) != spec.default
         ]
-        return ", ".join([words, *others, *(f"{name}={shown(value)}" for name, value in self.normalizer.items())])
+        return ", ".join([words, *others, *(f"{name}={yaml_scalar(value)}" for name, value in self.normalizer.items())])
 
     def normalizers(self, trained: list[Options], path: str) -> tuple[list[Options], list[Problem]]:
         """The options of a model's normalizers as this setting uses them, and what is wrong with it (`path`: of its `normalizer`)."""

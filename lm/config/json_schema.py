@@ -8,7 +8,7 @@ from dataclasses import MISSING, Field
 from lm.attention.catalogue import Layers
 from lm.config.tree import Config
 from lm.plugins import Table
-from lm.schema import Limits, Plain, block_of, fields
+from lm.schema import Limits, Plain, fields
 
 Schema = dict[str, Plain]
 
@@ -57,20 +57,19 @@ def _default(spec: Field) -> Schema:
 
 
 def _value(spec: Field, definitions: dict[str, Schema]) -> Schema:
-    if "table" in spec.metadata:
-        return _variant(spec.metadata["table"], spec.default_factory().name, definitions)
-    if "list_table" in spec.metadata:  # which may be empty: all its entries are from outside
-        of_one = _variant(spec.metadata["list_table"], None, definitions)
-        return {"anyOf": [{"type": "array", "items": of_one}, of_one]}
-    if table := spec.metadata.get("named_table"):
-        return {"type": "object", "additionalProperties": _variant(table, None, definitions)}
-    if item := spec.metadata.get("item"):
-        return {"type": "array", "items": _reference(item, definitions)}
-    if block := block_of(spec):
-        reference = _reference(block, definitions)
-        return {"anyOf": [reference, {"type": "null"}]} if "optional" in spec.metadata else {"allOf": [reference]}
-    value = _type(spec.type, spec.metadata["limits"])
-    return value if value.get("type") == "string" else {"anyOf": [*value.get("anyOf", [value]), INTERPOLATED]}
+    table, block, many = (spec.metadata.get(name) for name in ("table", "schema", "many"))
+    if table is None and block is None:
+        value = _type(spec.type, spec.metadata["limits"])
+        return value if value.get("type") == "string" else {"anyOf": [*value.get("anyOf", [value]), INTERPOLATED]}
+    value = _variant(table, spec.metadata.get("default"), definitions) if block is None else _reference(block, definitions)
+    if many is dict:
+        return {"type": "object", "additionalProperties": value}
+    if many is list:
+        items = {"type": "array", "items": value}
+        return items if block else {"anyOf": [items, value]}
+    if block is None:
+        return value
+    return {"anyOf": [value, {"type": "null"}]} if "optional" in spec.metadata else {"allOf": [value]}
 
 
 def _variant(table: Mapping[str, type], default: str | None, definitions: dict[str, Schema]) -> Schema:

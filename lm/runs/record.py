@@ -16,7 +16,7 @@ from lm.errors import ConfigError, RunError, one_line
 from lm.runs.evaluations import KIND, Evaluation, Series, last_evaluations, validation_series
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, METRICS, Curve, Log, curve, read_json, read_metrics, require_run
 from lm.runs.same_run import check_measured
-from lm.schema import Plain, flatten
+from lm.schema import Plain, flatten, yaml_scalar
 
 
 def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
@@ -48,7 +48,8 @@ def used(environment: dict[str, Plain], name: str) -> Plain:
             changes.append((start["step"], start[name]))
     if len(changes) < 2:
         return changes[0][1] if changes else None
-    return ", ".join(f"from step {step:,} {_short(value)}" if number else _short(value) for number, (step, value) in enumerate(changes))
+    short = [(step, yaml_scalar(value)[:24]) for step, value in changes]  # commits are longer
+    return ", ".join(f"from step {step:,} {text}" if number else text for number, (step, text) in enumerate(short))
 
 
 def differing(environment: dict[str, Plain]) -> list[str]:
@@ -57,11 +58,6 @@ def differing(environment: dict[str, Plain]) -> list[str]:
     names = dict.fromkeys(name for start in every for name in start if name not in ("step", "time", "command"))
     differ = [name for name in names if len({json.dumps(start[name]) for start in every if start.get(name) is not None}) > 1]
     return [f"{name} {used(environment, name)}" for name in differ]
-
-
-def _short(value: Plain) -> str:
-    """A value as short text: commits truncated, booleans as in YAML."""
-    return str(value).lower() if isinstance(value, bool) else str(value)[:24]
 
 
 def arm_definition(config: dict[str, Plain], environment: dict[str, Plain]) -> dict[str, Plain]:
