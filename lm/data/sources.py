@@ -18,11 +18,11 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 ROOT = Path("data")
 Documents = Iterator[str | np.ndarray]
-T = TypeVar("T")
 
 
 def fail(error: Unreadable) -> NoReturn:
@@ -312,14 +311,15 @@ class Unreachable(DataError):
 
 def _hub_documents(source: Hub, root: Path, on_error: OnError, vocabulary: None) -> Documents:
     """The texts in a column of the dataset."""
-    dataset = _call(source, lambda: _dataset(source))
+    with _library_errors(source):
+        dataset = _dataset(source)
     where = f"data.source.dataset: '{source.dataset}' ({source.split})"
     if (names := dataset.column_names) is not None:
         check_column(where, source.column, names)
         dataset = dataset.select_columns([source.column])
     tables = dataset.with_format("arrow").iter(ROWS)  # arrow: a row that isn't UTF-8 can be left out alone
-    read = iter(lambda: _call(source, lambda: next(tables, None)), None)
-    yield from islice(column_texts(read, source.column, where, on_error), source.max_documents)
+    with _library_errors(source):
+        yield from islice(column_texts(tables, source.column, where, on_error), source.max_documents)
 
 
 def _hub_held_out(source: Hub) -> Hub | None:
@@ -340,7 +340,8 @@ def _hub_identity(source: Hub, root: Path, hashes: FileHashes) -> dict[str, Plai
     if re.fullmatch("[0-9a-f]{40}", source.revision or ""):
         return options  # a commit identifies the content, so that a prepared store opens without a network
     try:
-        return options | {"fingerprint": _call(source, lambda: _builder(source).hash)}
+        with _library_errors(source):
+            return options | {"fingerprint": _builder(source).hash}
     except Unreachable as error:
         recorded: dict[float, dict[str, Plain]] = {}  # by the time of the store
         for path, manifest in manifests(root):
@@ -355,12 +356,10 @@ def _hub_identity(source: Hub, root: Path, hashes: FileHashes) -> dict[str, Plai
 
 def _hub_licence(source: Hub) -> str:
     """The licence that the dataset card or the dataset states."""
-
-    def stated() -> str:
-        return _card_licence(source) or (_dataset(source) if _is_saved(source) else _builder(source)).info.license
-
     try:
-        return _call(source, stated) or "not stated by the dataset"
+        with _library_errors(source):
+            stated = _card_licence(source) or (_dataset(source) if _is_saved(source) else _builder(source)).info.license
+        return stated or "not stated by the dataset"
     except DataError:
         return "not known (the dataset card can't be read)"
 
@@ -405,12 +404,15 @@ def _builder(source: Hub) -> "DatasetBuilder":
     return datasets.load_dataset_builder(source.dataset, source.config, revision=source.revision)
 
 
-def _call(source: Hub, call: Callable[[], T]) -> T:
-    """Return `call()`; any error of the library or the network becomes a DataError of one line."""
+@contextmanager
+def _library_errors(source: Hub) -> Iterator[None]:
+    """Turn any error of the library or the network into a DataError of one line."""
     if source.dataset.startswith((".", "/", "~")) and not Path(source.dataset).is_dir():
         raise DataError(f"data.source.dataset: '{source.dataset}': no such folder")
     try:
-        return call()
+        yield
+    except DataError:
+        raise
     except Exception as error:  # the library has no common base class
         text = f"config {source.config}, split {source.split}, revision {source.revision}"
         text = f"data.source.dataset: '{source.dataset}' ({text}): {one_line(error)}"

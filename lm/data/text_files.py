@@ -12,6 +12,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,26 @@ OnError = Callable[[Unreadable], None]
 Parse = Callable[[Plain | np.ndarray, str, int], str | np.ndarray]  # a document of a value; where it stands, and its size, for `Unreadable`
 
 
+@contextmanager
+def leaving_out(on_error: OnError, where: str = "", n_bytes: int = 0) -> Iterator[None]:
+    """A context for reading documents, which ends at what can't be read, with which `on_error` is called.
+
+    Args:
+        where: what is read, if errors of its bytes are to be taken for damage; `n_bytes`: its size.
+    """
+    damage: tuple[type[Exception], ...] = ()
+    if where:
+        import pyarrow
+
+        damage = (OSError, pyarrow.ArrowException)
+    try:
+        yield
+    except Unreadable as error:
+        on_error(error)
+    except damage as error:
+        on_error(damaged(where, error, n_bytes))
+
+
 def text_of(value: Plain | np.ndarray, where: str, n_bytes: int) -> str:
     """The text that a value is, empty for null. Raises Unreadable, with `n_bytes`, if it is something else."""
     if value is None:
@@ -73,21 +94,18 @@ def column_texts(
         for scalar in table.column(column):
             number += 1
             row = f"{where}: row {number}: column '{column}'"
-            try:
-                document = parse(_value(scalar), row, 0)
-            except UnicodeDecodeError:
-                on_error(Unreadable(f"{row} is not UTF-8; {TO_UTF8}", scalar.as_buffer().size))
-            except Unreadable as error:
-                on_error(error)
-            else:
-                yield document
+            with leaving_out(on_error):
+                yield parse(_value(scalar, row), row, 0)
 
 
-def _value(scalar: "pyarrow.Scalar") -> Plain | np.ndarray:
-    """The value of a table's cell; of a list of whole numbers an array, (numbers,)."""
+def _value(scalar: "pyarrow.Scalar", where: str) -> Plain | np.ndarray:
+    """The value of a table's cell; of a list of whole numbers an array, (numbers,). Raises Unreadable: a text that is not UTF-8."""
     items = getattr(scalar, "values", None)  # of a struct a method
     whole = str(getattr(items, "type", "")).startswith(("int", "uint"))
-    return items.to_numpy(zero_copy_only=False) if whole else scalar.as_py()
+    try:
+        return items.to_numpy(zero_copy_only=False) if whole else scalar.as_py()
+    except UnicodeDecodeError:
+        raise Unreadable(f"{where} is not UTF-8; {TO_UTF8}", scalar.as_buffer().size) from None
 
 
 def check_column(where: str, column: str, names: list[str], n_bytes: int = 0) -> None:
@@ -153,12 +171,9 @@ def expand(source: Files) -> list[Path]:
 def description(source: Files) -> str:
     """How many files are read, and how many files of the folders are ignored, by suffix. Raises DataError as `expand` does."""
     folders = [path for path in (Path(name).expanduser() for name in source.paths) if path.is_dir()]
-    return _described(len(expand(source)), sum((_ignored(path, source) for path in folders), Counter()))
-
-
-def _described(n_read: int, ignored: Counter[str]) -> str:
+    ignored = sum((_ignored(path, source) for path in folders), Counter())
     remedy = "; data.source.suffixes names what is read as text"
-    return f"{n_read:,} files read, " + (f"{_counted(ignored)}{remedy}" if ignored else "0 ignored")
+    return f"{len(expand(source)):,} files read, " + (f"{_counted(ignored)}{remedy}" if ignored else "0 ignored")
 
 
 def _counted(ignored: Counter[str]) -> str:
@@ -215,15 +230,9 @@ def read_files(paths: list[Path], source: Files, on_error: OnError, parse: Parse
 
     `on_error` is called with what can't be read.
     """
-    import pyarrow
-
     for path in paths:
-        try:
+        with leaving_out(on_error, str(path), path.stat().st_size if path.exists() else 0):
             yield from READERS[_format(path, source)](path, source, on_error, parse)
-        except Unreadable as error:
-            on_error(error)
-        except (OSError, pyarrow.ArrowException) as error:
-            on_error(damaged(str(path), error, path.stat().st_size if path.exists() else 0))
 
 
 class _Stream(io.RawIOBase):
@@ -256,11 +265,8 @@ class _Stream(io.RawIOBase):
 def _txt(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator[str]:
     with io.BufferedReader(_Stream(path), BLOCK) as file:
         for begin, content in _split_at(file, source.separator.encode()):
-            try:
+            with leaving_out(on_error):
                 text = _decoded(content, begin, str(path))
-            except Unreadable as error:
-                on_error(error)
-            else:
                 content.clear()  # a long document is in memory once
                 yield text
 
@@ -337,11 +343,9 @@ def _parquet(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iter
             row_bytes = sum(column.total_uncompressed_size for column in columns) // max(1, group.num_rows)
             rows = max(1, min(ROWS, PARQUET_BATCH_BYTES // max(1, row_bytes)))
             batches = file.iter_batches(rows, [number], [source.column], use_threads=False)
-            try:
+            where = f"{path}: row group {number + 1} of {file.num_row_groups}"
+            with leaving_out(on_error, where, sum(column.total_compressed_size for column in columns)):
                 yield from column_texts(batches, source.column, str(path), on_error, first, parse)
-            except (OSError, pyarrow.ArrowException) as error:
-                n_bytes = sum(column.total_compressed_size for column in columns)
-                on_error(damaged(f"{path}: row group {number + 1} of {file.num_row_groups}", error, n_bytes))
             first += group.num_rows
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from lm.config.data_config import AnyTokenizer, Files, Tokens
 from lm.data import text_files
-from lm.data.text_files import ROWS, OnError, Unreadable, check_column, column_texts, damaged, files_in
+from lm.data.text_files import ROWS, OnError, Unreadable, check_column, column_texts, damaged, files_in, leaving_out
 from lm.data.tokenizer import decode, token_bytes, tokenizer_of, vocab_size
 from lm.errors import DataError
 from lm.files import FileHashes
@@ -94,12 +94,8 @@ def documents(source: Tokens, root: Path, on_error: OnError, vocabulary: Vocabul
     """The documents of ids in the files that `source.paths` names."""
     kind = FORMATS[source.format]
     for path in kind.files(source):
-        try:
+        with leaving_out(on_error, str(path), path.stat().st_size if path.is_file() else 0):
             yield from kind.documents(path, source, vocabulary, on_error)
-        except Unreadable as error:
-            on_error(error)
-        except OSError as error:
-            on_error(damaged(str(path), error, path.stat().st_size if path.is_file() else 0))
 
 
 def held_out(source: Tokens) -> Tokens | None:
@@ -193,18 +189,10 @@ def _separated(path: Path, ids: np.ndarray, vocabulary: Vocabulary, on_error: On
     for end in chain(chain.from_iterable((place + after).tolist() for place in places), [len(ids)]):
         if end > begin:
             number += 1
-            yield from _checked(ids[begin:end], f"{path}: document {number:,}, from id {begin:,} on", vocabulary, on_error)
+            with leaving_out(on_error):
+                n_bytes = (end - begin) * ids.itemsize
+                yield vocabulary.document(ids[begin:end], f"{path}: document {number:,}, from id {begin:,} on", n_bytes)
         begin = end
-
-
-def _checked(ids: np.ndarray, where: str, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
-    """The document, if it can be read."""
-    try:
-        document = vocabulary.document(ids, where, ids.nbytes)
-    except Unreadable as error:
-        on_error(error)
-    else:
-        yield document
 
 
 # ---------------------------------------------------------------- Megatron: an index
@@ -255,7 +243,8 @@ def _megatron(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnEr
         raise refused(f"{data.name} has {data.stat().st_size:,} bytes, not the {starts[-1] * dtype.itemsize:,} of its ids: damaged")
     ids = np.memmap(data, dtype, "r") if starts[-1] else np.empty(0, dtype)
     for number, (begin, end) in enumerate(pairwise(starts[borders].tolist()), 1):
-        yield from _checked(ids[begin:end], f"{data}: document {number:,}", vocabulary, on_error)
+        with leaving_out(on_error):
+            yield vocabulary.document(ids[begin:end], f"{data}: document {number:,}", (end - begin) * dtype.itemsize)
 
 
 # ---------------------------------------------------------------- columns of ids
