@@ -46,6 +46,7 @@ class EvaluationConfig(Timing, ABC):
 
     measurement: ClassVar[str]  # "module:Class", an `lm.evaluation.evaluation_kind.Measurement`
     kind: ClassVar[str]  # names the results, of an evaluation from outside
+    quick_suite: ClassVar[dict[str, int]] = {}  # the most of each key in the suite `quick`
 
     @abstractmethod
     def wanted(self, data: DataConfig) -> bool:
@@ -70,21 +71,26 @@ class EvaluationConfig(Timing, ABC):
         ]
 
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
-        """Changes to its block that a named suite of `lm eval` makes, as far as the model can do what it asks for."""
+        """Changes to its block that a named suite of `lm eval` makes."""
+        if name == "full":
+            return self.full_suite(data, model)
+        return {key: min(most, getattr(self, key)) for key, most in self.quick_suite.items()}
+
+    def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
+        """Changes that the suite `full` makes, as far as the model can do what it asks for."""
         return {}
 
 
-def beyond_positions(model: ModelConfig, path: str, value: Plain, longest: float) -> list[Problem]:
-    """A problem at `path` if learned positions end before `longest`, in training lengths."""
-    reason, remedy = "learned positions end at the training length", "leave longer sequences out, or train with model.position=rope"
-    return [Problem(path, value, reason, remedy)] if model.position.ends and longest > 1 else []
-
-
-def too_large(path: str, value: Plain, factor: float, sequences: int, data: DataConfig) -> list[Problem]:
-    """A problem at `path` if `sequences` of `factor` training lengths are more than can be measured at once."""
-    tokens = sequences * factor * data.seq_len
-    reason = f"makes {sequences:,} sequences of {factor * data.seq_len:,.0f} tokens, more than {MOST_TOKENS:,} tokens in all"
-    return [Problem(path, value, reason, "measure fewer or shorter sequences")] if tokens > MOST_TOKENS else []
+def out_of_reach(path: str, value: Plain, longest: float, sequences: int, data: DataConfig, ends: bool) -> list[Problem]:
+    """Problems at `path` if `sequences` of `longest` training lengths can't be measured: too many tokens at once, or positions that end."""
+    problems, tokens = [], longest * data.seq_len
+    if sequences * tokens > MOST_TOKENS:
+        reason = f"makes {sequences:,} sequences of {tokens:,.0f} tokens, more than {MOST_TOKENS:,} tokens in all"
+        problems.append(Problem(path, value, reason, "measure fewer or shorter sequences"))
+    if ends and longest > 1:
+        reason, remedy = "learned positions end at the training length", "leave longer sequences out, or train with model.position=rope"
+        problems.append(Problem(path, value, reason, remedy))
+    return problems
 
 
 def empty_sequences(path: str, factors: list[float], data: DataConfig) -> list[Problem]:
@@ -100,6 +106,7 @@ def lengths_of(factors: list[float], data: DataConfig) -> list[int]:
 @dataclass
 class LongContextConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.held_out:LongContext"
+    quick_suite: ClassVar[dict[str, int]] = {"sequences": 4}
     length_factor: float | Literal["auto"] = key(
         8.0,
         "sequence length, in training lengths; 0: off; auto: the first of 8, 4, 2 ... that two held-out documents are long enough for",
@@ -137,13 +144,10 @@ class LongContextConfig(EvaluationConfig):
             remedy = "set it to 0; eval.recall has longer sequences of the tasks"
             problems.append(Problem("length_factor", self.length_factor, reason, remedy))
         problems += empty_sequences("length_factor", [self.longest_factor], data)
-        problems += too_large("length_factor", self.length_factor, self.longest_factor, self.sequences, data)
-        longest = 1 if self.length_factor == "auto" else self.length_factor  # which fits itself to learned positions, too
-        return problems + beyond_positions(model, "length_factor", self.length_factor, longest)
+        ends = model.position.ends and self.length_factor != "auto"  # which fits itself to learned positions, too
+        return problems + out_of_reach("length_factor", self.length_factor, self.longest_factor, self.sequences, data, ends)
 
-    def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
-        if name == "quick":
-            return {"sequences": min(4, self.sequences)}
+    def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         return {"inference": [{"rope": scaling} for scaling in SCALINGS]} if model.position.rotates else {}
 
 
@@ -180,13 +184,13 @@ class ByLengthConfig(EvaluationConfig):
         if data.symbolic:
             remedy = "leave it out; eval.recall has tasks of several lengths"
             problems.append(Problem("lengths", self.lengths, "there is no text to cut into sequences", remedy))
-        problems += too_large("lengths", self.lengths, longest, self.sequences, data)
-        return problems + beyond_positions(model, "lengths", self.lengths, longest)
+        return problems + out_of_reach("lengths", self.lengths, longest, self.sequences, data, model.position.ends)
 
 
 @dataclass
 class TextsConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.held_out:Texts"
+    quick_suite: ClassVar[dict[str, int]] = {"sequences": 32}
     of: dict[str, Source] = named(
         SOURCES, "texts beside the held-out one, read whole with the run's tokenizer, e.g. {code: {name: files, paths: [code]}}"
     )
@@ -208,18 +212,16 @@ class TextsConfig(EvaluationConfig):
         return [self.metric(name) for name in self.of]
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
-        problems = too_large("sequences", self.sequences, 1, self.sequences, data)
+        problems = out_of_reach("sequences", self.sequences, 1, self.sequences, data, model.position.ends)
         if data.symbolic:
             problems.append(Problem("of", list(self.of), "needs a model of text", "leave it out"))
         return problems
-
-    def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
-        return {"sequences": min(32, self.sequences)} if name == "quick" else {}
 
 
 @dataclass
 class RecallConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.answers:Recall"
+    quick_suite: ClassVar[dict[str, int]] = {"sequences": 16}
     tasks: list[Task] = variants(TASKS, "tasks to ask for, e.g. [passkey, {name: needle, needles: 3}]; empty: those of data.tasks")
     length_factors: list[float] = key([1.0, 2.0, 4.0, 8.0, 16.0], "sequence lengths, in training lengths; []: off", gt=0, le=MOST_LENGTHS)
     sequences: int = key(128, "sequences of each task and length", ge=1, le=MOST_SEQUENCES)
@@ -254,11 +256,8 @@ class RecallConfig(EvaluationConfig):
             elif task.vocab_size and task.vocab_size > (known := max(weighted.task.vocab_size for weighted in data.tasks)):
                 reason = f"has {task.vocab_size} symbols, the model {known}"
                 problems.append(Problem(where, task.name, reason, "set its options as in data.tasks"))
-        problems += too_large("length_factors", self.length_factors, max(self.length_factors), self.sequences, data)
-        return problems + beyond_positions(model, "length_factors", self.length_factors, max(self.length_factors))
-
-    def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
-        return {"sequences": min(16, self.sequences)} if name == "quick" else {}
+        longest, ends = max(self.length_factors), model.position.ends
+        return problems + out_of_reach("length_factors", self.length_factors, longest, self.sequences, data, ends)
 
 
 @dataclass
@@ -273,6 +272,7 @@ class FinetuneConfig:
 @dataclass
 class NeedleConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.answers:NeedleMeasurement"
+    quick_suite: ClassVar[dict[str, int]] = {"trials": 10}
     length_factors: list[float] = key([], "context lengths, in training lengths, e.g. [1, 2, 4, 8, 16]; []: off", gt=0, le=MOST_LENGTHS)
     depths: list[float] = key([0.0, 0.25, 0.5, 0.75, 1.0], "fraction of the text before the needle", ge=0, le=1)
     trials: int = key(100, "questions in each cell of lengths and depths, and in each control without a needle", ge=1, le=MOST_SEQUENCES)
@@ -305,12 +305,9 @@ class NeedleConfig(EvaluationConfig):
         if data.symbolic:
             problems.append(Problem("length_factors", self.length_factors, "needs a model of text", "set it to []"))
         longest = max(*self.length_factors, self.heads_at or 0)
-        problems += too_large("length_factors", self.length_factors, longest, self.trials, data)
-        return problems + beyond_positions(model, "length_factors", self.length_factors, longest)
+        return problems + out_of_reach("length_factors", self.length_factors, longest, self.trials, data, model.position.ends)
 
-    def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
-        if name == "quick":
-            return {"trials": min(10, self.trials)}
+    def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         able = not data.symbolic and not model.position.ends
         return {"length_factors": [1, 2, 4, 8, 16], "heads_at": 4.0, "finetune": {"steps": 300}} if able else {}
 
@@ -362,6 +359,7 @@ class LimitsConfig:
 @dataclass
 class DiagnosticsConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.diagnostics:Diagnostics"
+    quick_suite: ClassVar[dict[str, int]] = {"sequences": 4}
     statistics: list[Statistics] = key(["concentration", "sparsity"], f"families of statistics: {', '.join(get_args(Statistics))}")
     length_factor: float = key(1.0, "sequence length, in training lengths; except at 1 within one held-out document", gt=0, le=MOST_LENGTHS)
     sequences: int = key(16, "held-out sequences, spread over the held-out text", ge=1, le=MOST_SEQUENCES)
@@ -387,11 +385,8 @@ class DiagnosticsConfig(EvaluationConfig):
             problems.append(Problem("text", self.text, "needs a model of text", "leave it out"))
         if data.symbolic and self.length_factor != 1:
             problems.append(Problem("length_factor", self.length_factor, "there is no text to read at other lengths", "set it to 1"))
-        problems += too_large("length_factor", self.length_factor, self.length_factor, self.sequences, data)
-        return problems + beyond_positions(model, "length_factor", self.length_factor, self.length_factor)
-
-    def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
-        return {"sequences": min(4, self.sequences)} if name == "quick" else {}
+        factor = self.length_factor
+        return problems + out_of_reach("length_factor", factor, factor, self.sequences, data, model.position.ends)
 
 
 EVALUATION = Kind("lm.evaluations", "evaluation", EvaluationConfig, ("wanted",))
