@@ -1,6 +1,5 @@
 """Atomic writes, locks and hashes: files and folders are written completely or not at all, and synced to disk."""
 
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -9,11 +8,11 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 from lm.errors import DataError, RunError, one_line
 from lm.machine import born, this_machine
@@ -165,36 +164,19 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def lock(descriptor: int, path: Path, wait: bool = False) -> str:
-    """Lock an open file or folder against other processes, until it is closed.
-
-    Returns:
-        Empty; on a file system without locks, on which nothing is locked, a sentence that says so of `path`, to which its consequence and
-        the remedy are added.
-
-    Raises:
-        BlockingIOError: another process has it, and `wait` is false.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        raise
-    except OSError as error:
-        return f"{path}: its file system has no locks ({error.strerror})"
-    return ""
-
-
 @contextmanager
-def locked_folder(folder: Path, refusal: str) -> Iterator[str]:
-    """Lock `folder` against other processes that lock it; a process that ends, however that happens, gives its lock up.
+def locked(path: Path, taken: Callable[[], object], flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[str]:
+    """Lock a file, which is made if need be, against other processes; a process that ends, however that happens, gives its lock up.
 
-    Yields what `lock` returns.
+    Args:
+        taken: called if another process has it, which is then waited for, unless the call raises.
+        flags: to open it with.
 
-    Raises:
-        RunError: another process has it: the folder and `refusal`.
+    Yields:
+        Empty; on a file system without locks, on which nothing is locked, a sentence that says so of the folder, to which its consequence
+        and the remedy are added.
     """
-    descriptor = os.open(folder, os.O_RDONLY)
-    descriptors = [descriptor]
+    descriptors, unlocked = [os.open(path, flags, 0o666)], ""
 
     def release() -> None:
         while descriptors:
@@ -202,14 +184,25 @@ def locked_folder(folder: Path, refusal: str) -> Iterator[str]:
 
     os.register_at_fork(after_in_child=release)  # workers may outlive a killed parent by seconds and must not keep its lock
     try:
-        unlocked = lock(descriptor, folder)
-    except BlockingIOError:
-        release()
-        raise RunError(f"{folder}: {refusal}") from None
-    try:
+        try:
+            fcntl.flock(descriptors[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            taken()
+            fcntl.flock(descriptors[0], fcntl.LOCK_EX)
+        except OSError as error:
+            unlocked = f"{path if path.is_dir() else path.parent}: its file system has no locks ({error.strerror})"
         yield unlocked
     finally:
         release()
+
+
+def locked_folder(folder: Path, refusal: str) -> AbstractContextManager[str]:
+    """The same for a folder, which is not waited for. Raises RunError if another process has it: the folder and `refusal`."""
+
+    def refuse() -> NoReturn:
+        raise RunError(f"{folder}: {refusal}") from None
+
+    return locked(folder, refuse, os.O_RDONLY)
 
 
 def sync_folder(folder: Path) -> None:
@@ -283,7 +276,7 @@ class FileHashes:
     def save(self) -> None:
         """Save the cache, if its folder exists and can be written."""
         if self.changed and self.path.parent.is_dir():
-            with contextlib.suppress(RunError):
+            with suppress(RunError):
                 write_text(self.path, json.dumps(self.known))
 
 

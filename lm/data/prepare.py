@@ -9,9 +9,9 @@ from lm.config.tree import Config
 from lm.data import tokenizer
 from lm.data.build import build
 from lm.data.sources import identity, labels, reader
-from lm.data.store import FORMAT, Store, fingerprint, locked, manifests
+from lm.data.store import FORMAT, Store, fingerprint, manifests
 from lm.errors import ConfigError, DataError, Problem, one_line
-from lm.files import plain_sha256
+from lm.files import locked, plain_sha256
 from lm.progress import Progress
 from lm.schema import Plain, to_plain
 

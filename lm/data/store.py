@@ -16,7 +16,7 @@ import os
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,7 @@ import numpy as np
 
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import DataError, one_line
-from lm.files import FileHashes, file_sha256, lock, plain_sha256
+from lm.files import FileHashes, file_sha256, locked, plain_sha256
 from lm.progress import Progress
 from lm.schema import Plain
 
@@ -282,7 +282,7 @@ def _check_large(folder: Path, files: Mapping[str, Mapping[str, Plain]]) -> None
     """Check files whose hashes may be cached in the folder above. Of several processes one reads them, and the others wait."""
     with ExitStack() as stack:
         with suppress(OSError):  # the lock only saves work: a folder that can't be written has none
-            if unlocked := stack.enter_context(locked(folder.parent / ".hashes.lock")):
+            if unlocked := stack.enter_context(locked(folder.parent / ".hashes.lock", lambda: None)):
                 Progress().say(f"note: {unlocked}: each process checks stores by itself; set data.root to a folder on another one")
         hashes = FileHashes(folder.parent)
         unknown = sum(expected["bytes"] for name, expected in files.items() if hashes.cached(folder / name) != expected["sha256"])
@@ -298,21 +298,6 @@ def _check_large(folder: Path, files: Mapping[str, Mapping[str, Plain]]) -> None
             _check_files(folder, files, sha256)
         finally:
             hashes.save()
-
-
-@contextmanager
-def locked(path: Path, waiting: Callable[[], object] = lambda: None) -> Iterator[str]:
-    """Lock the file `path` while the body runs; `waiting` is called if another process has it. A process that dies gives it up.
-
-    Yields what `lock` returns. Raises OSError if the file can't be written.
-    """
-    with open(path, "w") as file:
-        try:
-            unlocked = lock(file.fileno(), path.parent)
-        except BlockingIOError:
-            waiting()
-            unlocked = lock(file.fileno(), path.parent, wait=True)
-        yield unlocked
 
 
 def _damaged(path: Path, reason: str) -> DataError:
