@@ -60,19 +60,26 @@ class Progress:
     @contextmanager
     def bytes(self, name: str, total: int | None, done: int = 0) -> Iterator[Callable[[int], None]]:
         """A stage of `total` bytes, `done` of them before, with MB/s and the remaining time. Yields a function of the bytes done."""
-        rate = _Rate(name, total, done)
         if self.lines:
             self.say(f"{name}: {total:,} bytes" + (f", {done:,} of them done before" if done else "") if total else name)
         columns = (DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        started = last_line = time.monotonic()
+        since = 0  # bytes since the start
         with self.bar(f"{name:<9}", total, done, *columns) as show:
 
             def advance(n_bytes: int) -> None:
+                nonlocal since, last_line
+                since += n_bytes
                 show(n_bytes)
-                if rate.advance(n_bytes) and self.lines:
-                    self.say(str(rate))
+                now = time.monotonic()
+                if self.lines and now - last_line >= LINE_SECONDS:
+                    last_line, speed, done_now = now, since / max(now - started, 1e-9), done + since
+                    left = f" ({done_now / total:.0%}), {(total - done_now) / max(speed, 1e-9):,.0f} s left" if total else ""
+                    self.say(f"{name}: {done_now / 1e6:,.0f} MB{left}, {speed / 1e6:.1f} MB/s")
 
             yield advance
-        self.say(rate.end())
+        seconds = time.monotonic() - started
+        self.say(f"{name}: {since / 1e6:,.1f} MB in {seconds:,.1f} s, {since / max(seconds, 1e-9) / 1e6:,.1f} MB/s")
 
 
 class StepProgress(Progress):
@@ -104,33 +111,3 @@ class StepProgress(Progress):
     def stop(self) -> None:
         """Remove the bar."""
         self._bars.close()
-
-
-class _Rate:
-    """The number of bytes done, and their rate."""
-
-    def __init__(self, name: str, total: int | None, done: int):
-        self.name, self.total, self.before, self.done = name, total, done, done
-        self.started = self.last_line = time.monotonic()
-
-    def advance(self, n_bytes: int) -> bool:
-        """Count bytes; True if the next line is due."""
-        self.done += n_bytes
-        now = time.monotonic()
-        due = now - self.last_line >= LINE_SECONDS
-        self.last_line = now if due else self.last_line
-        return due
-
-    def __str__(self) -> str:
-        seconds = time.monotonic() - self.started
-        speed = (self.done - self.before) / max(seconds, 1e-9)
-        text = f"{self.name}: {self.done / 1e6:,.0f} MB"
-        if self.total:
-            text += f" ({self.done / self.total:.0%}), {(self.total - self.done) / max(speed, 1e-9):,.0f} s left"
-        return f"{text}, {speed / 1e6:.1f} MB/s"
-
-    def end(self) -> str:
-        """The line that ends a stage."""
-        seconds = time.monotonic() - self.started
-        n_bytes = self.done - self.before
-        return f"{self.name}: {n_bytes / 1e6:,.1f} MB in {seconds:,.1f} s, {n_bytes / max(seconds, 1e-9) / 1e6:,.1f} MB/s"

@@ -213,7 +213,6 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> Loaded:
     environment = check_environment(file, content["lm"], path) if file.is_file() else {}
     config, metadata = _split_config(content["lm"], path)
     spec = ModelSpec.from_training(config, metadata)
-    _warn_of_changed_code(spec, path)
     decoder, tokenizer = _build_decoder(spec, content["state_dict"], path, environment.get(TOKENIZER_SHA256))
     return Loaded(decoder, spec, tokenizer, path, config, metadata, environment)
 
@@ -237,7 +236,6 @@ def _load_model(path: Path) -> Loaded:
     altered = [name for name in {**expected, **weights} if name not in weights or expected.get(name) != tensor_sha256(weights[name])]
     if altered:
         raise RunError(f"{path / WEIGHTS}: {altered[0]} was altered (its sha256 differs from that in {DESCRIPTION}); export it again")
-    _warn_of_changed_code(spec, path)
     decoder, tokenizer = _build_decoder(spec, weights, path, description[TOKENIZER_SHA256])
     if training is None:
         return Loaded(decoder, spec, tokenizer, path, origin=origin)
@@ -246,11 +244,6 @@ def _load_model(path: Path) -> Loaded:
     if function_of(config.model_in(metadata["phase"])) != function_of(spec.model):
         raise RunError(f"{path / DESCRIPTION}: its `training` is of another model than its `spec`")
     return Loaded(decoder, spec, tokenizer, path, config, metadata, origin=origin)
-
-
-def _warn_of_changed_code(spec: ModelSpec, path: Path) -> None:
-    for name, before, now in spec.changed_plugins():
-        print(f"note: {path}: {name} was {before} when this was saved, it is {now} now: the model may be another", file=sys.stderr)
 
 
 def _split_config(metadata: dict[str, Plain], path: Path) -> tuple[Config, dict[str, Plain]]:
@@ -264,6 +257,8 @@ def _split_config(metadata: dict[str, Plain], path: Path) -> tuple[Config, dict[
 def _build_decoder(
     spec: ModelSpec, weights: dict[str, Tensor], path: Path, tokenizer_sha256: str | None
 ) -> tuple[Decoder, Tokenizer | None]:
+    for name, before, now in spec.changed_plugins():
+        print(f"note: {path}: {name} was {before} when this was saved, it is {now} now: the model may be another", file=sys.stderr)
     try:
         if spec.model.tied:
             weights.setdefault("head.weight", weights["embedding.weight"])
