@@ -181,7 +181,7 @@ class LeftOut:
         if self.fails:
             raise error
         self.unreadable["count"] += 1
-        self.unreadable["bytes"] += error.n_bytes
+        self.unreadable["bytes"] += error.n_bytes or 0
         if len(self.unreadable["first"]) < LISTED:
             self.unreadable["first"].append(str(error))
 

@@ -35,24 +35,25 @@ class Unreadable(DataError):
     """A file, document or row that can't be read.
 
     Attributes:
-        n_bytes: size of what is lost: bytes of the document or row, or of the rest of the file on disk.
+        n_bytes: size of what is lost: bytes of the document or row, or of the rest of the file on disk; None: as `leaving_out` says.
     """
 
-    def __init__(self, reason: str, n_bytes: int = 0):
+    def __init__(self, reason: str, n_bytes: int | None = None):
         super().__init__(reason)
         self.n_bytes = n_bytes
 
 
 OnError = Callable[[Unreadable], None]
-Parse = Callable[[Plain | np.ndarray, str, int], str | np.ndarray]  # a document of a value; where it stands, and its size, for `Unreadable`
+Parse = Callable[[Plain | np.ndarray, str], str | np.ndarray]  # a document of a value; where it stands, for `Unreadable`
 
 
 @contextmanager
-def leaving_out(on_error: OnError, where: str = "", n_bytes: int = 0) -> Iterator[None]:
+def leaving_out(on_error: OnError, n_bytes: int = 0, where: str = "") -> Iterator[None]:
     """A context for reading documents, which ends at what can't be read, with which `on_error` is called.
 
     Args:
-        where: what is read, if errors of its bytes are to be taken for damage; `n_bytes`: its size.
+        n_bytes: size of what is read.
+        where: what is read, if errors of its bytes are to be taken for damage.
     """
     damage: tuple[type[Exception], ...] = ()
     if where:
@@ -62,20 +63,21 @@ def leaving_out(on_error: OnError, where: str = "", n_bytes: int = 0) -> Iterato
     try:
         yield
     except Unreadable as error:
+        error.n_bytes = n_bytes if error.n_bytes is None else error.n_bytes
         on_error(error)
     except damage as error:
         on_error(damaged(where, error, n_bytes))
 
 
-def text_of(value: Plain | np.ndarray, where: str, n_bytes: int) -> str:
-    """The text that a value is, empty for null. Raises Unreadable, with `n_bytes`, if it is something else."""
+def text_of(value: Plain | np.ndarray, where: str) -> str:
+    """The text that a value is, empty for null. Raises Unreadable if it is something else."""
     if value is None:
         return ""  # a document without text, which is counted as blank
     if not isinstance(value, str):
         kind = type(value).__name__ if not isinstance(value, np.ndarray) else "a list of numbers"
-        raise Unreadable(f"{where} holds {kind}, not text; remove the row or set data.source.column", n_bytes)
+        raise Unreadable(f"{where} holds {kind}, not text; remove the row or set data.source.column")
     if re.search("[\ud800-\udfff]", value):  # JSON can escape half of a surrogate pair, which UTF-8 can't encode
-        raise Unreadable(f"{where} holds a lone surrogate, not valid Unicode; remove it", n_bytes)
+        raise Unreadable(f"{where} holds a lone surrogate, not valid Unicode; remove it")
     return value
 
 
@@ -95,7 +97,7 @@ def column_texts(
             number += 1
             row = f"{where}: row {number}: column '{column}'"
             with leaving_out(on_error):
-                yield parse(_value(scalar, row), row, 0)
+                yield parse(_value(scalar, row), row)
 
 
 def _value(scalar: "pyarrow.Scalar", where: str) -> Plain | np.ndarray:
@@ -108,16 +110,16 @@ def _value(scalar: "pyarrow.Scalar", where: str) -> Plain | np.ndarray:
         raise Unreadable(f"{where} is not UTF-8; {TO_UTF8}", scalar.as_buffer().size) from None
 
 
-def check_column(where: str, column: str, names: list[str], n_bytes: int = 0) -> None:
+def check_column(where: str, column: str, names: list[str]) -> None:
     """Check that there is one `column` among `names`. Raises Unreadable."""
     known = ", ".join(dict.fromkeys(names)) or "(no columns)"
     if column not in names:
-        raise Unreadable(f"{where}: no column '{column}'; set data.source.column to one of: {known}", n_bytes)
+        raise Unreadable(f"{where}: no column '{column}'; set data.source.column to one of: {known}")
     if names.count(column) > 1:
-        raise Unreadable(f"{where}: {names.count(column)} columns are named '{column}'; rename all but one", n_bytes)
+        raise Unreadable(f"{where}: {names.count(column)} columns are named '{column}'; rename all but one")
 
 
-def damaged(where: str, error: Exception, n_bytes: int) -> Unreadable:
+def damaged(where: str, error: Exception, n_bytes: int | None = None) -> Unreadable:
     return Unreadable(f"{where}: can't be read (damaged?): {one_line(error)}", n_bytes)
 
 
@@ -231,8 +233,13 @@ def read_files(paths: list[Path], source: Files, on_error: OnError, parse: Parse
     `on_error` is called with what can't be read.
     """
     for path in paths:
-        with leaving_out(on_error, str(path), path.stat().st_size if path.exists() else 0):
+        with leaving_out(on_error, size_of([path]), str(path)):
             yield from READERS[_format(path, source)](path, source, on_error, parse)
+
+
+def size_of(paths: Iterable[Path]) -> int:
+    """Bytes of all of the files that there are."""
+    return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 class _Stream(io.RawIOBase):
@@ -265,7 +272,7 @@ class _Stream(io.RawIOBase):
 def _txt(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator[str]:
     with io.BufferedReader(_Stream(path), BLOCK) as file:
         for begin, content in _split_at(file, source.separator.encode()):
-            with leaving_out(on_error):
+            with leaving_out(on_error, len(content)):
                 text = _decoded(content, begin, str(path))
                 content.clear()  # a long document is in memory once
                 yield text
@@ -301,29 +308,34 @@ def _decoded(content: bytes | bytearray, begin: int, where: str) -> str:
     try:
         return str(memoryview(content)[mark:], "utf-8")
     except UnicodeDecodeError as error:
-        raise Unreadable(f"{where}: not UTF-8 at byte {begin + mark + error.start}; {TO_UTF8}", len(content)) from None
+        raise Unreadable(f"{where}: not UTF-8 at byte {begin + mark + error.start}; {TO_UTF8}") from None
 
 
 def _jsonl(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator[str | np.ndarray]:
     begin = 0
     with io.BufferedReader(_Stream(path), BLOCK) as file:
         for number, line in enumerate(iter(file.readline, b""), 1):
-            where, n_bytes, document = f"{path}: line {number}", len(line), None
-            try:
+            where, document = f"{path}: line {number}", None
+            with leaving_out(on_error, len(line)):
                 if (text := _decoded(line, begin, where)).strip():
-                    row = json.loads(text)
-                    if not isinstance(row, dict):
-                        raise Unreadable(f"{where} holds {type(row).__name__}, not a JSON object; write one object a line", n_bytes)
-                    check_column(where, source.column, list(row), n_bytes)
-                    document = parse(row[source.column], f"{where}: column '{source.column}'", n_bytes)
-            except Unreadable as error:
-                on_error(error)
-            except (ValueError, RecursionError) as error:
-                on_error(Unreadable(f"{where}: not valid JSON: {one_line(error)}", n_bytes))
-            begin += n_bytes
+                    row = _object(text, where)
+                    check_column(where, source.column, list(row))
+                    document = parse(row[source.column], f"{where}: column '{source.column}'")
+            begin += len(line)
             line = text = row = None  # a long document is in memory once
             if document is not None:
                 yield document
+
+
+def _object(text: str, where: str) -> dict[str, Plain]:
+    """The JSON object of a line."""
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Unreadable(f"{where}: not valid JSON: {one_line(error)}") from None
+    if not isinstance(row, dict):
+        raise Unreadable(f"{where} holds {type(row).__name__}, not a JSON object; write one object a line")
+    return row
 
 
 def _parquet(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator[str | np.ndarray]:
@@ -334,7 +346,7 @@ def _parquet(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iter
         pyarrow.OSFile(os.fsencode(path)) as opened,
         ParquetFile(opened, buffer_size=1 << 20, pre_buffer=False) as file,
     ):  # otherwise a row group is held whole
-        check_column(str(path), source.column, file.schema_arrow.names, path.stat().st_size)
+        check_column(str(path), source.column, file.schema_arrow.names)
         first = 0
         for number in range(file.num_row_groups):
             group = file.metadata.row_group(number)
@@ -344,7 +356,7 @@ def _parquet(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iter
             rows = max(1, min(ROWS, PARQUET_BATCH_BYTES // max(1, row_bytes)))
             batches = file.iter_batches(rows, [number], [source.column], use_threads=False)
             where = f"{path}: row group {number + 1} of {file.num_row_groups}"
-            with leaving_out(on_error, where, sum(column.total_compressed_size for column in columns)):
+            with leaving_out(on_error, sum(column.total_compressed_size for column in columns), where):
                 yield from column_texts(batches, source.column, str(path), on_error, first, parse)
             first += group.num_rows
 

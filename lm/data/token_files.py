@@ -17,7 +17,7 @@ import numpy as np
 
 from lm.config.data_config import AnyTokenizer, Files, Tokens
 from lm.data import text_files
-from lm.data.text_files import ROWS, OnError, Unreadable, check_column, column_texts, damaged, files_in, leaving_out
+from lm.data.text_files import ROWS, OnError, Unreadable, check_column, column_texts, damaged, files_in, leaving_out, size_of
 from lm.data.tokenizer import decode, token_bytes, tokenizer_of, vocab_size
 from lm.errors import DataError
 from lm.files import FileHashes
@@ -42,12 +42,12 @@ class Vocabulary:
         self.known[list(self.tokenizer.get_vocab().values())] = True
         self.seen = {"documents": 0, "largest_id": 0, "end_of_text_first": 0, "end_of_text_last": 0}
 
-    def document(self, ids: Plain | np.ndarray, where: str, n_bytes: int = 0) -> np.ndarray:
+    def document(self, ids: Plain | np.ndarray, where: str) -> np.ndarray:
         """The ids of a document, without an end of text before or after it: uint32 (tokens,); none for null.
 
         Raises Unreadable: `ids` are no whole numbers, or not the tokenizer's, or end of text stands among them.
         """
-        ids = _array(ids, where, n_bytes)
+        ids = _array(ids, where)
         for begin in range(0, len(ids), _BLOCK):
             block = ids[begin : begin + _BLOCK]
             wrong = (block < 0) | (block >= len(self.known))
@@ -55,14 +55,14 @@ class Vocabulary:
             if wrong.any():
                 place = begin + int(wrong.argmax())
                 reason = f"token {place:,} has the id {ids[place]}, which a tokenizer of the ids 0 to {len(self.known) - 1:,} does not have"
-                raise Unreadable(f"{where}: {reason}; {OTHER_TOKENIZER}", n_bytes)
+                raise Unreadable(f"{where}: {reason}; {OTHER_TOKENIZER}")
         first = int(len(ids) > 0 and ids[0] == self.end_of_text)
         last = int(len(ids) > first and ids[-1] == self.end_of_text)
         document = ids[first : len(ids) - last].astype(np.uint32)
         if len(inside := np.flatnonzero(document == self.end_of_text)):
             reason = f"the end of text {self.name} (id {self.end_of_text}) is inside the document, at token {first + inside[0]:,}"
             remedy = "split the document there, or set data.tokenizer.end_of_text to the token that separates documents"
-            raise Unreadable(f"{where}: {reason}; {remedy}", n_bytes)
+            raise Unreadable(f"{where}: {reason}; {remedy}")
         self.seen["documents"] += 1
         self.seen["largest_id"] = max(self.seen["largest_id"], int(ids.max(initial=0)))
         self.seen["end_of_text_first"] += first
@@ -76,14 +76,14 @@ class Vocabulary:
         return int(sum(self.bytes[ids[begin : begin + _BLOCK]].sum(dtype=np.float64) for begin in range(0, len(ids), _BLOCK)))
 
 
-def _array(ids: Plain | np.ndarray, where: str, n_bytes: int) -> np.ndarray:
+def _array(ids: Plain | np.ndarray, where: str) -> np.ndarray:
     """Ids as an array of whole numbers, (tokens,); empty for null, which is counted as a blank document."""
     try:
         array = np.empty(0, np.uint32) if ids is None or (isinstance(ids, list) and not ids) else np.asarray(ids)
     except ValueError:  # lists of unequal lengths
         array = np.empty(0, object)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise Unreadable(f"{where} does not hold a list of token ids; remove the row or set data.source.column", n_bytes)
+        raise Unreadable(f"{where} does not hold a list of token ids; remove the row or set data.source.column")
     return array
 
 
@@ -94,7 +94,7 @@ def documents(source: Tokens, root: Path, on_error: OnError, vocabulary: Vocabul
     """The documents of ids in the files that `source.paths` names."""
     kind = FORMATS[source.format]
     for path in kind.files(source):
-        with leaving_out(on_error, str(path), path.stat().st_size if path.is_file() else 0):
+        with leaving_out(on_error, size_of(kind.parts(path)), str(path)):
             yield from kind.documents(path, source, vocabulary, on_error)
 
 
@@ -154,16 +154,16 @@ def _header(path: Path) -> tuple[int, int, int]:
 def _nanogpt(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
     """The documents of uint16 ids without a header, each followed by end of text."""
     if _header(path)[:2] in HEADERS:
-        raise Unreadable(f"{path}: has the header of data.source.format=modded-nanogpt; set that", path.stat().st_size)
+        raise Unreadable(f"{path}: has the header of data.source.format=modded-nanogpt; set that")
     if path.with_suffix(".idx").exists():
-        raise Unreadable(f"{path}: lies beside {path.stem}.idx; set data.source.format=megatron", path.stat().st_size)
+        raise Unreadable(f"{path}: lies beside {path.stem}.idx; set data.source.format=megatron")
     if (size := path.stat().st_size) % 2:
-        raise Unreadable(f"{path}: has {size:,} bytes, not 2 for each id: damaged, or of another format", size)
+        raise Unreadable(f"{path}: has {size:,} bytes, not 2 for each id: damaged, or of another format")
     ids = np.memmap(path, "<u2", "r")
     low, high = ids[:_BLOCK:2], ids[1:_BLOCK:2]
     if size % 4 == 0 and len(high) >= 64 and high.max() < 16 <= low.max():
         reason = "every second id is below 16, as in ids of 4 bytes, and 2 are read"
-        raise Unreadable(f"{path}: {reason}; write them to Parquet, for data.source.format=column", size)
+        raise Unreadable(f"{path}: {reason}; write them to Parquet, for data.source.format=column")
     yield from _separated(path, ids, vocabulary, on_error, after=1)
 
 
@@ -173,12 +173,12 @@ def _modded(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnErro
     size = path.stat().st_size
     if (dtype := HEADERS.get(tuple(kind))) is None:
         known = " or ".join(f"{magic} {version}" for magic, version in HEADERS)
-        raise Unreadable(f"{path}: begins with {kind[0]} {kind[1]}, not with {known}: damaged, or of another format", size)
+        raise Unreadable(f"{path}: begins with {kind[0]} {kind[1]}, not with {known}: damaged, or of another format")
     expected = 4 * HEADER + count * np.dtype(dtype).itemsize
     if count < 1:
-        raise Unreadable(f"{path}: its header says {count:,} ids: damaged", size)
+        raise Unreadable(f"{path}: its header says {count:,} ids: damaged")
     if size != expected:
-        raise Unreadable(f"{path}: has {size:,} bytes, not the {expected:,} of {count:,} ids that its header says: damaged", size)
+        raise Unreadable(f"{path}: has {size:,} bytes, not the {expected:,} of {count:,} ids that its header says: damaged")
     yield from _separated(path, np.memmap(path, dtype, "r", 4 * HEADER), vocabulary, on_error, after=0)
 
 
@@ -189,9 +189,8 @@ def _separated(path: Path, ids: np.ndarray, vocabulary: Vocabulary, on_error: On
     for end in chain(chain.from_iterable((place + after).tolist() for place in places), [len(ids)]):
         if end > begin:
             number += 1
-            with leaving_out(on_error):
-                n_bytes = (end - begin) * ids.itemsize
-                yield vocabulary.document(ids[begin:end], f"{path}: document {number:,}, from id {begin:,} on", n_bytes)
+            with leaving_out(on_error, (end - begin) * ids.itemsize):
+                yield vocabulary.document(ids[begin:end], f"{path}: document {number:,}, from id {begin:,} on")
         begin = end
 
 
@@ -212,10 +211,9 @@ def _index_and_ids(path: Path) -> list[Path]:
 def _megatron(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
     """The documents of a .bin file, each of one or more sequences, as the .idx file at `path` has them."""
     _, data = _index_and_ids(path)
-    size = path.stat().st_size + data.stat().st_size
 
     def refused(reason: str) -> Unreadable:
-        return Unreadable(f"{path}: {reason}", size)
+        return Unreadable(f"{path}: {reason}")
 
     head = np.fromfile(path, INDEX_HEADER, 1)
     if not len(head) or head["magic"][0] != b"MMIDIDX":
@@ -243,8 +241,8 @@ def _megatron(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnEr
         raise refused(f"{data.name} has {data.stat().st_size:,} bytes, not the {starts[-1] * dtype.itemsize:,} of its ids: damaged")
     ids = np.memmap(data, dtype, "r") if starts[-1] else np.empty(0, dtype)
     for number, (begin, end) in enumerate(pairwise(starts[borders].tolist()), 1):
-        with leaving_out(on_error):
-            yield vocabulary.document(ids[begin:end], f"{data}: document {number:,}", (end - begin) * dtype.itemsize)
+        with leaving_out(on_error, (end - begin) * dtype.itemsize):
+            yield vocabulary.document(ids[begin:end], f"{data}: document {number:,}")
 
 
 # ---------------------------------------------------------------- columns of ids
@@ -268,16 +266,15 @@ def _folders(source: Tokens) -> list[Path]:
 def _saved(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
     import datasets
 
-    size = sum(file.stat().st_size for file in files_in(path))
     try:
         dataset = datasets.load_from_disk(os.fspath(path))
-        check_column(str(path), source.column, dataset.column_names, size)
+        check_column(str(path), source.column, dataset.column_names)
         tables = dataset.select_columns([source.column]).with_format("arrow").iter(ROWS)
         yield from column_texts(tables, source.column, str(path), on_error, parse=vocabulary.document)
     except DataError:
         raise
     except Exception as error:  # the library has no common base class
-        raise damaged(str(path), error, size) from None
+        raise damaged(str(path), error) from None
 
 
 FORMATS: dict[str, TokenFormat] = {
