@@ -158,7 +158,7 @@ def check_phases(config: Config) -> list[Problem]:
 
 def check_weights(config: Config) -> list[Problem]:
     """Tasks and sources whose weights give less than one sequence of the run: they may never be drawn."""
-    data, text = config.data, 1 - sum(weighted.weight for weighted in config.data.tasks)
+    data, text = config.data, config.data.text_weight
     weights = {f"data.tasks[{index}].weight": (weighted.weight, weighted.weight) for index, weighted in enumerate(data.tasks)}
     if len(data.sources) > 1 and text > 1e-6:
         weights |= {f"data.source.of[{index}].weight": (source.weight, source.weight * text) for index, source in enumerate(data.sources)}

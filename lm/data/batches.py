@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import ClassVar, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -100,7 +100,6 @@ class Lengths(ABC):
     """Tokens in each sequence of a step."""
 
     shortest: int  # the least length
-    reads_text: ClassVar[bool] = False  # true if the lengths come with the text that is read: a `lm.data.batches.Stream`
 
     @abstractmethod
     def __call__(self, step: int) -> int:
@@ -180,8 +179,6 @@ class DocumentPieces(Lengths):
 
     Raises NoFullStep: pieces of no length fill a step.
     """
-
-    reads_text: ClassVar[bool] = True
 
     def __init__(self, split: Split, longest: int, step_tokens: int, seed_words: tuple[int, ...]):
         self.split, self.longest, self.step_tokens, self.seed_words = split, longest, step_tokens, seed_words
@@ -380,11 +377,10 @@ class TrainSequences:
 
     def _streams(self, seed: int) -> tuple[list[float], list[Stream]]:
         """The sources that sequences are drawn from, with weights that sum to 1."""
-        if self.length.reads_text:
+        if isinstance(self.length, DocumentPieces):  # the lengths come with the text that is read
             return [1.0], [self.length]
         tasks = [weighted.task for weighted in self.data.tasks]
-        weights, streams = [weighted.weight for weighted in self.data.tasks], []
-        rest = 1 - sum(weights)
+        weights, streams, rest = [weighted.weight for weighted in self.data.tasks], [], self.data.text_weight
         text = Text(self.store) if any(task.vocab_size is None for task in tasks) else None
         for number, task in enumerate(tasks):
             streams.append(TaskStream(task, fold((seed, number)) % 2**32, self.seq_len, self.length.shortest, text))
