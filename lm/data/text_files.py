@@ -12,7 +12,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ class Unreadable(DataError):
     """A file, document or row that can't be read.
 
     Attributes:
-        n_bytes: size of what is lost: bytes of the document or row, or of the rest of the file on disk; None: as `leaving_out` says.
+        n_bytes: size of what is lost: bytes of the document or row, or of the rest of the file on disk; None: as `LeavingOut` says.
     """
 
     def __init__(self, reason: str, n_bytes: int | None = None):
@@ -47,26 +47,32 @@ OnError = Callable[[Unreadable], None]
 Parse = Callable[[Plain | np.ndarray, str], str | np.ndarray]  # a document of a value; where it stands, for `Unreadable`
 
 
-@contextmanager
-def leaving_out(on_error: OnError, n_bytes: int = 0, where: str = "") -> Iterator[None]:
+@dataclass
+class LeavingOut:
     """A context for reading documents, which ends at what can't be read, with which `on_error` is called.
 
-    Args:
+    Attributes:
         n_bytes: size of what is read.
         where: what is read, if errors of its bytes are to be taken for damage.
     """
-    damage: tuple[type[Exception], ...] = ()
-    if where:
-        import pyarrow
 
-        damage = (OSError, pyarrow.ArrowException)
-    try:
-        yield
-    except Unreadable as error:
-        error.n_bytes = n_bytes if error.n_bytes is None else error.n_bytes
-        on_error(error)
-    except damage as error:
-        on_error(damaged(where, error, n_bytes))
+    on_error: OnError
+    n_bytes: int = 0
+    where: str = ""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> bool:
+        if self.where and isinstance(error, Exception) and not isinstance(error, Unreadable):
+            import pyarrow
+
+            error = damaged(self.where, error) if isinstance(error, OSError | pyarrow.ArrowException) else error
+        if not isinstance(error, Unreadable):
+            return False
+        error.n_bytes = self.n_bytes if error.n_bytes is None else error.n_bytes
+        self.on_error(error)
+        return True
 
 
 def text_of(value: Plain | np.ndarray, where: str) -> str:
@@ -96,7 +102,7 @@ def column_texts(
         for scalar in table.column(column):
             number += 1
             row = f"{where}: row {number}: column '{column}'"
-            with leaving_out(on_error):
+            with LeavingOut(on_error):
                 yield parse(_value(scalar, row), row)
 
 
@@ -233,7 +239,7 @@ def read_files(paths: list[Path], source: Files, on_error: OnError, parse: Parse
     `on_error` is called with what can't be read.
     """
     for path in paths:
-        with leaving_out(on_error, size_of([path]), str(path)):
+        with LeavingOut(on_error, size_of([path]), str(path)):
             yield from READERS[_format(path, source)](path, source, on_error, parse)
 
 
@@ -272,7 +278,7 @@ class _Stream(io.RawIOBase):
 def _txt(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator[str]:
     with io.BufferedReader(_Stream(path), BLOCK) as file:
         for begin, content in _split_at(file, source.separator.encode()):
-            with leaving_out(on_error, len(content)):
+            with LeavingOut(on_error, len(content)):
                 text = _decoded(content, begin, str(path))
                 content.clear()  # a long document is in memory once
                 yield text
@@ -316,7 +322,7 @@ def _jsonl(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterat
     with io.BufferedReader(_Stream(path), BLOCK) as file:
         for number, line in enumerate(iter(file.readline, b""), 1):
             where, document = f"{path}: line {number}", None
-            with leaving_out(on_error, len(line)):
+            with LeavingOut(on_error, len(line)):
                 if (text := _decoded(line, begin, where)).strip():
                     row = _object(text, where)
                     check_column(where, source.column, list(row))
@@ -356,7 +362,7 @@ def _parquet(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iter
             rows = max(1, min(ROWS, PARQUET_BATCH_BYTES // max(1, row_bytes)))
             batches = file.iter_batches(rows, [number], [source.column], use_threads=False)
             where = f"{path}: row group {number + 1} of {file.num_row_groups}"
-            with leaving_out(on_error, sum(column.total_compressed_size for column in columns), where):
+            with LeavingOut(on_error, sum(column.total_compressed_size for column in columns), where):
                 yield from column_texts(batches, source.column, str(path), on_error, first, parse)
             first += group.num_rows
 
