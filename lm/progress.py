@@ -74,8 +74,8 @@ class Progress:
                 now = time.monotonic()
                 if self.lines and now - last_line >= LINE_SECONDS:
                     last_line, speed, done_now = now, since / max(now - started, 1e-9), done + since
-                    left = f" ({done_now / total:.0%}), {(total - done_now) / max(speed, 1e-9):,.0f} s left" if total else ""
-                    self.say(f"{name}: {done_now / 1e6:,.0f} MB{left}, {speed / 1e6:.1f} MB/s")
+                    remaining = f" ({done_now / total:.0%}), {(total - done_now) / max(speed, 1e-9):,.0f} s left" if total else ""
+                    self.say(f"{name}: {done_now / 1e6:,.0f} MB{remaining}, {speed / 1e6:.1f} MB/s")
 
             yield advance
         seconds = time.monotonic() - started
