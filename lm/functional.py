@@ -21,12 +21,13 @@ from types import MappingProxyType
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lm.attention.catalogue import SINGLE, make_normalizer
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, Normalizer
 from lm.attention.options import Options
+from lm.attention.routes import AsModule
 from lm.errors import ConfigError, Problem
 from lm.plugins import PLUGINS
 from lm.schema import Plain, build, own_problems, variant
@@ -119,17 +120,6 @@ def _scale(normalizer: Normalizer, layout: AttentionLayout, x: None, q: Tensor, 
             [Problem("normalizer", normalizer.options.name, "is no softmax of scaled queries", "use lm.functional.attention")]
         )
     return fused[0].to(q.dtype), fused[1].to(k.dtype)
-
-
-class _Function(nn.Module):
-    """A function of a normalizer as a module's `forward`, so that the parameters can be passed in."""
-
-    def __init__(self, normalizer: Normalizer):
-        super().__init__()
-        self.normalizer = normalizer
-
-    def forward(self, function: Callable, *given: object) -> Tensor | tuple[Tensor, Tensor]:
-        return function(self.normalizer, *given)
 
 
 def _call(
@@ -249,10 +239,10 @@ def _options(normalizer: Named) -> Options:
 
 
 @lru_cache(maxsize=256)
-def _module(named: str, layer: LayerSpec, device: str) -> _Function:
+def _module(named: str, layer: LayerSpec, device: str) -> AsModule:
     """A module of the normalizer, whose own parameters are never used."""
     with torch.random.fork_rng([]):  # the caller's draws stay as they are
-        return _Function(make_normalizer(_options(json.loads(named)), layer)).to(device)
+        return AsModule(make_normalizer(_options(json.loads(named)), layer)).to(device)
 
 
 @lru_cache(maxsize=256)

@@ -114,7 +114,7 @@ def implementation(name: str) -> type[Normalizer]:
     if name not in ENTRIES:
         return PLUGINS.implementation(name)
     family = vars(sys.modules[ENTRIES[name].__module__]).values()
-    return next(entry for entry in family if getattr(entry, "schema", None) is ENTRIES[name])
+    return next(entry for entry in family if isinstance(entry, type) and getattr(entry, "schema", None) is ENTRIES[name])
 
 
 def make_normalizer(options: Options, layer: LayerSpec) -> Normalizer:

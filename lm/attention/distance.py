@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lm.attention.lazy import F, routes, torch
 from lm.attention.normalizer import SoftmaxNormalizer, logits
 from lm.attention.options import LARGEST, LONGEST, Options
 from lm.schema import key
@@ -40,8 +41,6 @@ class ALiBiNormalizer(SoftmaxNormalizer):
 
     def log_decay(self, like: Tensor) -> Tensor:
         """-m_h."""
-        import torch
-
         heads = torch.arange(1, self.layer.n_head + 1, device=like.device)
         return -(2.0 ** (-8 * heads / self.layer.n_head)).to(like.dtype)
 
@@ -68,16 +67,12 @@ class WindowNormalizer(SoftmaxNormalizer):
         return layout.visible() & (layout.distance() < self.options.size)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        import torch
-        import torch.nn.functional as F
-
-        from lm.attention.routes import fused_softmax
 
         if not layout.causal:
             return super().forward(q, k, v, layout)
         (b, _, t, _), w = q.shape, self.options.size
         if t <= w:
-            return fused_softmax(q, k, v, layout)
+            return routes.fused_softmax(q, k, v, layout)
 
         def blocks(x: Tensor, before: int) -> Tensor:
             """(B, H, T, X) as blocks of w tokens, each after the `before` blocks before it: (B N, H, (before + 1) w, X)."""
@@ -88,7 +83,7 @@ class WindowNormalizer(SoftmaxNormalizer):
         at, seen = torch.arange(w, device=q.device).unsqueeze(1), torch.arange(2 * w, device=q.device)
         mask = ((seen > at) & (seen <= at + w)).repeat(-(-t // w), 1, 1)  # (N, w, 2 w)
         mask[0] &= seen >= w  # there is no block before the first
-        out = fused_softmax(blocks(q, 0), blocks(k, 1), blocks(v, 1), layout, mask=mask.unsqueeze(1).repeat(b, 1, 1, 1))
+        out = routes.fused_softmax(blocks(q, 0), blocks(k, 1), blocks(v, 1), layout, mask=mask.unsqueeze(1).repeat(b, 1, 1, 1))
         return out.unflatten(0, (b, -1)).transpose(1, 2).flatten(2, 3)[:, :, :t]
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: object) -> tuple[Tensor, object]:
@@ -147,11 +142,7 @@ class ForgetNormalizer(SoftmaxNormalizer):
 
     def key_features(self, x: Tensor) -> Tensor:
         """ln f, (B, H, T, 1)."""
-        import torch.nn.functional as F
-
-        from lm.attention.routes import without_autocast
-
-        with without_autocast(x.device):
+        with routes.without_autocast(x.device):
             gate = F.linear(x.to(self.w.dtype), self.w, self.b)
         return F.logsigmoid(gate).transpose(1, 2).unsqueeze(-1)
 

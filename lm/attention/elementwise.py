@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from lm.attention.lazy import elementwise_sums, torch
 from lm.attention.normalizer import DividedNormalizer, logits
 from lm.attention.options import N_HELP, Options
 from lm.errors import Problem
@@ -23,9 +24,7 @@ class ElementwiseNormalizer(DividedNormalizer):
     kernel = "tiles"
 
     def f(self, scores: Tensor) -> Tensor:
-        from lm.attention.elementwise_sums import SCORE_FUNCTIONS
-
-        return SCORE_FUNCTIONS[self.score_map].value(scores)
+        return elementwise_sums.SCORE_FUNCTIONS[self.score_map].value(scores)
 
     def shift(self, layout: AttentionLayout) -> Tensor | None:
         """b as fp32, broadcastable to (B, H, T); None for 0."""
@@ -36,20 +35,16 @@ class ElementwiseNormalizer(DividedNormalizer):
         return z if shift is None else z + shift.unsqueeze(-1).to(z.dtype)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        from lm.attention.elementwise_sums import elementwise_attention
-
         if not layout.causal:
             return super().forward(q, k, v, layout)
         factor = self.factor(layout)
-        out = elementwise_attention(self.score_map, q.to(v.dtype), k.to(v.dtype), v, self.shift(layout), over_sum=factor is None)
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        out = elementwise_sums.elementwise_attention(self.score_map, q, k, v, self.shift(layout), over_sum=factor is None)
         return out if factor is None else (out * factor.unsqueeze(-1)).to(v.dtype)
 
     def kernel_description(self, device: str = "cpu") -> str:
-        import torch
 
-        from lm.attention.elementwise_sums import why_tiles
-
-        why = why_tiles(torch.device(device), torch.float32, self.layer.head_size)
+        why = elementwise_sums.why_tiles(torch.device(device), torch.float32, self.layer.head_size)
         kernel = f"causal tiles of keys and queries, backward by hand ({why})" if why else "Triton, tiles that stay on the chip"
         return f"{kernel}: elementwise attention needs no row statistics"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from lm.attention.lazy import F, routes, torch
 from lm.attention.normalizer import DividedNormalizer
 from lm.attention.options import Options
 from lm.errors import Problem
@@ -55,11 +56,9 @@ class LinearNormalizer(DividedNormalizer):
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """The feature maps phi of queries and keys, of the shapes of `q` and `k`."""
-        from torch.nn.functional import elu
-
         maps = {
             "identity": lambda x: x,
-            "elu": lambda x: elu(x) + 1,
+            "elu": lambda x: F.elu(x) + 1,
             "relu": lambda x: x.relu(),
             "exp": lambda x: x.clamp(max=20.0).exp(),
         }
@@ -68,8 +67,6 @@ class LinearNormalizer(DividedNormalizer):
 
     def log_decay(self, like: Tensor) -> Tensor:
         """ln g of each head."""
-        import torch
-
         heads = torch.arange(self.layer.n_head, device=like.device, dtype=like.dtype)
         return (-(2.0 ** (-5 - heads))).log1p() if self.options.decay else super().log_decay(like)
 
@@ -84,11 +81,6 @@ class LinearNormalizer(DividedNormalizer):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """The state is one D x E matrix for each query head, whatever the number of tokens; queries may be those of the last ones alone."""
-        import torch
-        import torch.nn.functional as F
-
-        from lm.attention.routes import divided, without_autocast
-
         k, v = self.expand_kv_heads(k, v)
         wide = torch.promote_types(v.dtype, torch.float32)
         q, k = self.features(q.to(wide), k.to(wide))
@@ -98,15 +90,13 @@ class LinearNormalizer(DividedNormalizer):
         v = v.to(wide)
         if factor is None:
             v = F.pad(v, (0, 1), value=1.0)  # a further value of 1 gives the row's sum
-        with without_autocast(q.device):  # the state sums over all tokens
+        with routes.without_autocast(q.device):  # the state sums over all tokens
             out, state = self.chunks(q, k, v, state)
         out = out[:, :, -asked:]
-        return divided(out[..., :width], out[..., width:], factor).to(dtype), state
+        return routes.divided(out[..., :width], out[..., width:], factor).to(dtype), state
 
     def chunks(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """sum_{j <= i} g^(i-j) q_i.k_j v_j chunk by chunk, weights within and a D x E state from before; and the state after."""
-        import torch
-
         log_g = self.log_decay(q).view(-1, 1, 1)  # (H, 1, 1)
         index = torch.arange(CHUNK, device=q.device, dtype=q.dtype)
         decay = (log_g * (index.unsqueeze(1) - index).clamp(min=0)).exp().tril()  # (H, CHUNK, CHUNK)

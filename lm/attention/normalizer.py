@@ -4,7 +4,7 @@ Each class gives the same function twice: on dense scores, `define_scores` and `
 the fastest exact computation. Shapes: B sequences, H heads, T queries, S keys, D head size.
 
 A family's options stand beside its classes, and are read by commands that must not wait for torch. So no module of a family imports torch
-at its top: a method imports what it computes with. `torch.nn.Module` becomes a base of a class when its first normalizer is made.
+at its top, but `lm.attention.lazy`. `torch.nn.Module` becomes a base of a class when its first normalizer is made.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
+from lm.attention.lazy import layout as layouts
+from lm.attention.lazy import routes, torch
 from lm.attention.options import Options
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
     from torch.nn import Module
 
@@ -69,9 +70,7 @@ class Normalizer(ABC, Module):
 
     def parameter(self, first: float, *shape: int) -> nn.Parameter:
         """A parameter of fp32 numbers that start at `first`, one a head (H,) unless a shape is given."""
-        from torch import full, nn
-
-        return nn.Parameter(full(shape or (self.layer.n_head,), float(first)))
+        return torch.nn.Parameter(torch.full(shape or (self.layer.n_head,), float(first)))
 
     def tie_parameters(self, first: Normalizer) -> None:
         """Take over the parameters that all layers share from those of the first layer."""
@@ -93,8 +92,6 @@ class Normalizer(ABC, Module):
     def append_features(self, x: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q (B, H, T, D + F) and k (B, K, T, .) with the features computed from the layer's input x, in the wider of their dtypes: sums of
         a feature over all tokens would accumulate its rounding."""
-        import torch
-
         of_queries, of_keys = self.query_features(x), group_key_features(self.key_features(x), k.size(1))
         q = q if of_queries is None else torch.cat((q, of_queries), -1)
         return q, k if of_keys is None else torch.cat((k, of_keys), -1)
@@ -122,9 +119,7 @@ class Normalizer(ABC, Module):
 
     def training_layout(self, device: torch.device | str = "cpu") -> AttentionLayout:
         """The layout of a training sequence that is one document."""
-        from lm.attention.layout import AttentionLayout
-
-        return AttentionLayout.full(self.layer.train_length, device)
+        return layouts.AttentionLayout.full(self.layer.train_length, device)
 
     def weights(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         """The definition: dense weights (B, H, T, S), masked entries 0, in fp32, or wider if q or k is: `normalize` of the `scores`.
@@ -134,10 +129,8 @@ class Normalizer(ABC, Module):
 
         q: (B, H, T, D), k: (B, H, S, D), any floating dtype; longer by their features, if the entry has any.
         """
-        from lm.attention.routes import without_autocast
-
         scores = self.scores(q, k, layout)
-        with without_autocast(q.device):
+        with routes.without_autocast(q.device):
             return self.normalize(scores, layout)
 
     def scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
@@ -146,12 +139,8 @@ class Normalizer(ABC, Module):
         Everything that depends on q, k and their features is in the scores, temperatures included. Keys that a query does not
         see have scores, too. q, k: as in `weights`.
         """
-        import torch
-
-        from lm.attention.routes import without_autocast
-
         wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), torch.float32)
-        with without_autocast(q.device):
+        with routes.without_autocast(q.device):
             return self.define_scores(q.to(wide), k.to(wide), layout)
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
@@ -180,16 +169,12 @@ class Normalizer(ABC, Module):
         q: (B, H, T, D), k: (B, H, S, D), of at least the precision of v: (B, H, S, E). The default computes the
         definition for some queries at a time and recomputes it in the backward pass.
         """
-        from lm.attention.routes import by_query_blocks
-
-        return by_query_blocks(self, q, k, v, layout)
+        return routes.by_query_blocks(self, q, k, v, layout)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         """`forward`; of all queries of whole sequences document by document, where a sequence holds several."""
-        from lm.attention.layout import by_documents
-
         whole = q.size(2) == k.size(2)
-        return by_documents(self, q, k, v, layout) if whole and layout.documents is not None else self(q, k, v, layout)
+        return layouts.by_documents(self, q, k, v, layout) if whole and layout.documents is not None else self(q, k, v, layout)
 
     def fused_inputs(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor] | None:
         """Queries and keys of which plain softmax of q.k / sqrt(D) gives the weights, q in fp32 or wider; None: there are no such."""
@@ -202,8 +187,6 @@ class Normalizer(ABC, Module):
         layout: `AttentionLayout.continuing`;
         state: from the call before, None at first. The default state is all keys and values; a family that needs fewer keeps the latest.
         """
-        import torch
-
         if state is not None:
             k, v = torch.cat((state[0], k), 2), torch.cat((state[1], v), 2)
         layout = replace(layout, key_positions=layout.key_positions[..., -k.size(2) :])
@@ -214,8 +197,6 @@ class Normalizer(ABC, Module):
 
         The features of a key, F for each head of queries, lie side by side behind it (`group_key_features`).
         """
-        import torch
-
         group, size = self.layer.n_head // k.size(1), self.layer.head_size
         if group == 1:
             return k, v
@@ -230,16 +211,14 @@ class Normalizer(ABC, Module):
 @cache
 def _as_module(definition: type[Normalizer]) -> type[Normalizer]:
     """The class that `definition` is with `torch.nn.Module` as its base."""
-    from torch import nn
-
-    if issubclass(definition, nn.Module):
+    if issubclass(definition, torch.nn.Module):
         return definition
     attributes = {
         "__module__": definition.__module__,
         "__doc__": definition.__doc__,
         "__reduce__": lambda self: (Normalizer.__new__, (definition,), vars(self)),  # pickle finds the definition by its name
     }
-    return type(definition)(definition.__name__, (definition, nn.Module), attributes)
+    return type(definition)(definition.__name__, (definition, torch.nn.Module), attributes)
 
 
 class SoftmaxNormalizer(Normalizer):
@@ -251,7 +230,7 @@ class SoftmaxNormalizer(Normalizer):
         return scores.masked_fill(~self.visible(layout), -math.inf).softmax(-1)
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        """ln of the sum of e^score."""
+        """ln of the sum of e^score over the keys that are seen."""
         return scores.masked_fill(~self.visible(layout), -math.inf).logsumexp(-1)
 
 
@@ -267,10 +246,8 @@ class DividedNormalizer(Normalizer):
         return None if self.options.n == "sum" else 1 / self.row_length(layout)
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        from lm.attention.routes import divided
-
         a = self.f(scores).masked_fill(~layout.visible(), 0.0)
-        return divided(a, a.sum(-1, keepdim=True), self.factor(layout))
+        return routes.divided(a, a.sum(-1, keepdim=True), self.factor(layout))
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         """ln of the sum of f(score)."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from lm.attention.lazy import routes, torch
 from lm.attention.normalizer import Normalizer, SoftmaxNormalizer, logits
 from lm.attention.options import FIRST_VALUE, LARGEST, LONGEST, N_HELP, Options
 from lm.errors import Problem
@@ -21,14 +22,27 @@ if TYPE_CHECKING:
     from lm.attention.layout import AttentionLayout
 
 
-class QueryScale(SoftmaxNormalizer):
+class FusedSoftmax(SoftmaxNormalizer):
+    """softmax that the fused kernel computes of other queries and keys, `fused_inputs`."""
+
+    kernel = "fused softmax"
+    change: ClassVar[str]  # of the queries, in the kernel's description
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        return routes.fused_softmax(*self.fused_inputs(q, k, layout), v, layout)
+
+    def kernel_description(self, device: str = "cpu") -> str:
+        return f"{routes.softmax_route(device, self.layer.train_length)}, {self.change}"
+
+
+class QueryScale(FusedSoftmax):
     """softmax of the scores c q.k / sqrt(D), with one factor c per query and head.
 
     Scaling q is scaling the logits, so every member runs on the fused softmax kernel. The product is
     computed in the dtype of q (fp32 in training) and rounded to v's dtype once.
     """
 
-    kernel = "fused softmax"
+    change = "q scaled in fp32: a factor on the logits is a factor on the query"
 
     def scale(self, layout: AttentionLayout) -> Tensor | None:
         """c as fp32, broadcastable to (B, H, T); None for 1."""
@@ -47,16 +61,6 @@ class QueryScale(SoftmaxNormalizer):
     def fused_inputs(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
         scale = self.scale(layout)
         return q if scale is None else q * scale.unsqueeze(-1), k
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        from lm.attention.routes import fused_softmax
-
-        return fused_softmax(*self.fused_inputs(q, k, layout), v, layout)
-
-    def kernel_description(self, device: str = "cpu") -> str:
-        from lm.attention.routes import softmax_route
-
-        return f"{softmax_route(device, self.layer.train_length)}, q scaled in fp32: a factor on the logits is a factor on the query"
 
 
 @dataclass
@@ -84,9 +88,7 @@ class SoftmaxWithTemperature(QueryScale):
         return None if tau == 1 else layout.n("visible").new_full((1, 1), 1 / tau)
 
     def kernel_description(self, device: str = "cpu") -> str:
-        from lm.attention.routes import softmax_route
-
-        plain = f"{softmax_route(device, self.layer.train_length)}: plain softmax"
+        plain = f"{routes.softmax_route(device, self.layer.train_length)}: plain softmax"
         return plain if self.options.temperature == 1 else super().kernel_description(device)
 
 
@@ -346,8 +348,6 @@ class CosineNormalizer(QueryScale):
 
 def unit_vectors(x: Tensor) -> Tensor:
     """Vectors of length 1 along the last dimension, in fp32 or wider."""
-    import torch
-
     return torch.nn.functional.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
 
 
@@ -392,7 +392,7 @@ class QASSMax(Options):
     n: str = key("visible", N_HELP)
 
 
-class QASSMaxNormalizer(SoftmaxNormalizer):
+class QASSMaxNormalizer(FusedSoftmax):
     """softmax(z) with q scaled dimension by dimension: q * B(ln n) * (1 + tanh G(q)), B and G MLPs (TabICLv2).
 
     G's last layer starts at 0, as there; B starts at 1 (our choice), so that the whole starts as softmax. Both are shared
@@ -400,7 +400,7 @@ class QASSMaxNormalizer(SoftmaxNormalizer):
     """
 
     schema = QASSMax
-    kernel = "fused softmax"
+    change = "each dimension of q scaled in fp32"
 
     def initialise(self) -> None:
         self.base = _mlp(1, self.layer.n_head * self.layer.head_size, 1.0)
@@ -408,13 +408,9 @@ class QASSMaxNormalizer(SoftmaxNormalizer):
 
     def scaled(self, q: Tensor, layout: AttentionLayout) -> Tensor:
         """q (B, H, T, D) times both factors, in fp32 or wider."""
-        import torch
-
-        from lm.attention.routes import without_autocast
-
         dtype = self.base["out"].weight.dtype
         q = q.to(torch.promote_types(q.dtype, dtype))
-        with without_autocast(q.device):
+        with routes.without_autocast(q.device):
             log_n = layout.n(self.options.n).log().unsqueeze(-1).to(dtype)  # (T, 1) or (B, T, 1)
             base = _output(self.base, log_n).unflatten(-1, (self.layer.n_head, -1)).transpose(-2, -3)  # (H, T, D) or (B, H, T, D)
             gate = 1 + _output(self.gate, q.to(dtype)).tanh()
@@ -426,21 +422,10 @@ class QASSMaxNormalizer(SoftmaxNormalizer):
     def fused_inputs(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
         return self.scaled(q, layout), k
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        from lm.attention.routes import fused_softmax
-
-        return fused_softmax(*self.fused_inputs(q, k, layout), v, layout)
-
-    def kernel_description(self, device: str = "cpu") -> str:
-        from lm.attention.routes import softmax_route
-
-        return f"{softmax_route(device, self.layer.train_length)}, each dimension of q scaled in fp32"
-
 
 def _mlp(size: int, out: int, start: float) -> nn.ModuleDict:
     """Two layers, 64 hidden, that give `start` everywhere at first."""
-    from torch import nn
-
+    nn = torch.nn
     layers = nn.ModuleDict({"hidden": nn.Linear(size, 64), "out": nn.Linear(64, out)})
     for zero in (layers["hidden"].bias, layers["out"].weight):
         nn.init.zeros_(zero)
@@ -450,6 +435,4 @@ def _mlp(size: int, out: int, start: float) -> nn.ModuleDict:
 
 def _output(layers: nn.ModuleDict, x: Tensor) -> Tensor:
     """The output of an `_mlp`, with GELU between its layers."""
-    import torch
-
     return layers["out"](torch.nn.functional.gelu(layers["hidden"](x)))

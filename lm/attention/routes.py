@@ -7,9 +7,9 @@ Shapes: B sequences, H heads, T queries, S keys, D head size, E width of the val
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -214,13 +214,10 @@ class _ByQueryBlocks(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, *parameters)
         ctx.definition, ctx.layout = definition, layout
         names = [name for name, _ in definition.named_parameters()]
-        values = dict(zip(names, parameters, strict=True))
+        compute = partial(torch.func.functional_call, definition, dict(zip(names, parameters, strict=True)))
+        blocks = [(_mix, q[:, :, a:b], k[:, :, :s], v[:, :, :s], layout.select(slice(a, b), s)) for a, b, s in _blocks(q, k, layout)]
         with without_autocast(v.device):
-            parts = [
-                torch.func.functional_call(definition, values, (q[:, :, a:b], k[:, :, :s], v[:, :, :s], layout.select(slice(a, b), s)))
-                for a, b, s in _blocks(q, k, layout)
-            ]
-        return torch.cat(parts, 2)
+            return torch.cat([compute(block) for block in blocks], 2)
 
     @staticmethod
     @once_differentiable
@@ -233,7 +230,7 @@ class _ByQueryBlocks(torch.autograd.Function):
             leaves = [x.detach().requires_grad_() for x in (q[:, :, a:b], k[:, :, :s], v[:, :, :s], *parameters)]
             with torch.enable_grad(), without_autocast(v.device):
                 values = dict(zip(names, leaves[3:], strict=True))
-                out = torch.func.functional_call(ctx.definition, values, (*leaves[:3], ctx.layout.select(slice(a, b), s)))
+                out = torch.func.functional_call(ctx.definition, values, (_mix, *leaves[:3], ctx.layout.select(slice(a, b), s)))
                 block_grads = torch.autograd.grad(out, leaves, grad[:, :, a:b], allow_unused=True)
             slices = (grads[0][:, :, a:b], grads[1][:, :, :s], grads[2][:, :, :s], *grads[3:])
             for total, value in zip(slices, block_grads, strict=True):
@@ -242,15 +239,20 @@ class _ByQueryBlocks(torch.autograd.Function):
         return None, None, *(total.to(x.dtype) for total, x in zip(grads, inputs, strict=True))
 
 
-class _Definition(nn.Module):
-    """A normalizer's dense weights times values, as a module's `forward`, so that its parameters can be passed in."""
+def _mix(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+    """Dense weights times values."""
+    return normalizer.weights(q, k, layout).to(v.dtype) @ v
+
+
+class AsModule(nn.Module):
+    """Functions of a normalizer as a module's `forward`, so that the parameters can be passed in by `torch.func.functional_call`."""
 
     def __init__(self, normalizer: nn.Module):
         super().__init__()
         self.normalizer = normalizer
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        return self.normalizer.weights(q, k, layout).to(v.dtype) @ v
+    def forward(self, function: Callable, *given: object) -> Tensor | tuple[Tensor, Tensor]:
+        return function(self.normalizer, *given)
 
 
 @torch.compiler.disable
@@ -259,4 +261,4 @@ def by_query_blocks(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layo
 
     Gradients reach q, k, v and the normalizer's parameters.
     """
-    return _ByQueryBlocks.apply(_Definition(normalizer), layout, q, k, v, *normalizer.parameters())
+    return _ByQueryBlocks.apply(AsModule(normalizer), layout, q, k, v, *normalizer.parameters())

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from lm.attention.normalizer import Normalizer
+from lm.attention.lazy import F, routes, torch
+from lm.attention.normalizer import SoftmaxNormalizer
 from lm.attention.options import FIRST_VALUE, LARGEST, Options
 from lm.schema import key
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from lm.attention.layout import AttentionLayout
 
 
-class SinkBase(Normalizer):
+class SinkBase(SoftmaxNormalizer):
     """e^z_j / (e^b + sum e^z): softmax with a logit b per head whose column is dropped.
 
     On the fused kernel: a key of logit b and value 0, seen by every query, in front of the others. It equals
@@ -26,7 +27,6 @@ class SinkBase(Normalizer):
     """
 
     kernel = "fused softmax"
-    score_map = "exp"
     logit: str  # b, as the run's description writes it
 
     @abstractmethod
@@ -34,21 +34,11 @@ class SinkBase(Normalizer):
         """b, (H,), on the device of `like`."""
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        import torch
-
         z = scores.masked_fill(~layout.visible(), -math.inf)
         b = self.sink(z).to(z.dtype).view(1, -1, 1, 1).expand(*z.shape[:3], 1)
         return torch.cat((b, z), -1).softmax(-1)[..., 1:]
 
-    def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        """ln of the sum of e^score, without the sink's."""
-        return scores.masked_fill(~layout.visible(), -math.inf).logsumexp(-1)
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        import torch
-        import torch.nn.functional as F
-
-        from lm.attention.routes import fused_softmax
 
         size = q.size(-1)
         # Eight more dimensions (the kernel's granularity), of which two carry b: 1 in queries, b sqrt(D) and what rounding left of it
@@ -61,13 +51,11 @@ class SinkBase(Normalizer):
         q, k = torch.cat((q, ones), -1), torch.cat((sink, F.pad(k, (0, 8))), 2)
         v = F.pad(v, (0, 0, 1, 0))
         if layout.causal:  # one more query in front keeps the triangle square
-            return fused_softmax(F.pad(q, (0, 0, 1, 0)), k, v, layout, 1 / math.sqrt(size))[:, :, 1:]
-        return fused_softmax(q, k, v, layout, 1 / math.sqrt(size), F.pad(layout.visible(), (1, 0), value=True))
+            return routes.fused_softmax(F.pad(q, (0, 0, 1, 0)), k, v, layout, 1 / math.sqrt(size))[:, :, 1:]
+        return routes.fused_softmax(q, k, v, layout, 1 / math.sqrt(size), F.pad(layout.visible(), (1, 0), value=True))
 
     def kernel_description(self, device: str = "cpu") -> str:
-        from lm.attention.routes import softmax_route
-
-        return f"{softmax_route(device, self.layer.train_length + 1)} with one more key, of logit {self.logit} and value 0"
+        return f"{routes.softmax_route(device, self.layer.train_length + 1)} with one more key, of logit {self.logit} and value 0"
 
 
 @dataclass

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lm.attention.lazy import F, routes, torch
 from lm.attention.normalizer import Normalizer, logits
 from lm.attention.options import N_HELP, Options
 from lm.schema import key
@@ -39,8 +40,6 @@ class SparsemaxNormalizer(Normalizer):
     schema = Sparsemax
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        import torch
-
         z = relative_to_largest(scores, layout)
         high = z.sort(-1, descending=True).values
         rank = torch.arange(1, z.size(-1) + 1, device=z.device, dtype=z.dtype)
@@ -82,8 +81,6 @@ def entmax15_threshold(z: Tensor) -> Tensor:
     g x slope by 4 at least, as g_new / g + slope_new / slope <= 1. At the start g x slope is S at most, and no slope is below 1.
     z has no gradient.
     """
-    import torch
-
     tau, above, bits = torch.zeros_like(z[..., :1]), torch.empty_like(z), -math.log2(torch.finfo(z.dtype).eps)
     for _ in range(math.ceil((math.log2(z.size(-1)) + bits - 5) / 2)):
         torch.sub(z, tau, out=above).relu_()
@@ -115,12 +112,7 @@ class ASEntmaxNormalizer(Entmax15Normalizer):
 
     def query_features(self, x: Tensor) -> Tensor:
         """b and g, (B, H, T, 2)."""
-        import torch
-        import torch.nn.functional as F
-
-        from lm.attention.routes import without_autocast
-
-        with without_autocast(x.device):
+        with routes.without_autocast(x.device):
             x = x.to(self.w_b.dtype)
             b, g = F.softplus(F.linear(x, self.w_b)), 2 * F.linear(x, self.w_g).tanh()
         return torch.stack((b, g), -1).transpose(1, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lm.attention.lazy import F
 from lm.attention.normalizer import Normalizer
 from lm.attention.options import Options
 
@@ -36,8 +37,6 @@ class StickBreakingNormalizer(Normalizer):
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         """Sums of logarithms run from the latest key back, so that what comes after a key is summed without it, exactly."""
-        import torch.nn.functional as F
-
         visible = self.visible(layout)
         remaining = F.logsigmoid(-scores).masked_fill(~visible, 0.0)  # ln of the part of the stick that a key leaves
         of_later = F.pad(remaining[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)

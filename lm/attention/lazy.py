@@ -1,0 +1,27 @@
+"""torch, and modules built on it, imported when something of them is first used.
+
+Families of normalizers use these names: commands that must not wait for torch read the options beside them.
+"""
+
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    import torch.nn.functional as F
+
+    from lm.attention import elementwise_sums, layout, routes
+else:
+
+    class _Lazy(ModuleType):
+        """A module in place of the one of its name."""
+
+        def __getattr__(self, name: str) -> object:
+            """The attribute of the real module, kept here from then on."""
+            value = getattr(import_module(self.__name__), name)
+            setattr(self, name, value)
+            return value
+
+    torch, F = _Lazy("torch"), _Lazy("torch.nn.functional")
+    elementwise_sums, layout, routes = (_Lazy(f"lm.attention.{name}") for name in ("elementwise_sums", "layout", "routes"))
