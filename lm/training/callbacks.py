@@ -116,6 +116,9 @@ def mfu(decoder: Decoder, tokens_per_s: float, peak: float | None) -> dict[str, 
 class StepCallback(L.Callback):
     """A callback with one hook, `on_step`, called after each optimizer step (Lightning's are per micro-batch)."""
 
+    def __init__(self, run: RunContext, clock: Clock):
+        self.config, self.record, self.progress, self.machine, self.clock = run.config, run.log, run.progress, run.machine, clock
+
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: object, batch: object, batch_idx: int) -> None:
         """Pass on the micro-batch that ended an optimizer step."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
@@ -184,8 +187,8 @@ class Metrics(StepCallback):
     """
 
     def __init__(self, run: RunContext, clock: Clock):
-        self.record, self.config, self.progress, self.clock = run.log, run.config, run.progress, clock
-        self.bf16, self.last_step, self.last_time = run.machine.bf16, 0, 0.0
+        super().__init__(run, clock)
+        self.last_step, self.last_time = 0, 0.0
         self.peak_flops = run.machine.peak_flops and run.machine.peak_flops * run.config.world_size
         self.sequences = train_sequences(run.store, run.config) if "largest_score" in run.config.log.dynamics else None
 
@@ -232,7 +235,7 @@ class Metrics(StepCallback):
             yield from logit_scales(module.decoder)
         if self.sequences:
             batch = self.sequences.batch(step - 1, 0, min(self.config.log.score_sequences, self.sequences.batch_slots))
-            yield from largest_scores(module.decoder, batch, Device(module.device, self.bf16))
+            yield from largest_scores(module.decoder, batch, Device(module.device, self.machine.bf16))
 
 
 class Evaluations(StepCallback):
@@ -244,14 +247,14 @@ class Evaluations(StepCallback):
     """
 
     def __init__(self, run: RunContext, clock: Clock):
-        self.config, self.record, self.progress, self.clock = run.config, run.log, run.progress, clock
-        self.bf16, self.max_steps = run.machine.bf16, run.config.trainer.max_steps
+        super().__init__(run, clock)
+        self.max_steps = run.config.trainer.max_steps
         self.validation, *self.others = run.measurements
 
     def run(self, trainer: L.Trainer, module: TrainModule, measurement: Measurement, decoder: Decoder) -> Evaluation | None:
         """Measure `decoder` now, and keep the result for `lm eval`, too; None if that failed. Collective."""
         started, step, kind, max_seconds = time.perf_counter(), trainer.global_step, measurement.kind, measurement.asked.max_seconds
-        where = Device(module.device, self.bf16, trainer.global_rank, trainer.world_size).with_time_limit(max_seconds)
+        where = Device(module.device, self.machine.bf16, trainer.global_rank, trainer.world_size).with_time_limit(max_seconds)
         tokens, result = step * self.config.optim.batch_tokens, None
         try:
             result = measurement.evaluate(decoder.to(where.device), where, step, tokens)
@@ -330,8 +333,8 @@ class Checkpoints(StepCallback):
     """
 
     def __init__(self, run: RunContext, clock: Clock):
-        self.config, self.wandb_id, self.clock = run.config, run.wandb_id, clock
-        self.every = self.config.checkpoint_every
+        super().__init__(run, clock)
+        self.wandb_id, self.every = run.wandb_id, self.config.checkpoint_every
         self.yaml = to_yaml(self.config)  # once: it takes longer than to save a small model
         self.folder = self.config.run_folder / CHECKPOINTS
         self.saved = -1
@@ -412,21 +415,21 @@ class ProfileSteps(StepCallback):
     """
 
     def __init__(self, run: RunContext, clock: Clock):
-        self.run, self.clock, self.window, self.profiler = run, clock, run.config.trainer.profile, None
-        self.first = self.last = 0
+        super().__init__(run, clock)
+        self.window, self.profiler, self.first, self.last = run.config.trainer.profile, None, 0, 0
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Warn if training goes on after a window of which nothing was recorded."""
         over = self.window and trainer.is_global_zero and trainer.global_step >= self.window.last
-        if over and not (self.run.config.run_folder / PROFILE).exists():
-            self.run.progress.say(f"trainer.profile: steps {self.window.first} to {self.window.last} were made before: none is recorded")
+        if over and not (self.config.run_folder / PROFILE).exists():
+            self.progress.say(f"trainer.profile: steps {self.window.first} to {self.window.last} were made before: none is recorded")
 
     def on_train_batch_start(self, trainer: L.Trainer, module: TrainModule, batch: Batch, batch_idx: int) -> None:
         """Start with the first step of the window that is made here."""
         step = trainer.global_step + 1
         if self.profiler or not self.window or not self.window.first <= step <= self.window.last or not trainer.is_global_zero:
             return
-        on_gpu = self.run.machine.accelerator == "gpu"
+        on_gpu = self.machine.accelerator == "gpu"
         self.profiler = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu, profile_memory=True)
         self.first, begin = step, time.perf_counter()
         self.profiler.start()  # which loads libraries first
@@ -446,12 +449,12 @@ class ProfileSteps(StepCallback):
     def _write(self) -> None:
         begin = time.perf_counter()
         self.profiler.stop()
-        folder = self.run.config.run_folder / PROFILE
+        folder = self.config.run_folder / PROFILE
         folder.mkdir(exist_ok=True)
         path = folder / f"steps-{self.first}-{self.last}.txt"
         self.profiler.export_chrome_trace(str(path.with_suffix(".json.gz")))
-        order = "self_cuda_time_total" if self.run.machine.accelerator == "gpu" else "self_cpu_time_total"
+        order = "self_cuda_time_total" if self.machine.accelerator == "gpu" else "self_cpu_time_total"
         write_text(path, self.profiler.key_averages().table(sort_by=order, row_limit=ROWS, max_name_column_width=60))
         self.profiler = None
         self.clock.paused(begin)
-        self.run.progress.say(f"profile of steps {self.first} to {self.last}: {path}")
+        self.progress.say(f"profile of steps {self.first} to {self.last}: {path}")

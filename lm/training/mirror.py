@@ -7,8 +7,7 @@ import netrc
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from lm.config.training_config import LogConfig
 from lm.config.tree import Config
@@ -20,6 +19,7 @@ from lm.statistics.tuning import rate_words
 if TYPE_CHECKING:
     import trackio
     import wandb
+    from lightning.pytorch.loggers import Logger
 
 WANDB_MODES = ("online", "offline", "disabled")
 WANDB_SECONDS = 60.0  # to wait for wandb's server: at the start before a run is logged offline, and at the end for what is not sent yet
@@ -44,18 +44,28 @@ class Mirror:
         """Send what is left, and end the log there."""
 
 
-class WandbMirror(Mirror):
+class RunMirror(Mirror):
+    """A run of trackio, kept where trackio keeps them (TRACKIO_DIR), or of wandb, whose interface trackio has."""
+
+    def __init__(self, run: "trackio.Run | wandb.Run"):
+        self.run = run
+
+    def log(self, metrics: dict[str, Plain]) -> None:
+        self.run.log({name: value for name, value in metrics.items() if name != "step"}, step=int(metrics["step"]))
+
+    def finish(self) -> None:
+        self.run.finish()
+
+
+class WandbMirror(RunMirror):
     """A wandb run; tokens are the x axis of all of it."""
 
     pictures = True
 
     def __init__(self, run: "wandb.Run"):
-        self.run = run
+        super().__init__(run)
         run.define_metric("tokens")
         run.define_metric("*", step_metric="tokens")
-
-    def log(self, metrics: dict[str, Plain]) -> None:
-        self.run.log({name: value for name, value in metrics.items() if name != "step"}, step=int(metrics["step"]))
 
     def evaluation(self, result: Evaluation, picture: Path) -> None:
         """The chart of each series that a report shows over an axis, such as loss by position, and the evaluation's picture."""
@@ -81,20 +91,10 @@ class WandbMirror(Mirror):
         _finish(self.run)
 
 
-class Logger(Protocol):
-    """The part of Lightning's interface of loggers that is used."""
-
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        """Log metrics at a step."""
-
-    def finalize(self, status: str) -> None:
-        """Close the log."""
-
-
 class LightningMirror(Mirror):
     """One of Lightning's loggers: TensorBoard's event files, or a CSV file."""
 
-    def __init__(self, logger: Logger):
+    def __init__(self, logger: "Logger"):
         self.logger = logger
 
     def log(self, metrics: dict[str, Plain]) -> None:
@@ -105,35 +105,27 @@ class LightningMirror(Mirror):
         self.logger.finalize("success")
 
 
-class TrackioMirror(Mirror):
-    """A trackio run, kept where trackio keeps them (TRACKIO_DIR)."""
-
-    def __init__(self, run: "trackio.Run"):
-        self.run = run
-
-    def log(self, metrics: dict[str, Plain]) -> None:
-        self.run.log({name: value for name, value in metrics.items() if name != "step"}, step=int(metrics["step"]))
-
-    def finish(self) -> None:
-        self.run.finish()
-
-
-def start_mirrors(mode: str, config: Config, environment: dict[str, Plain], step: int, loggers: ModuleType) -> list[Mirror]:
+def start_mirrors(mode: str, config: Config, environment: dict[str, Plain], step: int) -> list[Mirror]:
     """The logs that `log.to` names, wandb in a mode of `wandb_mode`.
 
     Args:
+        environment: the content of environment.json, which names the wandb run that a resumed run goes on with.
         step: from which the run goes on: CSV has a folder for each start, for a logger of its kind begins its file anew.
-        loggers: Lightning's module of this name.
 
     Raises:
         ConfigError: one is not installed.
         RunError: one can't be started.
     """
+    from lightning.pytorch import loggers
+
     mirrors: list[Mirror] = []
     for name in config.log.to:
         try:
             if name == "wandb":
-                mirrors += [mirror] if (mirror := start_wandb(mode, config, environment)) else []
+                facts = to_plain(config) | {fact: environment[fact] for fact in FACTS}
+                place = {"name": config.name, "dir": str(config.run_folder), **_in_experiment(config)}
+                run = _wandb_run(mode, config.log, environment["wandb_id"], config=facts, **place)
+                mirrors += [WandbMirror(run)] if run else []
             elif name == "tensorboard":
                 mirrors.append(LightningMirror(loggers.TensorBoardLogger(config.run_folder, name, "", max_queue=100)))
             elif name == "csv":
@@ -144,7 +136,7 @@ def start_mirrors(mode: str, config: Config, environment: dict[str, Plain], step
                 project = os.environ.get("TRACKIO_PROJECT") or project_of(config.log)
                 resume = "allow" if step else "never"
                 run = trackio.init(project=project, name=config.name, config=to_plain(config), resume=resume, embed=False)
-                mirrors.append(TrackioMirror(run))
+                mirrors.append(RunMirror(run))
         except ImportError as error:
             remedy = "install it (the extra `log`), or leave it out"
             raise ConfigError([Problem("log.to", name, f"is not installed ({one_line(error, 80)})", remedy)]) from None
@@ -181,23 +173,9 @@ def project_of(log: LogConfig) -> str:
     return log.project or os.environ.get("WANDB_PROJECT") or "lm"
 
 
-def start_wandb(mode: str, config: Config, environment: dict[str, Plain]) -> WandbMirror | None:
-    """The wandb run in a mode of `wandb_mode`, or None if disabled. Never prompts; if online fails it says so and goes on offline.
-
-    A resumed run goes on with the wandb run that `environment`, the content of environment.json, names.
-
-    Raises:
-        RunError: not even offline.
-    """
-    place, facts = _in_experiment(config), {name: environment[name] for name in FACTS}
-    arguments = {"name": config.name, "dir": str(config.run_folder), "config": to_plain(config) | facts, **place}
-    run = _wandb_run(mode, config.log, environment["wandb_id"], **arguments)
-    return WandbMirror(run) if run else None
-
-
 def _wandb_run(mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: str, **place: Plain) -> "wandb.Run | None":
-    """A wandb run as `start_wandb` starts it, with the tags and notes of `log`; an entity that is null is wandb's to choose, who follows
-    WANDB_ENTITY."""
+    """The wandb run in a mode of `wandb_mode`, with the tags and notes of `log`; None if disabled. An entity that is null is wandb's to
+    choose, who follows WANDB_ENTITY. Never prompts; if online fails it says so and goes on offline. Raises RunError: not even offline."""
     if mode == "disabled":
         return None
     if not os.environ.get("WANDB_MODE"):
@@ -248,7 +226,8 @@ def send_report(log: LogConfig, name: str, folder: Path, verdicts: list[dict[str
         report: its page.
 
     Raises:
-        ConfigError, RunError: as `start_wandb`.
+        ConfigError: a WANDB_MODE that there is none of.
+        RunError: wandb can't be started.
     """
     run_id = hashlib.sha256(f"{name} {folder.resolve()}".encode()).hexdigest()[:12]
     mode = wandb_mode(log, in_experiment=True)
