@@ -204,13 +204,16 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Accumulated:
-    """Sums over all queries of each sequence by head, such as those of weights by the key's position; of rows that are `is_defined`."""
+    """Sums over all queries of each sequence by head, such as those of weights by the key's position; of rows that are `is_defined`.
+
+    P: the shape of the sums of a head.
+    """
 
     name: str  # as of `Statistic`
     unit: str  # as of `Statistic`
-    size: Callable[[int], int]  # tokens of a sequence -> how many sums P a head has
-    sums: Callable[[AttentionRows, int], Tensor | None]  # rows, tokens of the sequence -> (H, P); None: it does not apply
-    # Sums of each sequence (N, layers, H, P) float64 -> a number for each head (layers, H), NaN where not defined; None: see `derive`.
+    size: Callable[[int], tuple[int, ...]]  # tokens of a sequence -> P
+    sums: Callable[[AttentionRows, int], Tensor | None]  # rows, tokens of the sequence -> (H, *P); None: it does not apply
+    # Sums of each sequence (N, layers, H, *P) float64 -> a number for each head (layers, H), NaN where not defined; None: see `derive`.
     finish: Callable[[np.ndarray], np.ndarray] | None = None
     shown: bool = False  # as of `Statistic`
 
@@ -222,7 +225,7 @@ class Values:
     n: np.ndarray  # (N, layers, T), how many keys each query sees
     by_query: dict[str, np.ndarray]  # (N, layers, H, T) of each `Statistic`, by its name
     by_head: dict[str, np.ndarray]  # (layers, H) of each `Accumulated` that has such numbers, by its name
-    sums: dict[str, np.ndarray]  # (N, layers, H, P) float64 of each `Accumulated`, by its name
+    sums: dict[str, np.ndarray]  # (N, layers, H, *P) float64 of each `Accumulated`, by its name
     length: int  # tokens in a sequence
     train_length: int  # tokens in a training sequence
 
@@ -266,8 +269,8 @@ class Measures:
         self.accumulated = [sums for family in families for sums in family.accumulated]
         # Numbers of a query: the keys it sees, what leaves it undefined, and each statistic.
         self.names = ["n", NOT_FINITE, NO_WEIGHT, *(statistic.name for statistic in self.per_query)]
-        # Parts of a vector: the queries' numbers (names, layers, H, T), and (layers, H, P) of each `Accumulated`.
-        self.shapes = [(len(self.names), layers, heads, len(queries)), *((layers, heads, each.size(length)) for each in self.accumulated)]
+        # Parts of a vector: the queries' numbers (names, layers, H, T), and (layers, H, *P) of each `Accumulated`.
+        self.shapes = [(len(self.names), layers, heads, len(queries)), *((layers, heads, *each.size(length)) for each in self.accumulated)]
 
     @property
     def numbers(self) -> int:

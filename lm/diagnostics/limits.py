@@ -14,7 +14,7 @@ than the nearest other key. The bounds are reconstructed from the paper's words,
 proved, and holds for weights of any sum.
 
 All distances follow from products x_i . x_j, made for `KEYS` keys at a time, so that memory is linear in the keys. Sums over a model's rows
-are (H, P), P = octaves x 2 x quantities x points: for each octave of visible keys the sums over its rows, and how many rows there are.
+are (H, octaves, 2, quantities, points): for each octave of visible keys the sums over its rows, and how many rows there are.
 Shapes: H heads, T queries, S keys, E vector, R rows of any heads, G numbers of keys N, ascending. fp32.
 """
 
@@ -241,16 +241,16 @@ def few(length: int) -> list[int]:
     return [count for count in FEW if count <= length / 2]
 
 
-def means(sums: np.ndarray, quantities: Sequence[str], points: int) -> np.ndarray:
-    """Sums and numbers of rows (..., P) as means over rows (octaves, quantities, points, ...); NaN where there are none."""
-    total, rows = parts(sums, quantities, points)
+def means(sums: np.ndarray) -> np.ndarray:
+    """Sums and numbers of rows as means over rows (octaves, quantities, points, ...); NaN where there are none."""
+    total, rows = parts(sums)
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(rows > 0, total / rows, np.nan)
 
 
-def parts(sums: np.ndarray, quantities: Sequence[str], points: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sums and numbers of rows, each (octaves, quantities, points, ...), from (..., P)."""
-    both = np.moveaxis(sums.reshape(*sums.shape[:-1], -1, 2, len(quantities), points), (-4, -3, -2, -1), (0, 1, 2, 3))
+def parts(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sums and numbers of rows, each (octaves, quantities, points, ...), from (..., octaves, 2, quantities, points)."""
+    both = np.moveaxis(sums, (-4, -3, -2, -1), (0, 1, 2, 3))
     return both[:, 0], both[:, 1]
 
 
@@ -344,7 +344,8 @@ class Theorems:
     def _summed(
         self, rows: AttentionRows, bounds: Sequence[tuple[int, int]], measure: Callable[[AttentionRows, int], Tensor]
     ) -> Tensor | None:
-        """Sums and numbers of rows, (H, P), of what `measure` gives of the rows within each of the `bounds`: (quantities, G, H, T)."""
+        """Sums and numbers of rows, (H, octaves, 2, quantities, G), of what `measure` gives of the rows within each of the `bounds`:
+        (quantities, G, H, T)."""
         rows = rows if self.asked.first_token else rows.without_first
         sums: list[Tensor | None] = []
         for low, high in bounds:
@@ -357,7 +358,7 @@ class Theorems:
         template = next((total for total in sums if total is not None), None)
         if template is None:
             return None
-        return torch.stack([torch.zeros_like(template) if total is None else total for total in sums]).movedim(-1, 0).flatten(1)
+        return torch.stack([torch.zeros_like(template) if total is None else total for total in sums]).movedim(-1, 0)
 
 
 def _generator(rows: AttentionRows) -> torch.Generator:
@@ -437,8 +438,8 @@ def family(asked: LimitsConfig, every: int) -> Family:
     def norm(rows: AttentionRows) -> Tensor:
         return lemmas.jacobian_norm(rows, torch.Generator().manual_seed(0))
 
-    def sums(name: str, size: Callable[[int], int], of: Callable[[AttentionRows, int], Tensor | None]) -> Accumulated:
-        return Accumulated(name, "", lambda length: 2 * size(length), lambda rows, length: of(rows.select(chosen(rows)), length))
+    def sums(name: str, size: Callable[[int], tuple[int, ...]], of: Callable[[AttentionRows, int], Tensor | None]) -> Accumulated:
+        return Accumulated(name, "", size, lambda rows, length: of(rows.select(chosen(rows)), length))
 
     return Family(
         (
@@ -450,9 +451,9 @@ def family(asked: LimitsConfig, every: int) -> Family:
             Statistic("bound on the norm of the Jacobian", "", sparse(lemmas.jacobian_ceiling)),
         ),
         (
-            sums("distances", lambda length: len(octaves(length)) * len(DISTANCES) * len(many(length)), theorems.distances),
-            sums("separability", lambda length: len(octaves(length)) * len(SEPARABLE) * len(few(length)), theorems.separable),
-            sums("differences", lambda length: len(DIFFERENCES) * steps, theorems.differences),
+            sums("distances", lambda length: (len(octaves(length)), 2, len(DISTANCES), len(many(length))), theorems.distances),
+            sums("separability", lambda length: (len(octaves(length)), 2, len(SEPARABLE), len(few(length))), theorems.separable),
+            sums("differences", lambda length: (1, 2, len(DIFFERENCES), steps), theorems.differences),
         ),
         lambda values: [each for derive in DERIVED for each in derive(asked, values)],
     )
@@ -470,7 +471,7 @@ def _over_heads(values: np.ndarray) -> np.ndarray:
 def _derived_distances(asked: LimitsConfig, values: Values) -> Iterator[Derived]:
     """d~ and its expectations: over N where most keys are visible, and by the number of visible keys at one N."""
     counts = many(values.length)
-    distances = _over_heads(means(values.sums["distances"].sum(0), DISTANCES, len(counts)))  # (octaves, quantities, N)
+    distances = _over_heads(means(values.sums["distances"].sum(0)))  # (octaves, quantities, N)
     for number, what in enumerate(DISTANCES):
         yield Derived("d~", "", distances[-1, number], _counts_axis(counts), shown=True, what=what)
     for number, what in enumerate(DISTANCES if OVER_LENGTH in counts else ()):
@@ -495,7 +496,7 @@ def _derived_critical(asked: LimitsConfig, values: Values) -> Iterator[Derived]:
 
 def _compared(asked: LimitsConfig, values: Values, octave: int, which: int) -> TwoSamples:
     """Heads' mean d~ of the largest weights and one expectation of it, of one octave."""
-    total, rows = parts(values.sums["distances"], DISTANCES, len(many(values.length)))  # (octaves, quantities, N, sequences, layers, H)
+    total, rows = parts(values.sums["distances"])  # (octaves, quantities, N, sequences, layers, H)
     both = []
     for quantity in (0, which):
         by_head, count = (np.moveaxis(part[octave, quantity], 0, -1) for part in (total, rows))  # (sequences, layers, H, N)
@@ -508,7 +509,7 @@ def _derived_separable(asked: LimitsConfig, values: Values) -> Iterator[Derived]
     """N_s / N over N where most keys are visible, and by at least one of a layer's heads."""
     counts = few(values.length)
     axis = _counts_axis(counts)
-    separable = means(values.sums["separability"].sum(0), SEPARABLE, len(counts))[-1]  # (quantities, N, layers, H)
+    separable = means(values.sums["separability"].sum(0))[-1]  # (quantities, N, layers, H)
     for number in (0, 1, 2):
         yield Derived("N_s / N", "fraction", _over_heads(separable[number]), axis, shown=True, what=SEPARABLE[number])
     yield Derived("d~ of the largest weights / its bound", "fraction", _over_heads(separable[3]), axis)
@@ -525,7 +526,7 @@ def _derived_separable(asked: LimitsConfig, values: Values) -> Iterator[Derived]
 def _derived_differences(asked: LimitsConfig, values: Values) -> Iterator[Derived]:
     """Finite differences and the spectral norm over the temperature: the largest of the heads' means, as in the paper."""
     shape = len(asked.temperatures), len(asked.steps)
-    by_head = means(values.sums["differences"].sum(0), DIFFERENCES, shape[0] * shape[1])[0]
+    by_head = means(values.sums["differences"].sum(0))[0]
     largest = np.nan_to_num(by_head, nan=-np.inf).max((-2, -1)).reshape(len(DIFFERENCES), *shape)
     largest[np.isneginf(largest)] = np.nan
     axis = Axis("temperature T", "", "at T =", tuple(asked.temperatures))

@@ -224,7 +224,7 @@ def family() -> Family:
     ]
     condensed = Statistic("queries beyond condensation", "fraction", is_condensed)
     explained = [
-        Accumulated(f"variance explained by {place}", "", lambda length: 2 * length, sums, variance_explained, shown=True)
+        Accumulated(f"variance explained by {place}", "", lambda length: (2 * length,), sums, variance_explained, shown=True)
         for place, sums in EXPLAINED.items()
     ]
     return Family((*by_row, condensed, *(statistic.without_first for statistic in by_row)), tuple(explained))

@@ -2,8 +2,6 @@
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lm.attention.routes import counted_on
 from lm.config.model_config import ModelConfig
 from lm.config.tree import Config
-from lm.model.cross_entropy import CACHED_LOGITS, CHUNK_LOGITS
+from lm.model.cross_entropy import CACHED_LOGITS, CHUNK_LOGITS, Head
 from lm.model.decoder import Decoder
 from lm.training.optimizers import implied_state
 
@@ -51,16 +49,7 @@ class TensorMemory(TorchDispatchMode):
         self.now -= n_bytes
 
 
-@dataclass(frozen=True)
-class _Case:
-    """A kind of training step; `key` is all that its memory depends on."""
-
-    key: str
-    config: Config = field(compare=False)
-    model: ModelConfig = field(compare=False)
-    vocab_size: int
-    bf16: bool
-    accelerator: str
+_KNOWN: dict[str, int] = {}  # estimates by all that they depend on
 
 
 def estimated_memory(config: Config, phase: int, vocab_size: int, bf16: bool, accelerator: str) -> int:
@@ -72,32 +61,29 @@ def estimated_memory(config: Config, phase: int, vocab_size: int, bf16: bool, ac
     """
     recomputes, models = config.trainer.activation_checkpointing, [config.model_in(number) for number in range(phase, len(config.plan))]
     kind = (config.data.seq_len, config.micro_batch, config.rank_sequences, config.world_size, recomputes, config.optim, config.train_only)
-    return max(_estimated(_Case(repr((model, kind)), config, model, vocab_size, bf16, accelerator)) for model in models)
+    for key, model in (keyed := {repr((model, kind, vocab_size, bf16, accelerator)): model for model in models}).items():
+        _KNOWN[key] = _KNOWN.get(key) or _estimated(config, model, vocab_size, bf16, accelerator)
+    return max(_KNOWN[key] for key in keyed)
 
 
-@lru_cache(maxsize=64)
-def _estimated(case: _Case) -> int:
-    config = case.config
+def _estimated(config: Config, model: ModelConfig, vocab_size: int, bf16: bool, accelerator: str) -> int:
+    device = "cuda" if accelerator == "gpu" else "cpu"
     with torch.device("meta"):
-        decoder = Decoder(case.model, case.vocab_size, config.data.seq_len, seed=None)
+        decoder = Decoder(model, vocab_size, config.data.seq_len, seed=None)
     decoder.recomputes = config.trainer.activation_checkpointing
     state = [value for known in implied_state(decoder, config).values() for value in known.values()]  # this freezes what is not trained
     tensors = [*decoder.parameters(), *(value for value in state if isinstance(value, Tensor))]
     trained = sum(p.nbytes for p in decoder.parameters() if p.requires_grad)
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        counted_on(torch.device("cuda" if case.accelerator == "gpu" else "cpu")),
-        TensorMemory() as memory,
-    ):
+    with FakeTensorMode(allow_non_fake_inputs=True), counted_on(torch.device(device)), TensorMemory() as memory:
         decoder.to_empty(device="cpu")
-        if case.model.tied:
+        if model.tied:
             decoder.head.weight = decoder.embedding.weight
         weights = memory.now  # known by their shapes
         gradients = torch.empty(trained, dtype=torch.uint8)  # of the step before
         tokens = torch.zeros(config.micro_batch, config.data.seq_len, dtype=torch.long)
-        with torch.autocast("cpu", torch.bfloat16, enabled=case.bf16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             hidden = decoder(tokens)
-        formed = _gradients_of_loss(hidden, decoder.head.weight, case)
+        formed = _gradients_of_loss(hidden, decoder.head, bf16, device)
         if config.rank_sequences > config.micro_batch:  # what each micro-batch adds does not stay
             for parameter in filter(lambda p: p.requires_grad, decoder.parameters()):
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)
@@ -115,17 +101,17 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _gradients_of_loss(hidden: Tensor, head: Tensor, case: _Case) -> list[Tensor]:
-    """The gradients of hidden states (B, T, C) and, if it is trained, of the head (V, C), as the loss forms them chunk by chunk
+def _gradients_of_loss(hidden: Tensor, head: Head, bf16: bool, device: str) -> list[Tensor]:
+    """The gradients of hidden states (B, T, C) and, if it is trained, of the head's weights (V, C), as the loss forms them chunk by chunk
     (`lm.model.cross_entropy`), and beside them for a moment what that takes."""
-    n_tokens, low = hidden.numel() // hidden.size(-1), 2 if case.bf16 else 4
-    device = "cuda" if case.accelerator == "gpu" else "cpu"
-    chunk = min(n_tokens, max(64, CHUNK_LOGITS[device] // case.vocab_size)) * case.vocab_size
-    rows = min(chunk, max(1, CACHED_LOGITS[device] // case.vocab_size) * case.vocab_size)
-    gradients = [torch.empty_like(hidden), *([torch.empty_like(head)] if head.requires_grad else [])]
-    copy = torch.empty(low * head.numel() if case.bf16 else 0, dtype=torch.uint8)
+    weight, n_tokens, low = head.weight, hidden.numel() // hidden.size(-1), 2 if bf16 else 4
+    vocab_size = len(weight)
+    chunk = min(n_tokens, max(64, CHUNK_LOGITS[device] // vocab_size)) * vocab_size
+    rows = min(chunk, max(1, CACHED_LOGITS[device] // vocab_size) * vocab_size)
+    gradients = [torch.empty_like(hidden), *([torch.empty_like(weight)] if weight.requires_grad else [])]
+    copy = torch.empty(low * weight.numel() if bf16 else 0, dtype=torch.uint8)
     # Beside the logits: of some rows, logits and probabilities in fp32 and what a cap takes; then the product for the head's gradient.
-    of_chunk = low * chunk + max((4 + 4 * case.bf16 + 8 * bool(case.model.logit_softcap)) * rows, low * head.numel() * head.requires_grad)
+    of_chunk = low * chunk + max((4 + 4 * bf16 + 8 * bool(head.softcap)) * rows, low * weight.numel() * weight.requires_grad)
     torch.empty(of_chunk, dtype=torch.uint8)
     parts = torch.empty_like(hidden)  # of the gradient, before they are joined
     del copy, parts
