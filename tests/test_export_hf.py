@@ -22,7 +22,7 @@ from lm.attention.catalogue import Layers
 from lm.attention.layout import AttentionLayout
 from lm.config.model_config import GAUBlock, Learned, LinearScaling, ModelConfig, NoPosition, Rope
 from lm.data.batches import Batch
-from lm.evaluation.generation import generate
+from lm.evaluation.generation import Sampling, generate
 from lm.huggingface.exporting import COMPUTED
 from lm.huggingface.modeling_lm import ELEMENTWISE, FACTORS, eager_attention
 from lm.model.decoder import Decoder
@@ -85,7 +85,7 @@ def test_a_run_is_exported_with_its_tokenizer_and_a_card(tiny, tmp_path: Path):
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, theirs.config.bos_token_id) == (start, start, start)
     prompt = tokenizer("some words").input_ids
     there = theirs.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert list(generate(ours.decoder, prompt, 8, temperature=0)) == there[0, len(prompt) :].tolist()
+    assert list(generate(ours.decoder, prompt, 8, Sampling(temperature=0))) == there[0, len(prompt) :].tolist()
     card = (out / "README.md").read_text()
     evaluation = json.loads((config.run_folder / "evaluations" / f"validation.step-{ours.stamp['step']:06d}.json").read_text())
     loss = next(one for one in evaluation["series"] if one["metric"] == "val loss")["means"][0]
@@ -249,7 +249,7 @@ def test_an_exported_run_generates_where_lm_can_not_be_imported(tiny, tmp_path: 
     for prompt, mask, text in zip(given, masks, written, strict=True):
         seen = [token for token, real in zip(prompt, mask, strict=True) if real]
         assert seen[0] == ours.tokenizer_and_start()[1]
-        assert text[len(prompt) :] == list(generate(ours.decoder, seen, 12, temperature=0))
+        assert text[len(prompt) :] == list(generate(ours.decoder, seen, 12, Sampling(temperature=0)))
     assert "trust_remote_code=True" in (out / "README.md").read_text()
 
 

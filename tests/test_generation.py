@@ -12,21 +12,21 @@ from lm.config.model_config import ModelConfig
 from lm.config.task_config import MQAR
 from lm.data.tasks import symbol_tokenizer
 from lm.errors import ConfigError, RunError
-from lm.evaluation.generation import generate, generate_text, sample
+from lm.evaluation.generation import Sampling, generate, generate_text, sample
 from lm.model.decoder import Decoder
 from lm.training.train import train
 
 
 def test_generation_is_greedy_at_temperature_zero_and_follows_its_seed_otherwise():
     model = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, normalizer=SSMax()), 50, seq_len=16, seed=3).eval().double()
-    greedy = list(generate(model, [1, 2, 3], 12, temperature=0))
+    greedy = list(generate(model, [1, 2, 3], 12, Sampling(temperature=0)))
     expected = [1, 2, 3]
     for _ in range(12):
         expected.append(int(model.logits(torch.tensor([expected]))[0, -1].argmax()))
     assert greedy == expected[3:]
-    runs = [list(generate(model, [1, 2, 3], 12, seed=seed)) for seed in (0, 0, 1)]
+    runs = [list(generate(model, [1, 2, 3], 12, Sampling(seed=seed))) for seed in (0, 0, 1)]
     assert runs[0] == runs[1] != runs[2]
-    assert list(generate(model, [1, 2, 3], 12, top_k=1)) == list(generate(model, [1, 2, 3], 12, top_p=1e-9)) == greedy
+    assert all(list(generate(model, [1, 2, 3], 12, one)) == greedy for one in (Sampling(top_k=1), Sampling(top_p=1e-9)))
 
 
 def test_draws_stay_within_top_k_and_top_p():
@@ -34,7 +34,7 @@ def test_draws_stay_within_top_k_and_top_p():
     drawn = torch.Generator().manual_seed(0)
 
     def seen(**limits: float | None) -> set[int]:
-        return {sample(logits, 1.0, limits.get("top_k"), limits.get("top_p"), drawn) for _ in range(300)}
+        return {sample(logits, Sampling(**limits), drawn) for _ in range(300)}
 
     assert seen() == {0, 1, 2, 3}
     assert seen(top_k=2) == {0, 1}
@@ -47,7 +47,7 @@ def test_a_temperature_divides_the_logits(temperature: float):
     """Drawn as often as p^(1 / temperature) says, over their sum."""
     p, drawn = torch.tensor([0.5, 0.3, 0.15, 0.05]), torch.Generator().manual_seed(0)
     expected = p ** (1 / temperature) / (p ** (1 / temperature)).sum()
-    counts = torch.bincount(torch.tensor([sample(p.log(), temperature, None, None, drawn) for _ in range(4000)]), minlength=4)
+    counts = torch.bincount(torch.tensor([sample(p.log(), Sampling(temperature), drawn) for _ in range(4000)]), minlength=4)
     assert (counts / 4000).tolist() == pytest.approx(expected.tolist(), abs=0.03)
 
 
@@ -55,7 +55,7 @@ def test_a_temperature_divides_the_logits(temperature: float):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite_are_an_error(value: float, temperature: float):
     with pytest.raises(RunError, match="logits are not finite"):
-        sample(torch.tensor([0.0, value]), temperature, None, None, torch.Generator())
+        sample(torch.tensor([0.0, value]), Sampling(temperature), torch.Generator())
 
 
 def test_lm_generate_writes_text_as_it_comes(tiny):
@@ -76,7 +76,7 @@ def test_a_prompt_that_the_model_has_no_token_for_is_refused(monkeypatch):
     loaded = SimpleNamespace(tokenizer_and_start=lambda: (symbol_tokenizer([MQAR()]), 0))
     monkeypatch.setattr("lm.evaluation.generation.load", lambda *given: loaded)
     with pytest.raises(ConfigError, match="--prompt = 'hello': the model has no token for it; its tokens are such as `0 1 2`"):
-        list(generate_text(Path(), "last", "1 hello 2", 3, 1.0, None, None, 0))
+        list(generate_text(Path(), "last", "1 hello 2", 3, Sampling()))
 
 
 @pytest.mark.parametrize(

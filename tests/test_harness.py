@@ -27,7 +27,7 @@ from lm.config.model_config import Learned  # noqa: E402
 from lm.data.prepare import prepare  # noqa: E402
 from lm.errors import ConfigError, RunError  # noqa: E402
 from lm.evaluation.evaluate import evaluate_runs  # noqa: E402
-from lm.evaluation.generation import generate, pieces  # noqa: E402
+from lm.evaluation.generation import Sampling, generate, pieces  # noqa: E402
 from lm.evaluation.harness import HarnessLM  # noqa: E402
 from lm.experiments.run_outcome import Outcome  # noqa: E402
 from lm.model.decoder import Decoder  # noqa: E402
@@ -100,7 +100,7 @@ def test_rows_are_batched_by_length_and_equal_ones_are_computed_once(tiny, monke
 def test_only_a_continuation_whose_every_token_is_the_most_probable_is_greedy(tiny):
     model = made(tiny)
     start = [model.prefix_token_id, 70, 71]
-    likely = list(generate(model.decoder, start, 4, temperature=0))
+    likely = list(generate(model.decoder, start, 4, Sampling(temperature=0)))
     other = [*likely[:1], (likely[1] + 1) % 400, *likely[2:]]
     assert [greedy for _, greedy in model.score([(start + likely, 4), (start + other, 4)])] == [True, False]
 
@@ -163,7 +163,7 @@ def test_a_text_longer_than_the_model_takes_is_scored_in_parts_each_token_once(t
 def test_text_is_written_as_lm_generate_does_up_to_the_first_stop(tiny):
     model = made(tiny)
     ids = [model.prefix_token_id, *model.tok_encode("a bad")]
-    text = model.tokenizer.decode(ids + list(generate(model.decoder, ids, 12, temperature=0)))[len("a bad") :]
+    text = model.tokenizer.decode(ids + list(generate(model.decoder, ids, 12, Sampling(temperature=0))))[len("a bad") :]
     asked = [{"max_gen_toks": 12}, {"max_new_tokens": 12, "until": text[5]}, {"max_gen_toks": 12, "until": [text[7:9], text[3:5]]}]
     written = model.generate_until(ask("generate_until", *(("a bad", how) for how in asked)))
     assert text.startswith(written[0])
@@ -195,7 +195,7 @@ def alone(model: HarnessLM, context: str, how: dict, seed: int = 0) -> str:
     """The definition: one text by `generate`, cut before the first stop."""
     ids = [model.prefix_token_id, *model.tok_encode(context)]
     drawn = bool(how.get("do_sample"))
-    tokens = generate(model.decoder, ids, how["max_gen_toks"], 1.0 if drawn else 0.0, how.get("top_k"), None, seed)
+    tokens = generate(model.decoder, ids, how["max_gen_toks"], Sampling(1.0 if drawn else 0.0, how.get("top_k"), None, seed))
     text = "".join(list(pieces(model.tokenizer, ids, model.eot_token_id, tokens))[1:])
     return text[: min([text.index(stop) for stop in how.get("until", ()) if stop in text], default=len(text))]
 

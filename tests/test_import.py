@@ -22,7 +22,7 @@ from lm.config.data_config import TrainedTokenizer
 from lm.config.tree import function_of
 from lm.data.tokenizer import read_tokenizer, train_tokenizer
 from lm.errors import DataError, RunError
-from lm.evaluation.generation import generate
+from lm.evaluation.generation import Sampling, generate
 from lm.huggingface.architectures import ARCHITECTURES
 from lm.huggingface.fields import FIXED, IRRELEVANT, Fields
 from lm.runs.loading import Loaded, load
@@ -104,7 +104,7 @@ def test_logits_and_cached_generation_are_those_of_transformers(case: str, tmp_p
     torch.testing.assert_close(ours.decoder.logits(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
     prompt = tokens[:1, :150]
     there = theirs.generate(prompt, max_new_tokens=20, do_sample=False, use_cache=True, eos_token_id=None, pad_token_id=0)
-    assert list(generate(ours.decoder, prompt[0].tolist(), 20, temperature=0)) == there[0, 150:].tolist()
+    assert list(generate(ours.decoder, prompt[0].tolist(), 20, Sampling(temperature=0))) == there[0, 150:].tolist()
     assert ours.spec.seq_len == theirs.config.max_position_embeddings
     assert (ours.tokenizer, ours.origin["architecture"]) == (None, CASES[case][0])
 

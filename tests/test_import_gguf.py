@@ -18,7 +18,7 @@ from test_import import OTHERS, V, imported, save
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lm.evaluation.generation import generate
+from lm.evaluation.generation import Sampling, generate
 from lm.huggingface.gguf_file import FIELDS, LAYER, WHOLE
 from lm.model.rope import rope_rotation
 from lm.runs.loading import load
@@ -291,7 +291,7 @@ def test_smollm2_computes_and_writes_what_it_does_in_transformers(smollm2: Path,
     errors = [(logits[0] - exact).abs().max() for logits in (found, there)]
     assert max(errors) < 3e-4
     written = theirs.generate(tokens[:, :60], max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert list(generate(ours.decoder, ids[:60], 30, temperature=0)) == written[0, 60:].tolist()
+    assert list(generate(ours.decoder, ids[:60], 30, Sampling(temperature=0))) == written[0, 60:].tolist()
     cos, sin = (torch.cat((x, x), -1)[None] for x in rope_rotation(torch.arange(512), 64, ours.spec.model.position))
     theirs.model.rotary_emb.forward = lambda x, position_ids: (cos.to(x.dtype), sin.to(x.dtype))
     torch.testing.assert_close(found, theirs(tokens).logits, rtol=0, atol=1e-4)

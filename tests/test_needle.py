@@ -17,7 +17,7 @@ from lm.data.store import Store
 from lm.data.tasks import Text
 from lm.evaluation.answers import SCORED, NeedleMeasurement, finetuned, head_scores, score, trials
 from lm.evaluation.evaluate import evaluate_runs
-from lm.evaluation.generation import generate
+from lm.evaluation.generation import Sampling, generate
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.report.evaluation_tables import rows_of
@@ -64,7 +64,7 @@ def test_scores_are_those_of_whole_forward_passes(store: Store, name: str):
         assert rank == 1 + sum(loss < losses[0] for loss in losses[1:])
         assert first == (rank == 1)
         assert margin == pytest.approx(losses[0] - min(losses[1:]), abs=1e-4)
-        said = text.decode(np.array(list(generate(decoder, one.prompt.tolist(), len(one.answer) + 2, temperature=0)))).strip()
+        said = text.decode(np.array(list(generate(decoder, one.prompt.tolist(), len(one.answer) + 2, Sampling(temperature=0))))).strip()
         assert digit == (said[:1] == one.number[:1])
         assert whole == said.startswith(one.number)
 

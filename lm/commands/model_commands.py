@@ -225,9 +225,9 @@ def generate(
 
     Tokens are printed as they are sampled.
     """
-    from lm.evaluation.generation import generate_text
+    from lm.evaluation.generation import Sampling, generate_text
 
     prompt = os.fsencode(prompt).decode(errors="replace")  # UTF-8, whatever the locale
-    for piece in generate_text(source, checkpoint, prompt, max_new_tokens, temperature, top_k, top_p, seed):
+    for piece in generate_text(source, checkpoint, prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed)):
         print(piece, end="", flush=True)
     print()

@@ -13,7 +13,6 @@ from lm.errors import ConfigError, Problem, RunError
 from lm.model.blocks import DecodingCache
 from lm.model.decoder import Decoder
 from lm.runs.loading import load
-from lm.schema import Plain
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Continuation:
         """The next token of each sequence. Raises RunError: the logits are not finite."""
         hidden = self._decoder(self._tokens, cache=self._cache, first=self._tokens.size(1) - 1)[:, 0]
         logits = self._decoder.head(hidden).float().cpu()
-        tokens = [sample(row, how.temperature, how.top_k, how.top_p, drawn) for row, (how, drawn) in zip(logits, self._draws, strict=True)]
+        tokens = [sample(row, sampling, drawn) for row, (sampling, drawn) in zip(logits, self._draws, strict=True)]
         self._tokens = torch.tensor(tokens, device=self._device)[:, None]
         return tokens
 
@@ -58,59 +57,43 @@ class Continuation:
             self._draws = [self._draws[number] for number in sequences]
 
 
-def generate(
-    decoder: Decoder,
-    prompt: list[int],
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-) -> Iterator[int]:
-    """New token ids after `prompt` (at least one id), each as soon as it is drawn, by the options of `Sampling`.
-
-    Raises RunError: the logits are not finite.
-    """
-    continuation = Continuation(decoder, [prompt], len(prompt) + max_new_tokens, [Sampling(temperature, top_k, top_p, seed)])
+def generate(decoder: Decoder, prompt: list[int], max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
+    """New token ids after `prompt` (at least one id), each as soon as it is drawn. Raises RunError: the logits are not finite."""
+    continuation = Continuation(decoder, [prompt], len(prompt) + max_new_tokens, [sampling])
     for _ in range(max_new_tokens):
         yield continuation.draw()[0]
 
 
-def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, drawn: torch.Generator) -> int:
+def sample(logits: Tensor, sampling: Sampling, drawn: torch.Generator) -> int:
     """One token id from next-token logits (V,) fp32. Raises RunError if they are not finite."""
     if not logits.isfinite().all():
         raise RunError("the model's logits are not finite: its weights are too large to compute with; use those of an earlier checkpoint")
-    if temperature == 0:
+    if sampling.temperature == 0:
         return int(logits.argmax())
-    order = logits.argsort(descending=True)[:top_k]
-    p = (logits[order] / temperature).softmax(-1)
-    if top_p is not None:
-        p = p[: int((p.cumsum(-1) < top_p).sum()) + 1]  # the most probable token always stays
+    order = logits.argsort(descending=True)[: sampling.top_k]
+    p = (logits[order] / sampling.temperature).softmax(-1)
+    if sampling.top_p is not None:
+        p = p[: int((p.cumsum(-1) < sampling.top_p).sum()) + 1]  # the most probable token always stays
     return int(order[torch.multinomial(p, 1, generator=drawn)])
 
 
-def require_options(*limits: tuple[str, Plain, bool, str]) -> None:
-    """Raises ConfigError for each option (name, value, whether it is fine, what it must be) that is not fine."""
-    if problems := [Problem(name, value, reason) for name, value, fine, reason in limits if not fine]:
-        raise ConfigError(problems)
-
-
-def generate_text(
-    source: Path, checkpoint: str, prompt: str, max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None, seed: int
-) -> Iterator[str]:
+def generate_text(source: Path, checkpoint: str, prompt: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
     """`lm generate`: pieces of text as they come, the prompt first.
 
     Raises:
         RunError: nothing to load there, or no tokenizer with it.
         ConfigError: options out of range, a prompt that the tokenizer has no tokens for, or more tokens than learned positions.
     """
-    require_options(
+    temperature, top_k, top_p, seed = vars(sampling).values()
+    limits = (
         ("--max-new-tokens", max_new_tokens, 1 <= max_new_tokens <= 10**7, "must be from 1 to 10,000,000"),
         ("--temperature", temperature, temperature == 0 or 1e-6 <= temperature <= 1e6, "must be 0, or from 1e-6 to 1e6"),
         ("--top-k", top_k, top_k is None or 1 <= top_k <= 10**9, "must be from 1 to 1e9"),
         ("--top-p", top_p, top_p is None or 0 < top_p <= 1, "must be above 0 and at most 1"),
         ("--seed", seed, 0 <= seed < 2**63, "must be from 0 to 2^63 - 1"),
     )
+    if problems := [Problem(name, value, reason) for name, value, fine, reason in limits if not fine]:
+        raise ConfigError(problems)
     loaded = load(source, checkpoint)
     tokenizer, start = loaded.tokenizer_and_start()
     encoding, no_token = encoding_of(tokenizer, prompt), getattr(tokenizer.model, "unk_token", None)
@@ -122,7 +105,7 @@ def generate_text(
     if loaded.spec.model.position.ends and len(ids) + max_new_tokens > loaded.decoder.seq_len:
         room = loaded.decoder.seq_len - len(ids)
         raise ConfigError([Problem("--max-new-tokens", max_new_tokens, f"learned positions leave room for {room} after the prompt")])
-    return pieces(tokenizer, ids[1:], start, generate(loaded.decoder, ids, max_new_tokens, temperature, top_k, top_p, seed))
+    return pieces(tokenizer, ids[1:], start, generate(loaded.decoder, ids, max_new_tokens, sampling))
 
 
 class Writing:
