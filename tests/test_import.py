@@ -129,7 +129,7 @@ def test_an_absent_field_has_the_default_of_transformers(kind: str, tmp_path: Pa
     found = ARCHITECTURES[kind].read(Fields({}, tmp_path))
     written = ARCHITECTURES[kind].read(Fields({**MODELS[kind][1]().to_dict(), "architectures": None}, tmp_path))
     assert function_of(found.model) == function_of(written.model)
-    assert (found.vocab_size, found.positions) == (written.vocab_size, written.positions)
+    assert (found.vocab_size, found.seq_len) == (written.vocab_size, written.seq_len)
 
 
 def test_shards_and_older_names_are_read(tmp_path: Path):

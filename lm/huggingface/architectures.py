@@ -10,20 +10,12 @@ from lm.attention.catalogue import Layers, Softmax, Window
 from lm.attention.options import Options
 from lm.config.model_config import Learned, ModelConfig
 from lm.huggingface.fields import FIXED, IRRELEVANT, Fields, read_rope, write_rope
+from lm.model.spec import ModelSpec
 from lm.schema import Plain
 
 MOST_LAYERS = 10**4
 HEAD = "lm_head.weight"  # of a model with a head; without `base`
 FULL, SLIDING = "full_attention", "sliding_attention"  # what `layer_types` lists
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The shape of a model, by its configuration: its layers, and how many tokens it knows and was trained on at once."""
-
-    model: ModelConfig
-    vocab_size: int
-    positions: int
 
 
 @dataclass(frozen=True)
@@ -55,38 +47,38 @@ class Architecture(ABC):
     base: ClassVar[str]
     buffers: ClassVar[tuple[str, ...]] = ()  # ends of the names of tensors that are no parameters
 
-    def read(self, fields: Fields) -> Shape:
-        """The shape that a configuration describes. Raises RunError: a field is missing, unknown or can't be used."""
+    def read(self, fields: Fields) -> ModelSpec:
+        """The model of a configuration, but for its tokenizer. Raises RunError: a field is missing, unknown or can't be used."""
         allowed = (*([name] for name in self.classes), [])
         fields.fixed("architectures", allowed, f"only {' and '.join(self.classes)} are read")
         for name, (value, reason) in FIXED.items():
             fields.fixed(name, (value,), reason)
-        shape = self.shape(fields)
+        spec = self.spec(fields)
         fields.finish(IRRELEVANT)
-        return shape
+        return spec
 
     @abstractmethod
-    def shape(self, fields: Fields) -> Shape:
+    def spec(self, fields: Fields) -> ModelSpec:
         """The fields of its own, taken."""
 
     @abstractmethod
-    def write(self, shape: Shape) -> dict[str, Plain]:
+    def write(self, spec: ModelSpec) -> dict[str, Plain]:
         """The configuration of the model that is nearest to one of ours: `read` of it says what that is."""
 
-    def fits(self, shape: Shape) -> bool:
+    def fits(self, spec: ModelSpec) -> bool:
         """Whether transformers can build a model that `read` and `write` describe."""
         return True
 
     @abstractmethod
-    def parts(self, shape: Shape, fields: Fields) -> Iterator[Part]:
+    def parts(self, spec: ModelSpec, fields: Fields) -> Iterator[Part]:
         """Where each of our parameters lies, by names after `base`; but for the head."""
 
-    def placed(self, shape: Shape, fields: Fields, base: str) -> Iterator[Part]:
+    def placed(self, spec: ModelSpec, fields: Fields, base: str) -> Iterator[Part]:
         """Where each of our parameters lies, by full names, in a model whose tensors have `base` before their names."""
-        for part in self.parts(shape, fields):
+        for part in self.parts(spec, fields):
             yield replace(part, theirs=tuple((base + name, size) for name, size in part.theirs))
-        if not shape.model.tied:
-            yield Part("head.weight", ((HEAD, (shape.vocab_size, shape.model.n_embd)),))
+        if not spec.model.tied:
+            yield Part("head.weight", ((HEAD, (spec.vocab_size, spec.model.n_embd)),))
 
 
 class GPT2(Architecture):
@@ -100,7 +92,7 @@ class GPT2(Architecture):
         "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu": "gelu", "relu2": "relu2",
     }  # fmt: skip
 
-    def shape(self, fields: Fields) -> Shape:
+    def spec(self, fields: Fields) -> ModelSpec:
         width, positions = fields.size("n_embd", 768), fields.size("n_positions", 1024)
         fields.fixed("n_ctx", (positions,), f"is not n_positions = {positions}")
         activation = fields.take("activation_function", str, "gelu_new")
@@ -114,28 +106,28 @@ class GPT2(Architecture):
             mlp=self.activations[activation], norm="layer", norm_eps=fields.number("layer_norm_epsilon", 1e-5), position=Learned(),
             normalizer=Softmax(), bias=True, tied=fields.take("tie_word_embeddings", bool, True),
         )  # fmt: skip
-        return Shape(model, fields.size("vocab_size", 50257), positions)
+        return ModelSpec(model, fields.size("vocab_size", 50257), positions)
 
-    def write(self, shape: Shape) -> dict[str, Plain]:
-        model = shape.model
+    def write(self, spec: ModelSpec) -> dict[str, Plain]:
+        model = spec.model
         activation = next((name for name, ours in self.activations.items() if ours == model.mlp), "gelu_new")
         return {
-            "architectures": [self.classes[0]], "model_type": self.model_type, "vocab_size": shape.vocab_size,
-            "n_positions": shape.positions, "n_embd": model.n_embd, "n_layer": model.n_layer, "n_head": model.n_head,
+            "architectures": [self.classes[0]], "model_type": self.model_type, "vocab_size": spec.vocab_size,
+            "n_positions": spec.seq_len, "n_embd": model.n_embd, "n_layer": model.n_layer, "n_head": model.n_head,
             "n_inner": model.mlp_width,
             "activation_function": activation, "layer_norm_epsilon": model.norm_eps, "tie_word_embeddings": model.tied,
             "initializer_range": model.init_std, "dtype": "float32",
             "embd_pdrop": model.dropout, "resid_pdrop": model.dropout, "attn_pdrop": 0.0,
         }  # fmt: skip
 
-    def parts(self, shape: Shape, fields: Fields) -> Iterator[Part]:
-        width, hidden, scales = shape.model.n_embd, shape.model.mlp_width, fields.take("scale_attn_weights", bool, True)
+    def parts(self, spec: ModelSpec, fields: Fields) -> Iterator[Part]:
+        width, hidden, scales = spec.model.n_embd, spec.model.mlp_width, fields.take("scale_attn_weights", bool, True)
         by_layer = fields.take("scale_attn_by_inverse_layer_idx", bool, False)
-        yield Part("embedding.weight", (("wte.weight", (shape.vocab_size, width)),))
-        yield Part("position.weight", (("wpe.weight", (shape.positions, width)),))
-        for n in range(shape.model.n_layer):
+        yield Part("embedding.weight", (("wte.weight", (spec.vocab_size, width)),))
+        yield Part("position.weight", (("wpe.weight", (spec.seq_len, width)),))
+        for n in range(spec.model.n_layer):
             # Scores are not divided by sqrt(D), or are divided by the layer's number, too: the queries are, instead.
-            factor = (1.0 if scales else math.sqrt(shape.model.key_dims)) / (n + 1 if by_layer else 1)
+            factor = (1.0 if scales else math.sqrt(spec.model.key_dims)) / (n + 1 if by_layer else 1)
             scaled = (width, factor) if factor != 1 else None
             for ours, theirs, outputs, inputs, change in (
                 ("attention.qkv", "attn.c_attn", 3 * width, width, scaled),
@@ -164,7 +156,7 @@ class Llama(Architecture):
     vocab_size: ClassVar[int] = 32000
     sizes: ClassVar[tuple[int, int, int]] = (4096, 11008, 2048)  # defaults of hidden_size, intermediate_size, max_position_embeddings
 
-    def shape(self, fields: Fields) -> Shape:
+    def spec(self, fields: Fields) -> ModelSpec:
         width, hidden, positions = self.sizes
         width, positions = fields.size("hidden_size", width), fields.size("max_position_embeddings", positions)
         fields.fixed("hidden_act", ("silu", "swish"), "only silu is read, which makes the MLP SwiGLU")
@@ -180,18 +172,18 @@ class Llama(Architecture):
             norm_eps=fields.number("rms_norm_eps", 1e-6), position=read_rope(fields, positions),
             tied=fields.take("tie_word_embeddings", bool, False), **self.own(fields),
         )  # fmt: skip
-        return Shape(model, fields.size("vocab_size", self.vocab_size), positions)
+        return ModelSpec(model, fields.size("vocab_size", self.vocab_size), positions)
 
     def own(self, fields: Fields) -> dict[str, bool | Options]:
         """Differences among these architectures: biases, norms of queries and keys, the normalizer."""
         both = fields.take("attention_bias", bool, False), fields.take("mlp_bias", bool, False)
         return {"bias": both[0], "mlp_bias": both[1] if both[0] != both[1] else None, "normalizer": Softmax()}
 
-    def write(self, shape: Shape) -> dict[str, Plain]:
-        model = shape.model
+    def write(self, spec: ModelSpec) -> dict[str, Plain]:
+        model = spec.model
         return {
-            "architectures": [self.classes[0]], "model_type": self.model_type, "vocab_size": shape.vocab_size,
-            "max_position_embeddings": shape.positions, "hidden_size": model.n_embd, "intermediate_size": model.mlp_width,
+            "architectures": [self.classes[0]], "model_type": self.model_type, "vocab_size": spec.vocab_size,
+            "max_position_embeddings": spec.seq_len, "hidden_size": model.n_embd, "intermediate_size": model.mlp_width,
             "num_hidden_layers": model.n_layer, "num_attention_heads": model.n_head, "num_key_value_heads": model.kv_heads,
             "head_dim": model.key_dims, "hidden_act": "silu", "rms_norm_eps": model.norm_eps, "tie_word_embeddings": model.tied,
             "initializer_range": model.init_std, "dtype": "float32", "attention_dropout": 0.0, **self.write_own(model),
@@ -202,15 +194,15 @@ class Llama(Architecture):
         """The fields that `own` takes."""
         return {"attention_bias": model.bias, "mlp_bias": model.has_mlp_bias}
 
-    def fits(self, shape: Shape) -> bool:
-        return shape.model.n_embd % shape.model.n_head == 0
+    def fits(self, spec: ModelSpec) -> bool:
+        return spec.model.n_embd % spec.model.n_head == 0
 
-    def parts(self, shape: Shape, fields: Fields) -> Iterator[Part]:
-        model = shape.model
+    def parts(self, spec: ModelSpec, fields: Fields) -> Iterator[Part]:
+        model = spec.model
         width, hidden, size = model.n_embd, model.mlp_width, model.key_dims
         q, kv = model.n_head * size, model.kv_heads * size
         projections = (("q", q), ("k", kv), ("v", kv))
-        yield Part("embedding.weight", (("embed_tokens.weight", (shape.vocab_size, width)),))
+        yield Part("embedding.weight", (("embed_tokens.weight", (spec.vocab_size, width)),))
         for n in range(model.n_layer):
             at, attention, mlp = f"layers.{n}", f"layers.{n}.self_attn", f"layers.{n}.mlp"
             for ours, theirs, inputs, bias in (
@@ -242,7 +234,7 @@ class Qwen2(Llama):
     def write_own(self, model: ModelConfig) -> dict[str, Plain]:
         return _written_windows(model)
 
-    def fits(self, shape: Shape) -> bool:
+    def fits(self, spec: ModelSpec) -> bool:
         return True
 
 

@@ -15,7 +15,7 @@ from lm.config.tree import function_of
 from lm.data.tokenizer import TOKENIZER_CONFIG
 from lm.errors import DataError, RunError, one_line
 from lm.files import new_folder, replacing
-from lm.huggingface.architectures import ARCHITECTURES, Architecture, Part, Shape
+from lm.huggingface.architectures import ARCHITECTURES, Architecture, Part
 from lm.huggingface.fields import Fields
 from lm.huggingface.importing import CONFIG, SINGLE
 from lm.huggingface.tokenizer_files import starting_documents
@@ -113,10 +113,9 @@ def export_for_transformers(source: Path, checkpoint: str, out: Path) -> Path:
         RunError: nothing to load there, a model that no architecture holds (with the reason), or `out` can't be written.
     """
     loaded = load(source, checkpoint)
-    shape = Shape(loaded.spec.model, loaded.spec.vocab_size, loaded.spec.seq_len)
-    if plain := _architecture(shape, source):
+    if plain := _architecture(loaded.spec, source):
         architecture, config = plain
-        described, tensors = _tensors(architecture, shape, config, loaded)
+        described, tensors = _tensors(architecture, config, loaded)
     else:
         if problem := _uncomputed(loaded):
             raise RunError(f"{source}: {problem}; without --format hf it is exported for lm")
@@ -141,22 +140,22 @@ def _json(content: dict[str, Plain]) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def _architecture(shape: Shape, source: Path) -> tuple[Architecture, dict[str, Plain]] | None:
+def _architecture(spec: ModelSpec, source: Path) -> tuple[Architecture, dict[str, Plain]] | None:
     """The architecture of transformers that computes such a model, and its configuration; None: there is none."""
     for architecture in ARCHITECTURES.values():
-        config = architecture.write(shape)
+        config = architecture.write(spec)
         theirs = architecture.read(Fields(config, source)).model
-        if function_of(theirs) == function_of(shape.model) and architecture.fits(shape):
+        if function_of(theirs) == function_of(spec.model) and architecture.fits(spec):
             return architecture, config
     return None
 
 
 def _tensors(
-    architecture: Architecture, shape: Shape, config: dict[str, Plain], loaded: Loaded
+    architecture: Architecture, config: dict[str, Plain], loaded: Loaded
 ) -> tuple[dict[str, Described], Iterator[tuple[str, Tensor]]]:
     """Types and shapes of the tensors by their names in transformers, and the tensors, made one by one."""
     state = loaded.decoder.state_dict()
-    parts = list(architecture.placed(shape, Fields(config, loaded.path), architecture.base))
+    parts = list(architecture.placed(loaded.spec, Fields(config, loaded.path), architecture.base))
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for part in parts:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,7 +14,7 @@ from lm.config.data_config import LONGEST
 from lm.data.tokenizer import downloaded, named_tokenizer, read_tokenizer
 from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.files import check_new
-from lm.huggingface.architectures import ARCHITECTURES, HEAD, Architecture, Part, Shape
+from lm.huggingface.architectures import ARCHITECTURES, HEAD, Architecture, Part
 from lm.huggingface.fields import Fields
 from lm.huggingface.tokenizer_files import checked, start_token, tokenizer_settings
 from lm.model.spec import ModelSpec
@@ -23,46 +23,30 @@ from lm.runs.folder import TOKENIZER, read_json
 from lm.runs.loading import write_model
 from lm.schema import Plain, to_plain
 
+if TYPE_CHECKING:
+    from lm.huggingface.gguf_file import GGUF
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 READ_TYPES = ("F32", "F16", "BF16")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
-class Tensors(Protocol):
-    """Tensors by their names in transformers, to be read one by one.
+class Shards:
+    """The tensors of model.safetensors, or of the shards that model.safetensors.index.json lists.
 
     Attributes:
         path: names them in errors.
-        shapes: of each tensor.
-    """
-
-    path: Path
-    shapes: dict[str, tuple[int, ...]]
-
-    def read(self, name: str) -> Tensor:
-        """A tensor, fp32, on the CPU. Raises RunError: it can't be read."""
-        ...
-
-
-@dataclass(frozen=True)
-class _Stored:
-    file: Path
-    shape: tuple[int, ...]
-
-
-class Shards:
-    """The tensors of model.safetensors, or of the shards that model.safetensors.index.json lists.
+        shapes: of each tensor, by its name in transformers.
 
     Raises:
         RunError: none there, a shard that is missing, cut short, damaged or not as the index says; tensors of a type that is not read.
     """
 
     def __init__(self, folder: Path):
-        self.path = folder
-        self._stored: dict[str, _Stored] = {}
+        self.path, self.shapes = folder, dict[str, tuple[int, ...]]()
+        self._files: dict[str, Path] = {}
         for file, names in _files(folder).items():
             self._describe(file, names)
-        self.shapes = {name: stored.shape for name, stored in self._stored.items()}
 
     def _describe(self, file: Path, names: set[str] | None) -> None:
         """Read the header of a file; `names`: what it holds by the index."""
@@ -72,7 +56,7 @@ class Shards:
             with safe_open(file, "pt") as opened:
                 held = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
                 types = {name: part.get_dtype() for name, part in held.items()}
-                shapes = {name: tuple(part.get_shape()) for name, part in held.items()}
+                self.shapes |= {name: tuple(part.get_shape()) for name, part in held.items()}
         except (OSError, SafetensorError) as error:
             raise RunError(f"{file}: not a readable safetensors file: {one_line(error, 160)}; fetch it again") from None
         if names is not None and names != held.keys():
@@ -81,11 +65,11 @@ class Shards:
         for name, kind in types.items():
             if kind not in READ_TYPES:
                 raise RunError(f"{file}: {name} has type {kind}; only {', '.join(READ_TYPES)} are read")
-            self._stored[name] = _Stored(file, shapes[name])
+            self._files[name] = file
 
     def read(self, name: str) -> Tensor:
         """A tensor, fp32. The file is opened for it alone: of mapped memory no more stays than that of this tensor."""
-        file = self._stored[name].file
+        file = self._files[name]
         try:
             with safe_open(file, "pt") as opened:
                 return opened.get_tensor(name).to(torch.float32)
@@ -137,7 +121,7 @@ class Source:
 
     path: Path
     config: dict[str, Plain]
-    tensors: Tensors
+    tensors: "Shards | GGUF"
     tokenizer: str | None
     tokenizer_path: Path
     tokenizer_config: dict[str, Plain]
@@ -174,22 +158,28 @@ def import_model(
     if kind not in ARCHITECTURES:
         raise fields.refused("model_type", f"only {', '.join(ARCHITECTURES)} are read")
     architecture = ARCHITECTURES[kind]
-    shape = architecture.read(fields)
-    if length is not None and length != shape.positions and shape.model.position.ends:
-        raise ConfigError([Problem("--length", length, f"{source} has learned positions for {shape.positions}", "drop it")])
-    if (asked := length or shape.positions) > LONGEST:
+    spec = architecture.read(fields)
+    positions = spec.seq_len
+    if length is not None and length != positions and spec.model.position.ends:
+        raise ConfigError([Problem("--length", length, f"{source} has learned positions for {positions}", "drop it")])
+    if (asked := length or positions) > LONGEST:
         name = "--length" if length else "max_position_embeddings"
         raise ConfigError([Problem(name, asked, f"no data has sequences of more than {LONGEST:,} tokens", "give a shorter --length")])
     if end_of_text and opened.tokenizer is None:
         raise ConfigError([Problem("--end-of-text", end_of_text, f"{source} has no tokenizer", "name one with --tokenizer")])
-    start, known = "", 0
+    known = 0
     if opened.tokenizer is not None:
         start = start_token(opened.tokenizer, opened.config, opened.tokenizer_config, end_of_text, opened.tokenizer_path)
-        known = checked(opened.tokenizer, start, shape.vocab_size, opened.tokenizer_path)
-    spec = _spec(shape, length or shape.positions, start, opened.path)
-    parts = _parts(architecture, shape, fields, opened.tensors)
+        known = checked(opened.tokenizer, start, spec.vocab_size, opened.tokenizer_path)
+        spec.end_of_text = start
+    spec.seq_len = length or positions
+    try:
+        spec = ModelSpec.read(to_plain(spec))  # within the bounds of our keys, and without contradictions
+    except ConfigError as error:
+        raise RunError(f"{opened.path}: describes a model that can't be built: {one_line(error)}") from None
+    parts = _parts(architecture, spec, fields, opened.tensors)
     described: dict[str, Described] = {part.ours: (torch.float32, part.shape) for part in parts}
-    origin = {**opened.origin, "architecture": kind, "max_position_embeddings": shape.positions}
+    origin = {**opened.origin, "architecture": kind, "max_position_embeddings": positions}
     content = None if opened.tokenizer is None else opened.tokenizer.encode()
     write_model(out, spec, described, _weights(parts, opened.tensors), content, origin=origin)
     _print(out, kind, spec, known, sum(math.prod(part.shape) for part in parts))
@@ -220,21 +210,13 @@ def open_source(source: str, revision: str | None, tokenizer: Path | None) -> So
     return Source(path / CONFIG, config, Shards(path), content, where / TOKENIZER if where.is_dir() else where, settings, origin)
 
 
-def _spec(shape: Shape, length: int, end_of_text: str, path: Path) -> ModelSpec:
-    spec = ModelSpec(shape.model, shape.vocab_size, length, **({"end_of_text": end_of_text} if end_of_text else {}))
-    try:
-        return ModelSpec.read(to_plain(spec))  # within the bounds of our keys, and without contradictions
-    except ConfigError as error:
-        raise RunError(f"{path}: describes a model that can't be built: {one_line(error)}") from None
-
-
-def _parts(architecture: Architecture, shape: Shape, fields: Fields, tensors: Tensors) -> list[Part]:
+def _parts(architecture: Architecture, spec: ModelSpec, fields: Fields, tensors: "Shards | GGUF") -> list[Part]:
     """Where each parameter lies, by the full names of tensors that are there with these shapes. Raises RunError: they are not."""
     base = architecture.base if any(name.startswith(architecture.base) for name in tensors.shapes) else ""
-    parts = list(architecture.placed(shape, fields, base))
+    parts = list(architecture.placed(spec, fields, base))
     expected = {name: size for part in parts for name, size in part.theirs}
-    if shape.model.tied and HEAD in tensors.shapes:
-        expected[HEAD] = (shape.vocab_size, shape.model.n_embd)
+    if spec.model.tied and HEAD in tensors.shapes:
+        expected[HEAD] = (spec.vocab_size, spec.model.n_embd)
         if tensors.shapes[HEAD] == expected[HEAD] and not torch.equal(tensors.read(HEAD), tensors.read(parts[0].theirs[0][0])):
             raise RunError(f"{tensors.path}: {HEAD} differs from the embedding, and tie_word_embeddings is true")
     for name, size in expected.items():
@@ -248,7 +230,7 @@ def _parts(architecture: Architecture, shape: Shape, fields: Fields, tensors: Te
     return sorted(parts, key=lambda part: part.ours)
 
 
-def _weights(parts: list[Part], tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
+def _weights(parts: list[Part], tensors: "Shards | GGUF") -> Iterator[tuple[str, Tensor]]:
     """Our parameters, each read when it is asked for. Raises RunError: one holds numbers that are not finite."""
     for part in parts:
         pieces = [tensors.read(name) for name, _ in part.theirs]
