@@ -12,7 +12,7 @@ from torch._inductor.compile_fx import compile_fx
 
 from lm.config.model_config import ModelConfig
 from lm.data.batches import IGNORED, Batch
-from lm.model.cross_entropy import CACHED_LOGITS, CHUNK_LOGITS, Head, argmax_tokens, linear_cross_entropy, token_nll, training_loss
+from lm.model.cross_entropy import CACHED_LOGITS, CHUNK_LOGITS, Head, argmax_tokens, token_nll, training_loss
 from lm.model.decoder import Decoder
 
 
@@ -37,7 +37,7 @@ def test_chunked_loss_equals_plain_cross_entropy_with_its_gradients(
     logits = hidden.double() @ head.weight.double().t()
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     plain = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
-    chunked = linear_cross_entropy(hidden, head, targets)
+    chunked, _ = training_loss(hidden, head, targets)
     assert chunked.dtype == torch.float32
     assert torch.allclose(chunked, plain.float(), rtol=1e-5)
     grads = (torch.autograd.grad(loss * 0.3, [hidden, head.weight]) for loss in (chunked, plain))
@@ -115,7 +115,7 @@ def test_loss_and_evaluation_never_hold_tokens_times_vocabulary(monkeypatch: pyt
     head = head_of(torch.randn(1000, 16), softcap=3.0)
     targets = torch.randint(1000, (4096,))
     with Watch():
-        linear_cross_entropy(hidden, head, targets).backward()
+        training_loss(hidden, head, targets)[0].backward()
         token_nll(hidden, head, targets)
     assert largest <= 256 * 1000
 

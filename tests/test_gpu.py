@@ -15,7 +15,7 @@ from lm.attention import catalogue
 from lm.attention.contract import inputs, randomized
 from lm.attention.elementwise_sums import elementwise_attention, why_tiles
 from lm.attention.layout import AttentionLayout, by_documents
-from lm.model.cross_entropy import Head, linear_cross_entropy
+from lm.model.cross_entropy import Head, training_loss
 from lm.training.callbacks import StopOnSignal
 from lm.training.module import L, TrainModule
 from lm.training.train import train
@@ -94,7 +94,7 @@ def test_the_gpu_gives_the_cpus_loss_and_gradients():
     for device in ("cpu", "cuda"):
         h, head = hidden.detach().to(device).requires_grad_(), Head(64, 5000, softcap=8.0)
         head.weight = torch.nn.Parameter(weight.to(device))
-        loss = linear_cross_entropy(h, head, targets.to(device))
+        loss, _ = training_loss(h, head, targets.to(device))
         loss.backward()
         found[device] = [loss.item(), h.grad.cpu(), head.weight.grad.cpu()]
     assert found["cuda"][0] == pytest.approx(found["cpu"][0], rel=1e-5)

@@ -26,7 +26,7 @@ from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
 from lm.evaluation.held_out import EVAL_TOKENS, by_sequence, lengths_axis, tokens_sha256
 from lm.model.attention_stream import attention_blocks
 from lm.model.blocks import DecodingCache
-from lm.model.cross_entropy import argmax_tokens, linear_cross_entropy, token_nll
+from lm.model.cross_entropy import argmax_tokens, token_nll, training_loss
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode
 from lm.model.swapped import for_inference
@@ -355,7 +355,7 @@ def finetuned(decoder: Decoder, config: NeedleConfig, seq_len: int, text: Text, 
             for tokens, targets in zip(batch.tokens.split(size), batch.targets.split(size), strict=True):
                 with where.autocast():
                     hidden = model.hidden(Batch(tokens, targets, None)).flatten(0, 1)
-                    loss = linear_cross_entropy(hidden, model.head, targets.flatten())
+                    loss, _ = training_loss(hidden, model.head, targets.flatten())
                 (loss / int(answers.sum())).backward()
             norm = torch.nn.utils.get_total_norm(gradients_to_norm(model, model.config))
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)

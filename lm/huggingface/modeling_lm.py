@@ -415,6 +415,7 @@ class LmPreTrainedModel(PreTrainedModel):
 
     config_class = LmConfig
     base_model_prefix = "model"
+    _input_embed_layer = "embedding"
     supports_gradient_checkpointing = True
     _no_split_modules = tuple(block.__name__ for block in BLOCKS.values())
     _skip_keys_device_placement = ("past_key_values",)
@@ -438,12 +439,6 @@ class LmModel(LmPreTrainedModel):
         self.norm = make_norm(config)
         self.gradient_checkpointing = False
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.embedding
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.embedding = value
 
     @can_return_tuple
     def forward(
@@ -523,18 +518,6 @@ class LmForCausalLM(LmPreTrainedModel, GenerationMixin):
         self.model = LmModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.model.embedding
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.model.embedding = value
-
-    def get_output_embeddings(self) -> nn.Linear:
-        return self.lm_head
-
-    def set_output_embeddings(self, value: nn.Linear) -> None:
-        self.lm_head = value
 
     @can_return_tuple
     def forward(

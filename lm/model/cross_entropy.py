@@ -119,11 +119,6 @@ def _of_logits(low: Tensor, y: Tensor, softcap: float | None, z_loss: float, tra
     return terms
 
 
-def linear_cross_entropy(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
-    """Sum over tokens of -log p(target), fp32 scalar (nats); as `training_loss`."""
-    return training_loss(hidden, head, targets)[0]
-
-
 def training_loss(hidden: Tensor, head: Head, targets: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
     """Sum over tokens of -log p(target) + z_loss (log Z)^2, to be minimised, fp32 scalar (nats), and of its two terms apart,
     (2,) fp32 without a gradient. Z is the sum of the exponentials of a token's logits (arXiv 2204.02311, section 5).
