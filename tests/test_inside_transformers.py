@@ -58,10 +58,10 @@ def ours(model: PreTrainedModel, kind: str, folder: Path) -> tuple[Decoder, dict
     model.save_pretrained(folder / "saved")
     fields = Fields({**model.config.to_dict(), HOLDER: None, "lm_train_length": None}, folder)
     architecture = ARCHITECTURES["llama"]
-    shape = architecture.read(Fields(LlamaConfig(**SMALL).to_dict() | {"architectures": None}, folder))
-    decoder = Decoder(replace(shape.model, normalizer=KINDS[kind]), V, shape.positions)
+    spec = architecture.read(Fields(LlamaConfig(**SMALL).to_dict() | {"architectures": None}, folder))
+    decoder = Decoder(replace(spec.model, normalizer=KINDS[kind]), V, spec.seq_len)
     state, theirs = model.state_dict(), {}
-    for part in architecture.placed(shape, fields, architecture.base):
+    for part in architecture.placed(spec, fields, architecture.base):
         theirs[part.ours] = tuple(name for name, _ in part.theirs)
     for name in decoder.state_dict():
         if ".normalizer." in name:

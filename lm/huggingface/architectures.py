@@ -1,15 +1,19 @@
 """The meaning of each architecture's configuration fields as ours, and where each of our parameters lies in its weights."""
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
+
+import torch
 
 from lm.attention.catalogue import Layers, Softmax, Window
 from lm.attention.options import Options
 from lm.config.model_config import Learned, ModelConfig
 from lm.huggingface.fields import FIXED, IRRELEVANT, Fields, read_rope, write_rope
+from lm.model.decoder import projections
 from lm.model.spec import ModelSpec
 from lm.schema import Plain
 
@@ -20,7 +24,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # what `layer_types` list
 
 @dataclass(frozen=True)
 class Part:
-    """Where one of our parameters lies: in tensors of these names and shapes, one below the other.
+    """Where one of our parameters, of this name and shape, lies: in tensors of these names and shapes, one below the other.
 
     Attributes:
         transposed: each is stored as (inputs, outputs).
@@ -28,15 +32,10 @@ class Part:
     """
 
     ours: str
+    shape: tuple[int, ...]
     theirs: tuple[tuple[str, tuple[int, ...]], ...]
-    transposed: bool = False
-    scaled: tuple[int, float] | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of our parameter."""
-        shapes = [shape[::-1] if self.transposed else shape for _, shape in self.theirs]
-        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    transposed: bool
+    scaled: tuple[int, float] | None
 
 
 class Architecture(ABC):
@@ -45,6 +44,9 @@ class Architecture(ABC):
     model_type: ClassVar[str]
     classes: ClassVar[tuple[str, ...]]  # that write such weights; the first is that of a language model
     base: ClassVar[str]
+    blocks: ClassVar[str]  # the name of the list of layers
+    modules: ClassVar[dict[str, str]]  # theirs by our names, those of a layer from there on; of a fused matrix maybe one each projection
+    stores_inputs_first = False  # matrices of layers are stored as (inputs, outputs)
     buffers: ClassVar[tuple[str, ...]] = ()  # ends of the names of tensors that are no parameters
 
     def read(self, fields: Fields) -> ModelSpec:
@@ -69,16 +71,25 @@ class Architecture(ABC):
         """Whether transformers can build a model that `read` and `write` describe."""
         return True
 
-    @abstractmethod
-    def parts(self, spec: ModelSpec, fields: Fields) -> Iterator[Part]:
-        """Where each of our parameters lies, by names after `base`; but for the head."""
+    def scaled_queries(self, spec: ModelSpec, fields: Fields, layer: int) -> float:
+        """The factor on a layer's queries that scores have here in place of another scale."""
+        return 1.0
 
     def placed(self, spec: ModelSpec, fields: Fields, base: str) -> Iterator[Part]:
         """Where each of our parameters lies, by full names, in a model whose tensors have `base` before their names."""
-        for part in self.parts(spec, fields):
-            yield replace(part, theirs=tuple((base + name, size) for name, size in part.theirs))
-        if not spec.model.tied:
-            yield Part("head.weight", ((HEAD, (spec.vocab_size, spec.model.n_embd)),))
+        with torch.device("meta"):
+            decoder = spec.decoder()
+        fused = projections(decoder)
+        for ours, parameter in decoder.named_parameters():
+            layer, module, kind = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(\w+)", ours).groups()
+            shape, place = tuple(parameter.shape), base + (f"{self.blocks}.{layer}." if layer else "")
+            names = [f"{place}{name}.{kind}" for name in self.modules[module].split()] if module != "head" else [HEAD]
+            rows = [part.stop - part.start for part in fused[f"{ours.removesuffix(kind)}weight"].values()] if names[1:] else shape[:1]
+            transposed = self.stores_inputs_first and bool(layer) and len(shape) == 2
+            shapes = [(size, *shape[1:])[:: -1 if transposed else 1] for size in rows]
+            factor = self.scaled_queries(spec, fields, int(layer)) if module == "attention.qkv" else 1.0
+            scaled = (spec.model.n_embd, factor) if factor != 1 else None
+            yield Part(ours, shape, tuple(zip(names, shapes, strict=True)), transposed, scaled)
 
 
 class GPT2(Architecture):
@@ -86,7 +97,11 @@ class GPT2(Architecture):
 
     model_type = "gpt2"
     classes = ("GPT2LMHeadModel", "GPT2Model")
-    base = "transformer."
+    base, blocks, stores_inputs_first = "transformer.", "h", True
+    modules: ClassVar[dict[str, str]] = {
+        "embedding": "wte", "position": "wpe", "norm": "ln_f", "attention_norm": "ln_1", "mlp_norm": "ln_2",
+        "attention.qkv": "attn.c_attn", "attention.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.out": "mlp.c_proj",
+    }  # fmt: skip
     buffers = (".attn.bias", ".attn.masked_bias")
     activations: ClassVar[dict[str, str]] = {
         "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu": "gelu", "relu2": "relu2",
@@ -99,7 +114,7 @@ class GPT2(Architecture):
         if activation not in self.activations:
             raise fields.refused("activation_function", f"only {', '.join(self.activations)} are read")
         for name, default in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
-            fields.take(name, bool, default)  # in `parts`
+            fields.take(name, bool, default)  # in `scaled_queries`
         model = ModelConfig(
             n_layer=fields.size("n_layer", 12, MOST_LAYERS), n_head=fields.size("n_head", 12), n_embd=width,
             n_mlp=fields.size("n_inner", 4 * width),
@@ -120,28 +135,10 @@ class GPT2(Architecture):
             "embd_pdrop": model.dropout, "resid_pdrop": model.dropout, "attn_pdrop": 0.0,
         }  # fmt: skip
 
-    def parts(self, spec: ModelSpec, fields: Fields) -> Iterator[Part]:
-        width, hidden, scales = spec.model.n_embd, spec.model.mlp_width, fields.take("scale_attn_weights", bool, True)
-        by_layer = fields.take("scale_attn_by_inverse_layer_idx", bool, False)
-        yield Part("embedding.weight", (("wte.weight", (spec.vocab_size, width)),))
-        yield Part("position.weight", (("wpe.weight", (spec.seq_len, width)),))
-        for n in range(spec.model.n_layer):
-            # Scores are not divided by sqrt(D), or are divided by the layer's number, too: the queries are, instead.
-            factor = (1.0 if scales else math.sqrt(spec.model.key_dims)) / (n + 1 if by_layer else 1)
-            scaled = (width, factor) if factor != 1 else None
-            for ours, theirs, outputs, inputs, change in (
-                ("attention.qkv", "attn.c_attn", 3 * width, width, scaled),
-                ("attention.out", "attn.c_proj", width, width, None),
-                ("mlp.up", "mlp.c_fc", hidden, width, None),
-                ("mlp.out", "mlp.c_proj", width, hidden, None),
-            ):
-                yield Part(f"blocks.{n}.{ours}.weight", ((f"h.{n}.{theirs}.weight", (inputs, outputs)),), True, change)
-                yield Part(f"blocks.{n}.{ours}.bias", ((f"h.{n}.{theirs}.bias", (outputs,)),), False, change)
-            for ours, theirs in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2")):
-                for kind in ("weight", "bias"):
-                    yield Part(f"blocks.{n}.{ours}.{kind}", ((f"h.{n}.{theirs}.{kind}", (width,)),))
-        for kind in ("weight", "bias"):
-            yield Part(f"norm.{kind}", ((f"ln_f.{kind}", (width,)),))
+    def scaled_queries(self, spec: ModelSpec, fields: Fields, layer: int) -> float:
+        """Scores may not be divided by sqrt(D), or be divided by the layer's number, too: the queries are, instead."""
+        scales, by_layer = fields.take("scale_attn_weights", bool, True), fields.take("scale_attn_by_inverse_layer_idx", bool, False)
+        return (1.0 if scales else math.sqrt(spec.model.key_dims)) / (layer + 1 if by_layer else 1)
 
 
 class Llama(Architecture):
@@ -149,7 +146,13 @@ class Llama(Architecture):
 
     model_type = "llama"
     classes = ("LlamaForCausalLM", "LlamaModel")
-    base = "model."
+    base, blocks = "model.", "layers"
+    modules: ClassVar[dict[str, str]] = {
+        "embedding": "embed_tokens", "norm": "norm", "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
+        "attention.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj", "attention.out": "self_attn.o_proj",
+        "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm",
+        "mlp.up": "mlp.gate_proj mlp.up_proj", "mlp.out": "mlp.down_proj",
+    }  # fmt: skip
     buffers = (".rotary_emb.inv_freq",)
     kv_heads: ClassVar[int | None] = None  # the default; None: those of queries
     head_dim: ClassVar[int | None] = None  # the default; None: hidden_size / num_attention_heads
@@ -196,29 +199,6 @@ class Llama(Architecture):
 
     def fits(self, spec: ModelSpec) -> bool:
         return spec.model.n_embd % spec.model.n_head == 0
-
-    def parts(self, spec: ModelSpec, fields: Fields) -> Iterator[Part]:
-        model = spec.model
-        width, hidden, size = model.n_embd, model.mlp_width, model.key_dims
-        q, kv = model.n_head * size, model.kv_heads * size
-        projections = (("q", q), ("k", kv), ("v", kv))
-        yield Part("embedding.weight", (("embed_tokens.weight", (spec.vocab_size, width)),))
-        for n in range(model.n_layer):
-            at, attention, mlp = f"layers.{n}", f"layers.{n}.self_attn", f"layers.{n}.mlp"
-            for ours, theirs, inputs, bias in (
-                ("attention.qkv", {f"{attention}.{part}_proj": rows for part, rows in projections}, width, model.has_qkv_bias),
-                ("attention.out", {f"{attention}.o_proj": width}, q, model.bias),
-                ("mlp.up", {f"{mlp}.gate_proj": hidden, f"{mlp}.up_proj": hidden}, width, model.has_mlp_bias),
-                ("mlp.out", {f"{mlp}.down_proj": width}, hidden, model.has_mlp_bias),
-            ):  # fmt: skip
-                yield Part(f"blocks.{n}.{ours}.weight", tuple((f"{name}.weight", (rows, inputs)) for name, rows in theirs.items()))
-                if bias:
-                    yield Part(f"blocks.{n}.{ours}.bias", tuple((f"{name}.bias", (rows,)) for name, rows in theirs.items()))
-            yield Part(f"blocks.{n}.attention_norm.weight", ((f"{at}.input_layernorm.weight", (width,)),))
-            yield Part(f"blocks.{n}.mlp_norm.weight", ((f"{at}.post_attention_layernorm.weight", (width,)),))
-            for name in ("q_norm", "k_norm") if model.qk_norm else ():
-                yield Part(f"blocks.{n}.attention.{name}.weight", ((f"{attention}.{name}.weight", (size,)),))
-        yield Part("norm.weight", (("norm.weight", (width,)),))
 
 
 class Qwen2(Llama):
