@@ -70,17 +70,12 @@ def top_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int])
     weights: (R, S), 0 where not visible; visible: (R, S) bool; x: (S, E).
     """
     order = _largest_first(weights, visible, counts)
-    n, square, length = visible.sum(-1), x.square().sum(-1), x.norm(dim=-1)
-    products, sums = _products(weights, x, order, counts)
+    n, length = visible.sum(-1), x.norm(dim=-1)
     farthest, nearest = _extremes(x, order, counts)
     total, positive = weights.sum(-1), (weights >= 0).all(-1)
-    chosen = torch.zeros_like(visible)
     rows = []
-    for index, count in enumerate(counts):
-        chosen = chosen.scatter(1, order[:, :count], True) & visible
-        others = visible & ~chosen
-        excess = _excess(weights, square, products[index])
-        distance = (excess + sums[index].unsqueeze(-1)).clamp(min=0).sqrt()
+    for index, (count, (others, excess, distance)) in enumerate(zip(counts, _to_sums(weights, visible, x, order, counts), strict=True)):
+        chosen = visible & ~others
         within = chosen & (excess <= excess.masked_fill(~others, torch.inf).amin(-1, keepdim=True))
         r = distance.masked_fill(~others, torch.inf).amin(-1)
         best = order[:, :count]
@@ -188,19 +183,22 @@ def _extremes(x: Tensor, order: Tensor, counts: Sequence[int]) -> tuple[Tensor, 
 
 def _distances(weights: Tensor, visible: Tensor, x: Tensor, order: Tensor, counts: Sequence[int]) -> Tensor:
     """d~ of the sums s over the first N keys in the order of each row: the sum of |a_i x_i - s| over the others, (G, R)."""
-    n, square = visible.sum(-1), x.square().sum(-1)
-    products, sums = _products(weights, x, order, counts)
-    others, rows = visible.clone(), []
-    for count, inner, length in zip(counts, products, sums, strict=True):
+    n, spread = visible.sum(-1), _to_sums(weights, visible, x, order, counts)
+    return torch.stack(
+        [(distance * others).sum(-1).masked_fill(n < count, torch.nan) for count, (others, _, distance) in zip(counts, spread, strict=True)]
+    )
+
+
+def _to_sums(weights: Tensor, visible: Tensor, x: Tensor, order: Tensor, counts: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The keys other than the first N in the order of each row, |a_i x_i - s|^2 - |s|^2 and |a_i x_i - s|, (R, S) each, for each N.
+
+    The second tells apart small weights, whose distances are all |s| but for rounding.
+    """
+    others, square = visible, x.square().sum(-1)
+    for count, inner, length in zip(counts, *_products(weights, x, order, counts), strict=True):
         others = others.scatter(1, order[:, :count], False)
-        distance = (_excess(weights, square, inner) + length.unsqueeze(-1)).clamp(min=0).sqrt()
-        rows.append((distance * others).sum(-1).masked_fill(n < count, torch.nan))
-    return torch.stack(rows)
-
-
-def _excess(weights: Tensor, square: Tensor, product: Tensor) -> Tensor:
-    """|a_i x_i - s|^2 - |s|^2, (R, S): tells apart small weights, whose distances are all |s| but for rounding."""
-    return weights.square() * square - 2 * weights * product
+        excess = weights.square() * square - 2 * weights * inner
+        yield others, excess, (excess + length.unsqueeze(-1)).clamp(min=0).sqrt()
 
 
 def _envelopes(alpha: Tensor, longest: Tensor, nearest: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
