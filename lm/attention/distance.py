@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from lm.attention.lazy import F, routes, torch
+from lm.attention.lazy import AttentionLayout, F, Tensor, routes, torch
 from lm.attention.normalizer import SoftmaxNormalizer, logits
 from lm.attention.options import LARGEST, LONGEST, Options
 from lm.schema import key
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lm.attention.layout import AttentionLayout
 
 
 @dataclass

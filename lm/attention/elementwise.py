@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from lm.attention.lazy import elementwise_sums, torch
+from lm.attention.lazy import AttentionLayout, Tensor, elementwise_sums, torch
 from lm.attention.normalizer import DividedNormalizer, logits
 from lm.attention.options import N_HELP, Options
 from lm.errors import Problem
 from lm.schema import key
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lm.attention.layout import AttentionLayout
 
 
 class ElementwiseNormalizer(DividedNormalizer):

@@ -1,6 +1,7 @@
 """torch, and modules built on it, imported when something of them is first used.
 
-Families of normalizers use these names: commands that must not wait for torch read the options beside them.
+Families of normalizers use these names: commands that must not wait for torch read the options beside them. `Tensor` and `AttentionLayout`
+are for annotations, which nothing evaluates.
 """
 
 from importlib import import_module
@@ -10,8 +11,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
     import torch.nn.functional as F
+    from torch import Tensor
+    from torch.nn import Module
 
     from lm.attention import elementwise_sums, layout, routes
+    from lm.attention.layout import AttentionLayout
 else:
 
     class _Lazy(ModuleType):
@@ -25,3 +29,4 @@ else:
 
     torch, F = _Lazy("torch"), _Lazy("torch.nn.functional")
     elementwise_sums, layout, routes = (_Lazy(f"lm.attention.{name}") for name in ("elementwise_sums", "layout", "routes"))
+    Tensor = AttentionLayout = Module = object

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from lm.attention.lazy import F, routes, torch
+from lm.attention.lazy import AttentionLayout, F, Tensor, routes, torch
 from lm.attention.normalizer import DividedNormalizer
 from lm.attention.options import Options
 from lm.errors import Problem
 from lm.schema import key
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lm.attention.layout import AttentionLayout
 
 CHUNK = 128  # tokens whose weights are formed at a time
 

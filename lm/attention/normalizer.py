@@ -13,19 +13,11 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from lm.attention.lazy import AttentionLayout, Module, Tensor, routes, torch
 from lm.attention.lazy import layout as layouts
-from lm.attention.lazy import routes, torch
 from lm.attention.options import Options
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.nn import Module
-
-    from lm.attention.layout import AttentionLayout
-else:
-    Module = object
 
 
 @dataclass(frozen=True)
@@ -68,7 +60,7 @@ class Normalizer(ABC, Module):
     def initialise(self) -> None:
         """Create the parameters with their initial values."""
 
-    def parameter(self, first: float, *shape: int) -> nn.Parameter:
+    def parameter(self, first: float, *shape: int) -> torch.nn.Parameter:
         """A parameter of fp32 numbers that start at `first`, one a head (H,) unless a shape is given."""
         return torch.nn.Parameter(torch.full(shape or (self.layer.n_head,), float(first)))
 

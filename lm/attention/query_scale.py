@@ -8,18 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from lm.attention.lazy import routes, torch
+from lm.attention.lazy import AttentionLayout, Tensor, routes, torch
 from lm.attention.normalizer import Normalizer, SoftmaxNormalizer, logits
 from lm.attention.options import FIRST_VALUE, LARGEST, LONGEST, N_HELP, Options
 from lm.errors import Problem
 from lm.schema import key
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from lm.attention.layout import AttentionLayout
 
 
 class FusedSoftmax(SoftmaxNormalizer):
@@ -423,7 +418,7 @@ class QASSMaxNormalizer(FusedSoftmax):
         return self.scaled(q, layout), k
 
 
-def _mlp(size: int, out: int, start: float) -> nn.ModuleDict:
+def _mlp(size: int, out: int, start: float) -> torch.nn.ModuleDict:
     """Two layers, 64 hidden, that give `start` everywhere at first."""
     nn = torch.nn
     layers = nn.ModuleDict({"hidden": nn.Linear(size, 64), "out": nn.Linear(64, out)})
@@ -433,6 +428,6 @@ def _mlp(size: int, out: int, start: float) -> nn.ModuleDict:
     return layers
 
 
-def _output(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+def _output(layers: torch.nn.ModuleDict, x: Tensor) -> Tensor:
     """The output of an `_mlp`, with GELU between its layers."""
     return layers["out"](torch.nn.functional.gelu(layers["hidden"](x)))

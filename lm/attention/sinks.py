@@ -6,17 +6,12 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from lm.attention.lazy import F, routes, torch
+from lm.attention.lazy import AttentionLayout, F, Tensor, routes, torch
 from lm.attention.normalizer import SoftmaxNormalizer
 from lm.attention.options import FIRST_VALUE, LARGEST, Options
 from lm.schema import key
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lm.attention.layout import AttentionLayout
 
 
 class SinkBase(SoftmaxNormalizer):

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from lm.attention.lazy import F, routes, torch
+from lm.attention.lazy import AttentionLayout, F, Tensor, routes, torch
 from lm.attention.normalizer import Normalizer, logits
 from lm.attention.options import N_HELP, Options
 from lm.schema import key
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lm.attention.layout import AttentionLayout
 
 
 def relative_to_largest(z: Tensor, layout: AttentionLayout) -> Tensor:

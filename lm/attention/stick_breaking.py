@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from lm.attention.lazy import F
+from lm.attention.lazy import AttentionLayout, F, Tensor
 from lm.attention.normalizer import Normalizer
 from lm.attention.options import Options
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lm.attention.layout import AttentionLayout
 
 
 @dataclass
