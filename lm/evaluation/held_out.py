@@ -72,6 +72,13 @@ class HeldOut:
         """Values (N, columns) by sequence, grouped by document; weights: (N,), None: equal ones."""
         return Sample(self.sha256, values, np.ones(len(values)) if weights is None else weights, self.document_labels)
 
+    def means(self, values: np.ndarray, chosen: slice | np.ndarray = slice(None)) -> tuple[float, Sample]:
+        """The mean of values (N, length) that count, and that of each sequence as a sample, of the `chosen` sequences."""
+        values, counts = values[chosen], self.counts[chosen]
+        by_sequence = values.mean(1, dtype=np.float64, where=counts)[:, None]
+        sample = Sample(self.sha256, by_sequence, counts.sum(1), self.document_labels[chosen])
+        return float(values.mean(dtype=np.float64, where=counts)), sample
+
     @classmethod
     def take(cls, store: Store, starts: np.ndarray, length: int, isolate: bool = False) -> "HeldOut":
         """The sequences of `length` + 1 tokens that begin at `starts` of the held-out split; `isolate`: their documents."""
@@ -262,24 +269,17 @@ class Validation(Measurement):
         held_out, data = self.held_out, self.config.data
         nll = nll_by_token(decoder, held_out, where, progress=progress)
         bits = None if data.symbolic else bits_per_byte(nll, held_out)
-        loss, sample = self._loss(nll, np.ones(len(nll), bool))
+        loss, sample = held_out.means(nll)
         level = self.store.val.unigram_cross_entropy if data.symbolic or data.text_weight else None  # text not trained on has none
         series = validation_series(loss, bits, level, held_out.length, sample, self.fingerprint)
         labels = task_names([to_plain(each.task) for each in data.tasks]) if data.symbolic else [p.label for p in self.store.val.sources]
         for number, label in enumerate(labels if len(labels) > 1 else []):  # the sources of a mixture, or the tasks over symbols
             chosen = held_out.sources == number
             if chosen.any():
-                loss, sample = self._loss(nll, chosen)
+                loss, sample = held_out.means(nll, chosen)
                 fields = {"samples": (sample,), "data_fingerprint": self.fingerprint, "logged": (f"val/loss {label}",)}
                 series.append(self.series(LOSS, NATS, "lower", loss, what=label, **fields))
         return series
-
-    def _loss(self, nll: np.ndarray, chosen: np.ndarray) -> tuple[float, Sample]:
-        """The mean loss of the sequences where `chosen` (sequences,) is true, and the loss of each as a sample."""
-        loss, counts = nll[chosen], self.held_out.counts[chosen]
-        means = loss.mean(1, dtype=np.float64, where=counts)[:, None]
-        sample = Sample(self.held_out.sha256, means, counts.sum(1), self.held_out.document_labels[chosen])
-        return float(loss.mean(dtype=np.float64, where=counts)), sample
 
 
 class Texts(Measurement):

@@ -108,16 +108,12 @@ class SwapMeasurement(Measurement):
 
     def _by_length(self, metric: str, values: list[np.ndarray]) -> Series:
         """Means of `values`, (sequences, length) of each length, with intervals over documents; for reports."""
-        samples, means = [], []
-        for held_out, numbers in zip(self.held_out, values, strict=True):
-            counts = held_out.counts
-            samples.append(held_out.sample(numbers.mean(1, where=counts)[:, None], counts.sum(1)))
-            means.append(numbers.mean(where=counts))
+        means, samples = zip(*(held_out.means(numbers) for held_out, numbers in zip(self.held_out, values, strict=True)), strict=True)
         amount = "; ".join(f"{len(held_out.sequences):,} of {held_out.length:,} tokens" for held_out in self.held_out)
         title = f"{metric[0].upper()}{metric[1:]} at the swap of the normalizer"
         return self.series(
             metric, NATS, "lower", np.array(means), axis=lengths_axis(held_out.length for held_out in self.held_out),
-            samples=tuple(samples), interval="documents", data_fingerprint=self.fingerprint,
+            samples=samples, interval="documents", data_fingerprint=self.fingerprint,
             shown=Shown(title, "sequences around the swap", amount, f"{metric} at the swap, by sequence length"),
         )  # fmt: skip
 

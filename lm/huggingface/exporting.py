@@ -1,7 +1,6 @@
 """`lm export --format hf`: a model and its card for transformers, as a plain GPT-2, Llama or Qwen, else with the code that computes it."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from lm.config.tree import function_of
 from lm.data.tokenizer import TOKENIZER_CONFIG
 from lm.errors import DataError, RunError, one_line
 from lm.files import new_folder, replacing
-from lm.huggingface.architectures import ARCHITECTURES, Architecture, Part
+from lm.huggingface.architectures import ARCHITECTURES, Architecture
 from lm.huggingface.fields import Fields
 from lm.huggingface.importing import CONFIG, SINGLE
 from lm.huggingface.tokenizer_files import starting_documents
@@ -115,15 +114,16 @@ def export_for_transformers(source: Path, checkpoint: str, out: Path) -> Path:
     loaded = load(source, checkpoint)
     if plain := _architecture(loaded.spec, source):
         architecture, config = plain
-        described, tensors = _tensors(architecture, config, loaded)
+        tensors = _tensors(architecture, config, loaded)
     else:
         if problem := _uncomputed(loaded):
             raise RunError(f"{source}: {problem}; without --format hf it is exported for lm")
         config = _own_config(loaded)
-        described, tensors = _own_tensors(loaded)
+        tensors = _own_tensors(loaded)
+    described: dict[str, Described] = {name: (torch.float32, tuple(value.shape)) for name, value in tensors.items()}
     with new_folder(out) as folder:
         with replacing(folder / SINGLE, "the weights") as file:
-            write_weights(file, described, tensors)
+            write_weights(file, described, ((name, value.float()) for name, value in tensors.items()))
         files = {CONFIG: _json({**config, **_tokens(loaded)}), "README.md": model_card(loaded, config["model_type"])}
         if plain is None:
             files[MODELLING] = Path(__file__).with_name(MODELLING).read_text()
@@ -150,26 +150,13 @@ def _architecture(spec: ModelSpec, source: Path) -> tuple[Architecture, dict[str
     return None
 
 
-def _tensors(
-    architecture: Architecture, config: dict[str, Plain], loaded: Loaded
-) -> tuple[dict[str, Described], Iterator[tuple[str, Tensor]]]:
-    """Types and shapes of the tensors by their names in transformers, and the tensors, made one by one."""
-    state = loaded.decoder.state_dict()
-    parts = list(architecture.placed(loaded.spec, Fields(config, loaded.path), architecture.base))
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for part in parts:
-            for (name, _), value in zip(part.theirs, _split(part, state[part.ours].float()), strict=True):
-                yield name, value
-
-    return {name: (torch.float32, size) for part in parts for name, size in part.theirs}, tensors()
-
-
-def _split(part: Part, value: Tensor) -> Iterator[Tensor]:
-    """The tensors that one of our parameters becomes."""
-    sizes = [size[-1] if part.transposed else size[0] for _, size in part.theirs]
-    for piece in value.split(sizes):
-        yield piece.t().contiguous() if part.transposed else piece.contiguous()
+def _tensors(architecture: Architecture, config: dict[str, Plain], loaded: Loaded) -> dict[str, Tensor]:
+    """The tensors by their names in transformers, as views of our parameters."""
+    state, tensors = loaded.decoder.state_dict(), {}
+    for part in architecture.placed(loaded.spec, Fields(config, loaded.path), architecture.base):
+        pieces = state[part.ours].split([size[-1] if part.transposed else size[0] for _, size in part.theirs])
+        tensors |= {name: piece.t() if part.transposed else piece for (name, _), piece in zip(part.theirs, pieces, strict=True)}
+    return tensors
 
 
 def _tokens(loaded: Loaded) -> dict[str, Plain]:
@@ -253,15 +240,12 @@ def _own_normalizer(normalizer: Normalizer) -> dict[str, Plain]:
     return {**to_plain(normalizer.options), **normalizer.constants(), "parameters": shapes}
 
 
-def _own_tensors(loaded: Loaded) -> tuple[dict[str, Described], Iterator[tuple[str, Tensor]]]:
-    """Types and shapes of the tensors by lm's names, after `model.` but for the head, and the tensors."""
-    state = {
-        "lm_head.weight" if name == "head.weight" else f"model.{name}": value
-        for name, value in loaded.decoder.state_dict().items()
-        if name != "head.weight" or not loaded.spec.model.tied
-    }
-    described = {name: (torch.float32, tuple(value.shape)) for name, value in state.items()}
-    return described, ((name, value.float().contiguous()) for name, value in state.items())
+def _own_tensors(loaded: Loaded) -> dict[str, Tensor]:
+    """The tensors by lm's names, after `model.` but for the head."""
+    state = loaded.decoder.state_dict()
+    if loaded.spec.model.tied:
+        del state["head.weight"]
+    return {"lm_head.weight" if name == "head.weight" else f"model.{name}": value for name, value in state.items()}
 
 
 def check_hub_name(name: str) -> None:

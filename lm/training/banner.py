@@ -73,15 +73,15 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         f"{model.block.label(model)}, {model.position.label}, vocabulary {store.vocab_size:,}",
         "normalizer": _normalizer(decoder),
         "kernel": "; ".join(kernels),
-        **({"phases": _phases(config, start.phase)} if config.phases else {}),
+        "phases": _phases(config, start.phase) if config.phases else "",
         "data": f"{store.path}: {store.train.n_tokens:,} training tokens, {store.val.n_tokens:,} held out, "
         f"fingerprint {store.fingerprint[:16]}",
-        **({"tasks": _tasks(store, config)} if data.tasks else {}),
-        **({"lengths": _lengths(store, config)} if data.lengths.shorter else {}),
-        **({"documents": "isolated: attention and n restart at each"} if data.documents == "isolate" else {}),
+        "tasks": _tasks(store, config) if data.tasks else "",
+        "lengths": _lengths(store, config) if data.lengths.shorter else "",
+        "documents": "isolated: attention and n restart at each" if data.documents == "isolate" else "",
         "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,}, {_ratio(config, parameters):.3g} a parameter"
         + (f" ({', '.join(f'{label} {number:.2f}'.strip() for label, number in epochs)} epochs)" if epochs else ""),
-        **({"note": "; ".join(notes)} if notes else {}),
+        "note": "; ".join(notes),
         "device": f"{machine.device}, precision {machine.precision}, compile {machine.compiled}",
         "memory": _memory(config, start.phase, store.vocab_size, machine),
         "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all; {peak}",
@@ -89,13 +89,13 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         "optimizer": f"{_options(optim.optimizer)}, lr {optim.lr:g}, {_options(optim.schedule)}, warm-up of {warmup} steps; "
         f"gradients' norm {f'at most {optim.grad_clip:g}' if optim.grad_clip else 'not bounded'}"
         + (f"; z-loss x {optim.z_loss:g}" if optim.z_loss else ""),
-        **({"transfer": base} if model.transfer else {}),
-        **({"groups": _groups(config, decoder)} if optim.groups != Groups() or model.transfer else {}),
-        **({"options": ", ".join(f"{name} = {json.dumps(value)}" for name, value in options.items())} if options else {}),
+        "transfer": base if model.transfer else "",
+        "groups": _groups(config, decoder) if optim.groups != Groups() or model.transfer else "",
+        "options": ", ".join(f"{name} = {json.dumps(value)}" for name, value in options.items()),
         "seed": f"{config.seed} (initial weights, {'order of the batches, ' if data.seed is None else ''}dropout)"
         + ("" if data.seed is None else f", {data.seed} (order of the batches)"),
     }
-    return "\n".join(f"{name:<11} {text}" for name, text in lines.items())
+    return "\n".join(f"{name:<11} {text}" for name, text in lines.items() if text)
 
 
 def _ratio(config: Config, parameters: dict[str, int]) -> float:
