@@ -32,31 +32,6 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens
 SPACE = "▁"  # stands for a space in sentencepiece's tokens
 
 
-def gguf_tokenizer(metadata: dict[str, Plain], path: Path) -> str | None:
-    """The content of a tokenizer.json; None: the file has no tokenizer.
-
-    Raises:
-        RunError: a kind of tokenizer that is not read, for which a tokenizer.json must be given, or a damaged one.
-    """
-    own = {name.removeprefix("tokenizer.ggml."): value for name, value in metadata.items()}
-    kind, pre = own.get("model"), own.get("pre")
-    if kind is None:
-        return None
-    if kind != "llama" and (kind != "gpt2" or pre not in CUTS):
-        what = f"tokenizer.ggml.model = {kind!r}, pre = {pre!r}"
-        raise RunError(f"{path}: {what}: not a tokenizer that is read from GGUF; name its tokenizer.json with --tokenizer")
-    try:
-        tokenizer = _sentencepiece(own) if kind == "llama" else _byte_level(own, CUTS[pre], pre)
-        tokens = list(zip(own["tokens"], own["token_type"], strict=True))
-        special = (CONTROL, UNKNOWN)
-        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token, kind in tokens if kind in special])
-        tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in tokens if kind == USER_DEFINED])
-    except Exception as error:  # all that the library raises
-        reason = f"has no tokenizer.ggml.{error.args[0]}" if isinstance(error, KeyError) else f"is damaged: {one_line(error, 160)}"
-        raise RunError(f"{path}: its tokenizer {reason}; name its tokenizer.json with --tokenizer") from None
-    return json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, indent=1)
-
-
 def _byte_level(own: dict[str, Plain], cut: str, pre: str) -> Tokenizer:
     pairs = [tuple(merge.split(" ")) for merge in own["merges"]]
     tokenizer = Tokenizer(models.BPE(_numbered(own["tokens"]), pairs, ignore_merges=pre == "llama-bpe"))
@@ -258,8 +233,28 @@ class GGUF:
         return value
 
     def tokenizer(self) -> str | None:
-        """The content of a tokenizer.json; None: there is no tokenizer. Raises RunError as `gguf_tokenizer`."""
-        return gguf_tokenizer(self._metadata, self.path)
+        """The content of a tokenizer.json; None: the file has no tokenizer.
+
+        Raises:
+            RunError: a kind of tokenizer that is not read, for which a tokenizer.json must be given, or a damaged one.
+        """
+        own = {name.removeprefix("tokenizer.ggml."): value for name, value in self._metadata.items()}
+        kind, pre = own.get("model"), own.get("pre")
+        if kind is None:
+            return None
+        if kind != "llama" and (kind != "gpt2" or pre not in CUTS):
+            what = f"tokenizer.ggml.model = {kind!r}, pre = {pre!r}"
+            raise RunError(f"{self.path}: {what}: not a tokenizer that is read from GGUF; name its tokenizer.json with --tokenizer")
+        try:
+            tokenizer = _sentencepiece(own) if kind == "llama" else _byte_level(own, CUTS[pre], pre)
+            tokens = list(zip(own["tokens"], own["token_type"], strict=True))
+            special = (CONTROL, UNKNOWN)
+            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token, kind in tokens if kind in special])
+            tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in tokens if kind == USER_DEFINED])
+        except Exception as error:  # all that the library raises
+            reason = f"has no tokenizer.ggml.{error.args[0]}" if isinstance(error, KeyError) else f"is damaged: {one_line(error, 160)}"
+            raise RunError(f"{self.path}: its tokenizer {reason}; name its tokenizer.json with --tokenizer") from None
+        return json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, indent=1)
 
 
 def _head_size(config: dict[str, Plain]) -> int | None:
