@@ -23,6 +23,9 @@ class FusedSoftmax(SoftmaxNormalizer):
     kernel = "fused softmax"
     change: ClassVar[str]  # of the queries, in the kernel's description
 
+    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
+        return logits(*self.fused_inputs(q, k, layout))
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         return routes.fused_softmax(*self.fused_inputs(q, k, layout), v, layout)
 
@@ -401,21 +404,14 @@ class QASSMaxNormalizer(FusedSoftmax):
         self.base = _mlp(1, self.layer.n_head * self.layer.head_size, 1.0)
         self.gate = _mlp(self.layer.head_size, self.layer.head_size, 0.0)
 
-    def scaled(self, q: Tensor, layout: AttentionLayout) -> Tensor:
-        """q (B, H, T, D) times both factors, in fp32 or wider."""
+    def fused_inputs(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
         dtype = self.base["out"].weight.dtype
         q = q.to(torch.promote_types(q.dtype, dtype))
         with routes.without_autocast(q.device):
             log_n = layout.n(self.options.n).log().unsqueeze(-1).to(dtype)  # (T, 1) or (B, T, 1)
             base = _output(self.base, log_n).unflatten(-1, (self.layer.n_head, -1)).transpose(-2, -3)  # (H, T, D) or (B, H, T, D)
             gate = 1 + _output(self.gate, q.to(dtype)).tanh()
-        return q * base * gate
-
-    def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        return logits(self.scaled(q, layout), k)
-
-    def fused_inputs(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
-        return self.scaled(q, layout), k
+        return q * base * gate, k
 
 
 def _mlp(size: int, out: int, start: float) -> torch.nn.ModuleDict:
