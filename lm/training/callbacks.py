@@ -241,15 +241,23 @@ class Metrics(StepCallback):
 class Evaluations(StepCallback):
     """Measures what is due, on all ranks, and keeps it: a file in evaluations/, a line in metrics.jsonl.
 
-    Its picture is drawn where wandb is sent it, and at the last step of a run outside of experiments: drawing takes as long as a short
+    A picture is drawn where wandb is sent it, and at the last step of a run outside of experiments: drawing takes as long as a short
     run's start. Training time excludes all of it. A measurement that fails, or exceeds its time limit, is logged, and training continues
     unless `eval.on_error` is stop.
     """
 
-    def __init__(self, run: RunContext, clock: Clock):
+    def __init__(self, run: RunContext, clock: Clock, measurements: list[Measurement]):
         super().__init__(run, clock)
-        self.max_steps = run.config.trainer.max_steps
-        self.validation, *self.others = run.measurements
+        self.max_steps, self.measurements = run.config.trainer.max_steps, measurements
+
+    def due(self, step: int) -> list[Measurement]:
+        """The measurements that are due at a step."""
+        return [measurement for measurement in self.measurements if measurement.asked.is_due(step, self.max_steps)]
+
+    def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
+        """Measure all that is due at a step."""
+        for measurement in self.due(step):
+            self.run(trainer, module, measurement, module.decoder)
 
     def run(self, trainer: L.Trainer, module: TrainModule, measurement: Measurement, decoder: Decoder) -> Evaluation | None:
         """Measure `decoder` now, and keep the result for `lm eval`, too; None if that failed. Collective."""
@@ -283,26 +291,19 @@ class Evaluations(StepCallback):
 class Validate(Evaluations):
     """Loss at the training length, every `eval.every` steps and at the end."""
 
-    def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
-        """Validate every `eval.every` steps, and note the lowest loss on the documents that select."""
-        if not self.validation.asked.is_due(step, self.max_steps):
-            return
-        result = self.run(trainer, module, self.validation, module.decoder)
-        if result is None:
-            return
-        state, (loss, sha256) = module.start.state, selection_loss(result.series[0])
-        other_sequences = not state.best or state.best.sequences_sha256 != sha256  # losses that can't be compared
-        if math.isfinite(loss) and (other_sequences or loss < state.best.loss):
-            state.best = Best(step, loss, sha256)
-            self.record.summarize({"best/step": step, "best/selection_loss": loss})
+    def run(self, trainer: L.Trainer, module: TrainModule, measurement: Measurement, decoder: Decoder) -> Evaluation | None:
+        """Validate, and note the lowest loss on the documents that select."""
+        if result := super().run(trainer, module, measurement, decoder):
+            state, (loss, sha256) = module.start.state, selection_loss(result.series[0])
+            other_sequences = not state.best or state.best.sequences_sha256 != sha256  # losses that can't be compared
+            if math.isfinite(loss) and (other_sequences or loss < state.best.loss):
+                state.best = Best(result.step, loss, sha256)
+                self.record.summarize({"best/step": result.step, "best/selection_loss": loss})
+        return result
 
 
 class Evaluate(Evaluations):
     """All other measurements, at their own intervals, and what a swap did."""
-
-    def due(self, step: int) -> list[Measurement]:
-        """The measurements that are due at a step."""
-        return [measurement for measurement in self.others if measurement.asked.is_due(step, self.max_steps)]
 
     def on_train_start(self, trainer: L.Trainer, module: TrainModule) -> None:
         """Measure what is missing at the step that training continues from, and a swap that has just been made, as `lm swap` does."""
@@ -314,11 +315,6 @@ class Evaluate(Evaluations):
         if before and self.config.eval.swap_lengths:
             self.run(trainer, module, SwapMeasurement(self.config, module.store, before), module.decoder)
         module.start.before = None
-
-    def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
-        """Measure all that is due at a step."""
-        for measurement in self.due(step):
-            self.run(trainer, module, measurement, module.decoder)
 
 
 # ---------------------------------------------------------------- checkpoints

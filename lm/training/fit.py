@@ -172,9 +172,9 @@ def make_trainer(run: RunContext, module: TrainModule, stop: StopOnSignal) -> L.
             stop,
             Metrics(run, clock),  # starts the clock; what follows pauses it
             ProfileSteps(run, clock),
-            Validate(run, clock),  # before Checkpoints, which saves the best
+            Validate(run, clock, run.measurements[:1]),  # before Checkpoints, which saves the best
             Checkpoints(run, clock),
-            Evaluate(run, clock),  # takes long: a kill meanwhile loses no step
+            Evaluate(run, clock, run.measurements[1:]),  # takes long: a kill meanwhile loses no step
         ],
         default_root_dir=config.run_folder,
         logger=False,
