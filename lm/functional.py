@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -130,7 +130,8 @@ def _call(
     named = json.dumps(dict(normalizer) if isinstance(normalizer, Mapping) else normalizer, sort_keys=True)
     layer = _layer(q.size(1), q.size(3), 1 if x is None else x.size(-1), 2 if train_length is None else train_length)
     module = _module(named, layer, str(q.device))
-    own, kind = module.normalizer, module.normalizer.options.name
+    own = cast(Normalizer, module.normalizer)
+    kind = own.options.name
     if train_length is None and own.constants() and getattr(own.options, "base", "") == "train":
         raise ConfigError([Problem("train_length", None, f"{kind} is softmax at this length", "give it, or base")])
     of_queries, of_keys = (getattr(type(own), name) is not getattr(Normalizer, name) for name in ("query_features", "key_features"))

@@ -61,7 +61,8 @@ def estimated_memory(config: Config, phase: int, vocab_size: int, bf16: bool, ac
     """
     recomputes, models = config.trainer.activation_checkpointing, [config.model_in(number) for number in range(phase, len(config.plan))]
     kind = (config.data.seq_len, config.micro_batch, config.rank_sequences, config.world_size, recomputes, config.optim, config.train_only)
-    for key, model in (keyed := {repr((model, kind, vocab_size, bf16, accelerator)): model for model in models}).items():
+    keyed = {repr((model, kind, vocab_size, bf16, accelerator)): model for model in models}
+    for key, model in keyed.items():
         _KNOWN[key] = _KNOWN.get(key) or _estimated(config, model, vocab_size, bf16, accelerator)
     return max(_KNOWN[key] for key in keyed)
 
