@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -215,14 +215,14 @@ def _of_model(
     for name, asked, count in (("layer", layers, depth), ("head", heads, width)):
         if wrong := [number for number in asked or [] if not 0 <= number < count]:
             raise ConfigError(f"--{name} {wrong[0]}: {loaded.folder} has {count} {name}s, 0 to {count - 1}")
-    where = replace(open_device(config, loaded.environment), bf16=False)
+    device = open_device(config, loaded.environment).device
     tokens, characters = ["<start>"] + [text[a:b] for a, b in encoded.offsets], [0] + [a for a, _ in encoded.offsets]
     settings: list[InferenceSetting] = config.eval.diagnostics.inference
     with Progress().bar(f"{loaded.folder.name}: attention", len(settings)) as advance:
         for setting in settings:
-            decoder = for_inference(loaded.decoder, setting).to(where.device)
-            with torch.autocast(where.device.type, enabled=False):
-                maps = attention_maps(decoder, torch.tensor(ids, device=where.device), CELLS)
+            decoder = for_inference(loaded.decoder, setting).to(device)
+            with torch.autocast(device.type, enabled=False):
+                maps = attention_maps(decoder, torch.tensor(ids, device=device), CELLS)
             chosen = [(layer, head) for layer in layers or range(depth) for head in heads or range(width)]
             if layers is None and heads is None and len(chosen) > MOST_HEADS:
                 chosen = maps.most_concentrated(MOST_HEADS)

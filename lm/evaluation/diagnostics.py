@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -412,7 +411,7 @@ def _of_model(loaded: Loaded, changes: dict[str, Plain]) -> Evaluated:
         store = open_store(config, loaded)
         check_sequences(store, config)
         measurement = Diagnostics(config, store)
-    where, stamp = replace(open_device(config, loaded.environment), bf16=False), loaded.stamp
+    where, stamp = open_device(config, loaded.environment), loaded.stamp
     with Progress().bar(f"{loaded.folder.name}: {KIND}", measurement.work) as advance:
         evaluation = measurement.evaluate(loaded.decoder.to(where.device), where, stamp["step"], stamp["tokens_seen"], advance)
     return Evaluated(loaded.folder, evaluation, cached=False)
