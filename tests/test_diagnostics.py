@@ -16,13 +16,11 @@ from torch import Tensor
 from lm.attention import catalogue
 from lm.attention import catalogue as opt
 from lm.attention.options import Options
-from lm.config.eval_config import DiagnosticsConfig, EvalConfig
+from lm.config.eval_config import DiagnosticsConfig
 from lm.config.model_config import GAUBlock, ModelConfig
-from lm.config.tree import Config
 from lm.data.batches import Batch
 from lm.diagnostics.attention_rows import LEAST_KEYS, NO_WEIGHT, NOT_FINITE, Measures, Values, exponent, half_octaves, orders, query_indices
-from lm.evaluation.diagnostics import Diagnostics, families
-from lm.evaluation.evaluation_kind import ignore
+from lm.evaluation.diagnostics import describe, families
 from lm.evaluation.held_out import HeldOut
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout
@@ -60,13 +58,6 @@ def measured(decoder: Decoder, given: Batch, queries: list[int] = ALL, shuffle: 
     measures = Measures(families(DiagnosticsConfig()), 2, heads, queries, LENGTH)
     vectors = measures.of(decoder, given, order=orders(0, len(queries), LENGTH) if shuffle else None)
     return measures.values(vectors[-1][None].numpy(), decoder.seq_len)
-
-
-def measured_on(held_out: HeldOut, decoder: Decoder, asked: DiagnosticsConfig) -> list[Series]:
-    """The diagnostics of a decoder on these sequences."""
-    config = Config(eval=EvalConfig(diagnostics=asked))
-    config.data.seq_len = decoder.seq_len
-    return Diagnostics(config, None, held_out).measure(decoder, Device(torch.device("cpu"), bf16=False), ignore)
 
 
 def naive(weights: np.ndarray, seen: np.ndarray, first: int, query: int, sums_to_one: bool) -> dict[str, float]:
@@ -307,7 +298,7 @@ def test_a_report_of_runs_with_diagnostics_shows_them(tmp_path: Path):
     asked, folders = DiagnosticsConfig(sequences=3, queries=6, statistics=["sparsity"]), []
     for name in ("softmax", "relu2"):
         folders.append(build_run(tmp_path, name))
-        found = measured_on(held_out, make_decoder(catalogue.OPTIONS[name]()), asked)
+        found = describe(make_decoder(catalogue.OPTIONS[name]()), held_out, asked, Device(torch.device("cpu"), bf16=False))
         assert {one.better for one in found} == {"none"}
         write_series(folders[-1], "diagnostics", found)
     report = write_report(folders, tmp_path / "report")

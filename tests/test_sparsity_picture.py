@@ -2,14 +2,17 @@
 
 import numpy as np
 import pytest
-from test_diagnostics import LENGTH, VOCAB, make_decoder, measured_on
+import torch
+from test_diagnostics import LENGTH, VOCAB, make_decoder
 
 from lm.attention import catalogue as opt
 from lm.attention.options import Options
 from lm.config.eval_config import DiagnosticsConfig
 from lm.diagnostics.attention_rows import HEAD
 from lm.evaluation.diagnostic_pictures import against_theory, diagnostics
+from lm.evaluation.diagnostics import describe
 from lm.evaluation.held_out import HeldOut
+from lm.model.device import Device
 from lm.report.pictures import Panel
 
 
@@ -17,7 +20,7 @@ def panels(options: Options) -> tuple[list[Panel], dict[str, np.ndarray]]:
     """The panels, row by row, and of the trained model each statistic by head of all layers."""
     held_out = HeldOut(np.random.default_rng(0).integers(1, VOCAB, (2, LENGTH + 1)), np.ones(VOCAB, np.float32))
     asked = DiagnosticsConfig(sequences=2, queries=6, statistics=["concentration", "sparsity"])
-    found = measured_on(held_out, make_decoder(options), asked)
+    found = describe(make_decoder(options), held_out, asked, Device(torch.device("cpu"), bf16=False))
     heads: dict[str, list[np.ndarray]] = {}
     for one in found:
         if one.axis and one.axis.name == HEAD and one.setting == "as trained":

@@ -173,18 +173,37 @@ class Diagnostics(Measurement):
         return (picture := diagnostics(series)) and picture.png
 
     def measure(self, decoder: Decoder, where: Device, progress: Advance) -> list[Series]:
-        untrained = Decoder(decoder.config, decoder.vocab_size, decoder.seq_len, seed=self.config.seed).to(where.device)
-        models: dict[str, Values] = {}
-        for setting in self.asked.inference:
-            words = "" if setting.label == "as trained" else f", {setting.label}"
-            pair = [for_inference(model, setting) for model in (decoder, untrained)]
-            measures, vectors = statistics_of(*pair, self.held_out, self.asked, where, progress)
-            values = [measures.values(vectors[:, number], decoder.seq_len) for number in range(3)]
-            models |= dict(zip((setting.label, UNTRAINED + words, SHUFFLED + words), values, strict=True))
-        described = _Described(self, models, measures)
-        parts = [described.numbers(), described.curves(), described.derived(), described.heads()]
-        series = [each for part in parts + [described.heads_by_keys()] * self.asked.by_position for each in part]
+        series = describe(decoder, self.held_out, self.asked, where, self.config.seed, self.fingerprint, progress)
         return series + retrieval_series(decoder, self.config, self.asked)
+
+
+def describe(
+    decoder: Decoder,
+    held_out: HeldOut,
+    asked: DiagnosticsConfig,
+    where: Device,
+    seed: int = 1,
+    fingerprint: str = "",
+    progress: Advance = ignore,
+) -> list[Series]:
+    """The diagnostics of a decoder on its device, as series. Collective.
+
+    Args:
+        seed: of the initial weights of the untrained model.
+        fingerprint: of the data that the sequences come from.
+        progress: called with the number of sequences done.
+    """
+    untrained = Decoder(decoder.config, decoder.vocab_size, decoder.seq_len, seed=seed).to(where.device)
+    models: dict[str, Values] = {}
+    for setting in asked.inference:
+        words = "" if setting.label == "as trained" else f", {setting.label}"
+        pair = [for_inference(model, setting) for model in (decoder, untrained)]
+        measures, vectors = statistics_of(*pair, held_out, asked, where, progress)
+        values = [measures.values(vectors[:, number], decoder.seq_len) for number in range(3)]
+        models |= dict(zip((setting.label, UNTRAINED + words, SHUFFLED + words), values, strict=True))
+    described = _Described(models, measures, held_out, fingerprint)
+    parts = [described.numbers(), described.curves(), described.derived(), described.heads()]
+    return [each for part in parts + [described.heads_by_keys()] * asked.by_position for each in part]
 
 
 def statistics_of(
@@ -244,8 +263,8 @@ def retrieval_series(decoder: Decoder, config: Config, asked: DiagnosticsConfig)
 class _Described:
     """The series of the statistics of several models on the same sequences, each by statistic and model; the model itself comes first."""
 
-    def __init__(self, measurement: Diagnostics, models: dict[str, Values], measures: Measures):
-        self.measurement, self.held_out, self.models, self.measures = measurement, measurement.held_out, models, measures
+    def __init__(self, models: dict[str, Values], measures: Measures, held_out: HeldOut, fingerprint: str):
+        self.models, self.measures, self.held_out, self.fingerprint = models, measures, held_out, fingerprint
         self.first = next(iter(models))
         self.bins = half_octaves(models[self.first].n, models[self.first].train_length)
 
@@ -328,10 +347,10 @@ class _Described:
         unit: str | None = None,
         **fields: object,
     ) -> Series:
-        return self.measurement.series(
-            metric or statistic.name, statistic.unit if unit is None else unit, "none", np.asarray(means, "f8"), setting=setting,
-            control=setting != self.first, interval="documents" if fields.get("samples") else "none",
-            data_fingerprint=self.measurement.fingerprint, **fields,
+        return Series(
+            KIND, metric or statistic.name, statistic.unit if unit is None else unit, "none", self.models[setting].train_length,
+            np.atleast_1d(np.asarray(means, "f8")), setting=setting, control=setting != self.first,
+            interval="documents" if fields.get("samples") else "none", data_fingerprint=self.fingerprint, **fields,
         )  # fmt: skip
 
     def _logged(self, statistic: Statistic | Accumulated, setting: str) -> tuple[str, ...]:
