@@ -26,7 +26,7 @@ from scipy.stats import binom
 from lm.statistics.intervals import Interval, effective_trials, mean_ends, over_seeds_and_documents, wilson
 from lm.statistics.learned import LearnedCounts, learned_verdicts
 from lm.statistics.tuning import Tuned, best_rate, chosen, crossed_rates, tuned
-from lm.statistics.verdicts import Comparison, Kind, Verdict, enclosing, seeds_needed, verdicts
+from lm.statistics.verdicts import Comparison, Kind, Verdict, seeds_needed, verdicts
 
 GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 MATTERS = 0.02  # nats per token
@@ -87,7 +87,7 @@ def simulated(world: World, trial: int) -> tuple[list[Verdict], list[float], lis
     ):
         if comparison.tuned and not comparison.diverged:
             over_both = comparison.over_documents
-            both = over_both and enclosing(over_both, comparison.place, comparison.every, comparison.shared)
+            both = over_both and comparison.enclosing(over_both)
             held.append(
                 (_holds(verdict.alone, text), _holds(both, population) if both else math.nan, differ, _holds(verdict.interval, text))
             )

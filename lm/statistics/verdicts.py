@@ -86,7 +86,21 @@ class Comparison:
 
     def interval(self, family: int = 1) -> Interval:
         """The interval of the mean difference over seeds, of the arms at their best rates; so many intervals hold together with 95 %."""
-        return enclosing(self.estimates, self.place, self.every, self.shared, family, self.higher)
+        return self.enclosing(self.estimates, family)
+
+    def enclosing(self, by_rates: Estimate, family: int = 1) -> Interval:
+        """The interval of the difference between the arms at their best rates, of which so many hold together with 95 %.
+
+        Args:
+            by_rates: (the arm's rates, the baseline's), the difference at each pair; the interval is NaN where one is.
+        """
+        if self.higher:
+            mirrored = replace(self, higher=False).enclosing(replace(by_rates, mean=-by_rates.mean), family)
+            return replace(mirrored, mean=float(by_rates.mean[self.place]), low=0.0 - mirrored.high, high=0.0 - mirrored.low)  # no -0.0
+        shown, both, every = by_rates[self.place].interval(family), by_rates[:, : self.shared], self.every
+        own, others = (1, 1) if every else both.mean.shape
+        high, low = hardest(by_rates.mean + by_rates.half(own * family), every), -hardest((both.half(others * family) - both.mean).T, every)
+        return replace(shown, low=float(np.minimum(shown.low, low)), high=float(np.maximum(shown.high, high)))
 
 
 @dataclass(frozen=True)
@@ -209,7 +223,7 @@ def _verdict(comparison: Comparison, margin: float, amount: str, better: str, co
             kind, reason, interval, p, needed,
             alone=comparison.interval(looks) if shown else None,
             p_exact=None if exact is None else min(1.0, family * exact),
-            over_documents=both and enclosing(both, comparison.place, comparison.every, comparison.shared, family, comparison.higher),
+            over_documents=both and comparison.enclosing(both, family),
             margin=amount, beyond=beyond, open=unanswered, seeds=seeds if tested else 0,
         )  # fmt: skip
 
@@ -272,28 +286,6 @@ def hardest(values: np.ndarray, every: bool) -> float:
         every: the greatest of all pairs; each is then one alone.
     """
     return float(values.max() if every else values.min(0).max())
-
-
-def enclosing(
-    by_rates: Estimate, place: tuple[int, int], every: bool, shared: int | None = None, family: int = 1, higher: bool = False
-) -> Interval:
-    """The interval of the difference between two arms at their best rates.
-
-    Args:
-        by_rates: (the arm's rates, the baseline's), the difference at each pair; the interval is NaN where one is.
-        place: the pair whose mean is shown.
-        every: as of `hardest`.
-        shared: as of `Comparison`, for the lower end.
-        family: how many such intervals hold together with 95 %.
-        higher: as of `Comparison`.
-    """
-    if higher:
-        mirrored = enclosing(replace(by_rates, mean=-by_rates.mean), place, every, shared, family)
-        return replace(mirrored, mean=float(by_rates.mean[place]), low=0.0 - mirrored.high, high=0.0 - mirrored.low)  # no -0.0
-    shown, both = by_rates[place].interval(family), by_rates[:, :shared]
-    own, others = (1, 1) if every else both.mean.shape
-    high, low = hardest(by_rates.mean + by_rates.half(own * family), every), -hardest((both.half(others * family) - both.mean).T, every)
-    return replace(shown, low=float(np.minimum(shown.low, low)), high=float(np.maximum(shown.high, high)))
 
 
 def p_difference(comparison: Comparison) -> float:
