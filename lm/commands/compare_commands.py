@@ -101,12 +101,12 @@ def judge(
 
     asked = {"metric": metric, "better": better, "matters": matters, "spread": spread}
     judged = judged_table(table, asked, baseline, where, by or ())
-    question, lines = judged.question, judged.lines()
+    primary, lines = judged.primary, judged.lines()
     if as_json:
-        print(json_bytes({"primary": vars(question.primary), "arms": lines}).decode(), end="")
+        print(json_bytes({"primary": vars(primary), "arms": lines}).decode(), end="")
         return
-    print_verdicts(judged, lines, f"{question.primary.metric} of {table}")
-    print(*judged.power(len(question.seeds)), sep="\n")
+    print_verdicts(judged, lines, f"{primary.metric} of {table}")
+    print(*judged.power(len(judged.seeds)), sep="\n")
 
 
 def report(runs: Runs, out: Out = None, baseline: Baseline = None) -> None:

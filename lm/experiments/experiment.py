@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -271,7 +272,16 @@ class Experiment:
     @property
     def first_config(self) -> Config:
         """The configuration of the baseline's first run."""
-        return self.config(next(iter(self.sizes)), self.arms[0], self.seeds[0], self.first_rate, {"name": "any"})
+        return self.config_of(next(iter(self.sizes)), self.arms[0])
+
+    @property
+    def places(self) -> list[tuple[str, Arm]]:
+        """Each size with each arm."""
+        return [*product(self.sizes, self.arms)]
+
+    def config_of(self, size: str, arm: Arm) -> Config:
+        """The configuration of an arm's first run, but for its name. Raises ConfigError."""
+        return self.config(size, arm, self.seeds[0], self.first_rate, {"name": "any"})
 
     def config(self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]) -> Config:
         """The configuration of one run; `rate` is the value of the tuned key. Runs that differ in `_OWN` alone share one that was parsed

@@ -258,7 +258,7 @@ def _with_steps(experiment: Experiment) -> Experiment:
         given = flatten(merge(experiment.base, changes)).get(TOKENS) is not None
         for arm in reversed(experiment.arms) if given else ():  # the baseline last; the others only if it is wrong, or has steps of its own
             with suppress(ConfigError):  # which `check_experiment` says, with its place
-                config = experiment.config(size, arm, experiment.seeds[0], experiment.first_rate, {"name": "any"})
+                config = experiment.config_of(size, arm)
                 if config.trainer.max_steps is None:
                     from lm.model.spec import steps_of  # torch takes seconds to import
 
@@ -324,10 +324,9 @@ def check_experiment(experiment: Experiment) -> None:
     problems = _check_table(experiment) + _check_evaluate(experiment)
     wrong: dict[str, list[tuple[str, str]]] = {}
     configs: dict[tuple[str, str], Config] = {}
-    places = list(product(experiment.sizes, experiment.arms))
-    for size, arm in places:
+    for size, arm in experiment.places:
         try:
-            config = experiment.config(size, arm, experiment.seeds[0], experiment.first_rate, {"name": "any"})
+            config = experiment.config_of(size, arm)
             configs[size, arm.name] = config
             if not problems:
                 _check_metric(experiment, experiment.evaluated(config))

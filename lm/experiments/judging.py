@@ -1,4 +1,4 @@
-"""The verdicts of docs/statistics.md on a long table of runs, whoever trained them."""
+"""The verdicts of docs/statistics.md on runs, whoever trained them."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -7,64 +7,27 @@ from functools import cached_property
 from itertools import product
 
 import numpy as np
-import pandas as pd
 
 from lm.experiments.experiment import Primary
 from lm.schema import Plain
 from lm.statistics.intervals import ALPHA, Interval, over_seeds_and_documents
 from lm.statistics.learned import Counts, LearnedCounts, clopper_pearson, factor, has_learned, learned_verdicts, log_tokens
-from lm.statistics.tuning import Rate, rate_cell, rate_words, read_rate
+from lm.statistics.tuning import Rate, rate_cell, rate_words
 from lm.statistics.verdicts import FEWEST_SEEDS, MOST_SEEDS, POWER, Comparison, Verdict, power, seeds_needed, verdicts
 
-RUN_KEY = ["size", "arm", "rate", "seed"]
 INTERVALS = ("difference", "factor", "alone")  # of a line: their ends have columns even where there are none
-JUDGED_COLUMNS = (*RUN_KEY, "state", "note", "sample", "group", "weight", "value")
 Place = tuple[str, str]  # size and arm
 Pair = tuple[Rate | None, Rate | None]  # the rates of an arm and of the baseline
 
 
-@dataclass(frozen=True)
-class Question:
-    """The question that a table of runs answers.
-
-    Attributes:
-        primary: the metric, which direction is better, and the smallest difference of interest.
-        arms: their names, the baseline first.
-        seeds: planned for each arm.
-        rates: by size, the rate that each arm is judged at; an arm without one is not tuned. None: not known yet.
-        every: rates were chosen by another metric (`lm.statistics.verdicts.Comparison`).
-        looks: how often the data may be judged.
-        sources: by arm that starts from the weights of others, their names.
-        exploratory: by size and arm, why its verdict is exploratory.
-        key: heading of the rates.
-        measured_on: heading of the means.
-    """
-
-    primary: Primary
-    arms: tuple[str, ...]
-    seeds: tuple[int, ...]
-    rates: Mapping[str, Mapping[str, Rate | None] | None]
-    every: bool = False
-    looks: int = 1
-    sources: Mapping[str, list[str]] = field(default_factory=dict)
-    exploratory: Mapping[Place, tuple[str, ...]] = field(default_factory=dict)
-    key: str = "rate"
-    measured_on: str = ""
-
-    @property
-    def places(self) -> list[Place]:
-        """Each size with each arm but the baseline."""
-        return [*product(self.rates, self.arms[1:])]
-
-
 @dataclass(frozen=True, eq=False)
 class JudgedRun:
-    """A run in the table.
+    """A run that is judged.
 
     Attributes:
         state: finished, unfinished or diverged.
         note: how it diverged, or of a finished run that it did not learn, in words.
-        values, weights: (units,).
+        values, weights: (units,) the metric of each unit, or one number of the whole run, such as the tokens of `primary.reach`.
         groups: (units,) documents; None: not of documents.
     """
 
@@ -88,56 +51,70 @@ class JudgedRun:
 ByRate = dict[Rate | None, list[JudgedRun]]  # runs of an arm by seed, at each rate; first the one that tuning chose
 
 
+@dataclass(frozen=True, eq=False)
 class Judged:
-    """The verdicts that a table gives on a question.
+    """A question, the runs that answer it, and their verdicts.
 
-    Args:
-        table: one value a line, with `COLUMNS`. `value` is the metric of a unit, or with `primary.reach` the tokens of a run; the first
-            rate of an arm is the one that tuning chose. Every arm has every seed at each of its rates.
+    Attributes:
+        primary: the metric, which direction is better, and the smallest difference of interest.
+        arms: their names, the baseline first.
+        seeds: planned for each arm.
+        rates: by size, the rate that each arm is judged at; an arm without one is not tuned. None: not known yet.
+        runs: by size and arm; every arm has every seed at each of its rates.
+        every: rates were chosen by another metric (`lm.statistics.verdicts.Comparison`).
+        looks: how often the data may be judged.
+        sources: by arm that starts from the weights of others, their names.
+        exploratory: by size and arm, why its verdict is exploratory.
+        key: heading of the rates.
+        measured_on: heading of the means.
     """
 
-    def __init__(self, table: pd.DataFrame, question: Question):
-        self.table, self.question = table, question
-        by_seed: dict[Place, dict[Rate | None, dict[int, JudgedRun]]] = {}
-        for (size, arm, rate, seed), lines in table.groupby(RUN_KEY, sort=False, dropna=False):
-            runs = by_seed.setdefault((size, arm), {}).setdefault(None if pd.isna(rate) else read_rate(rate), {})
-            first, groups = lines.iloc[0], lines["group"]
-            known = None if groups.isna().any() else groups.to_numpy()
-            values, weights = (lines[name].to_numpy(float) for name in ("value", "weight"))
-            runs[seed] = JudgedRun(arm, first["state"], first["note"], values, weights, known)
-        self.runs = {
-            place: {rate: [runs[seed] for seed in question.seeds] for rate, runs in by_rate.items()} for place, by_rate in by_seed.items()
-        }
+    primary: Primary
+    arms: tuple[str, ...]
+    seeds: tuple[int, ...]
+    rates: Mapping[str, Mapping[str, Rate | None] | None]
+    runs: Mapping[Place, ByRate]
+    every: bool = False
+    looks: int = 1
+    sources: Mapping[str, list[str]] = field(default_factory=dict)
+    exploratory: Mapping[Place, tuple[str, ...]] = field(default_factory=dict)
+    key: str = "rate"
+    measured_on: str = ""
+
+    @property
+    def places(self) -> list[Place]:
+        """Each size with each arm but the baseline."""
+        return [*product(self.rates, self.arms[1:])]
 
     @cached_property
     def verdicts(self) -> dict[Place, Verdict]:
         """The verdict on each arm but the baseline, in each size; with `primary.reach` the interval is of the factor."""
-        question, primary = self.question, self.question.primary
+        primary = self.primary
         if primary.learned is not None:
-            judged = learned_verdicts({place: self.counted(*place) for place in question.places}, question.looks)
+            judged = learned_verdicts({place: self.counted(*place) for place in self.places}, self.looks)
         else:
             ratio = primary.reach is not None
-            judged = verdicts(self.comparisons, primary.matters, "lower" if ratio else primary.better, ratio, question.looks)
+            judged = verdicts(self.comparisons, primary.matters, "lower" if ratio else primary.better, ratio, self.looks)
             if ratio:
                 judged = {place: replace(each, interval=factor(each.interval), alone=factor(each.alone)) for place, each in judged.items()}
         return {
-            place: replace(each, exploratory=question.exploratory.get(place, ()), reason=each.reason + self._not_learned(*place))
+            place: replace(each, exploratory=self.exploratory.get(place, ()), reason=each.reason + self._not_learned(*place))
             for place, each in judged.items()
         }
 
     @cached_property
     def comparisons(self) -> dict[Place, Comparison]:
         """The comparison that runs so far give of each arm against the baseline, in each size."""
-        return {place: self._compared(*place) for place in self.question.places}
+        return {place: self._compared(*place) for place in self.places}
 
     def judged_runs(self, size: str, arm: str) -> list[JudgedRun]:
         """The runs of an arm at the rate that it is judged at, by seed; none where it has no rate."""
-        rates = self.question.rates[size] or {}
+        rates = self.rates[size] or {}
         return self.runs[size, arm][rates[arm]] if arm in rates else []
 
     def _compared(self, size: str, arm: str) -> Comparison:
-        question, rates, primary = self.question, self.question.rates[size], self.question.primary
-        planned, base, reach = len(question.seeds), question.arms[0], primary.reach is not None
+        rates, primary = self.rates[size], self.primary
+        planned, base, reach = len(self.seeds), self.arms[0], primary.reach is not None
         if rates is None:
             return Comparison((), planned=planned)
         if not {arm, base} <= rates.keys():
@@ -155,7 +132,7 @@ class Judged:
         seeds = [seed for seed in range(planned) if all(run.state == "finished" for run in _of_seed(seed, ours, theirs))]
         ours, theirs = ({rate: [runs[seed] for seed in seeds] for rate, runs in by_rate.items()} for by_rate in (ours, theirs))
         place, unreached, over_documents = ([*ours].index(at[0]), [*theirs].index(at[1])), "", None
-        shared = None if arm in question.sources or diverged else sum(rate in tried for rate in theirs) or None  # each has rates of its own
+        shared = None if arm in self.sources or diverged else sum(rate in tried for rate in theirs) or None  # each has rates of its own
         by_rates = _differences(ours, theirs, lambda run: log_tokens(run.value) if reach else run.value)
         shown = by_rates[place]
         if reach:
@@ -167,14 +144,13 @@ class Judged:
             over_documents = None if values is None else over_seeds_and_documents(values, first.weights, first.groups)
         higher = not reach and primary.better == "higher"
         return Comparison(
-            shown.tolist(), len(diverged), None if unreached else by_rates, place, shared, question.every, higher,
+            shown.tolist(), len(diverged), None if unreached else by_rates, place, shared, self.every, higher,
             planned=planned, why=why, over_documents=over_documents, unreached=unreached,
         )  # fmt: skip
 
     def counted(self, size: str, arm: str) -> LearnedCounts:
         """How many of the runs so far have learned, of an arm and of the baseline."""
-        question, rates = self.question, self.question.rates[size]
-        planned, base, primary = len(question.seeds), question.arms[0], self.question.primary
+        rates, planned, base, primary = self.rates[size], len(self.seeds), self.arms[0], self.primary
         if rates is None:
             return LearnedCounts(0, 0, 0, 0, planned=planned)
         if not {arm, base} <= rates.keys():
@@ -196,22 +172,22 @@ class Judged:
     def _paired(self, size: str, arm: str) -> tuple[ByRate, ByRate]:
         """The runs of an arm and of the baseline at each of their rates. If the arm's weights come from the baseline, that has one rate:
         what is compared is what became of the same runs. The baseline's rates that the arm has, too, come first."""
-        base = self.question.arms[0]
-        sources, ours, theirs = self.question.sources.get(arm), self.runs[size, arm], self.runs[size, base]
+        base = self.arms[0]
+        sources, ours, theirs = self.sources.get(arm), self.runs[size, arm], self.runs[size, base]
         if sources is None:
             return ours, {rate: theirs[rate] for rate in sorted(theirs, key=lambda rate: rate not in ours)}
-        rate = self.question.rates[size][base]
+        rate = self.rates[size][base]
         return ours, {rate: theirs[rate]} if base in sources else theirs
 
     def _not_learned(self, size: str, arm: str) -> str:
         """The runs of an arm and of the baseline that have finished and did not learn, in words to follow a reason; empty if all did."""
-        by_seed = zip(*filter(None, (self.judged_runs(size, name) for name in (self.question.arms[0], arm))), strict=True)
+        by_seed = zip(*filter(None, (self.judged_runs(size, name) for name in (self.arms[0], arm))), strict=True)
         lost = [run.note for runs in by_seed for run in runs if run.state == "finished" and run.note]
         return f"; did not learn: {'; '.join(lost[:3])}{'; ...' if len(lost) > 3 else ''}" if lost else ""
 
     def _unreached(self, runs: list[JudgedRun]) -> str:
         """How many runs of each arm have no number of tokens, in words; empty if all have one."""
-        primary, words, runs = self.question.primary, [], [*dict.fromkeys(runs)]
+        primary, words, runs = self.primary, [], [*dict.fromkeys(runs)]
         for arm in dict.fromkeys(run.arm for run in runs):
             tokens = [run.value for run in runs if run.arm == arm]
             if never := sum(number == math.inf for number in tokens):
@@ -225,30 +201,30 @@ class Judged:
         at each rate of an arm that has several; verdict, and the difference with its interval over seeds and that over seeds and documents.
         With `primary.reach` geometric means of tokens over the runs that `reached` it, and factors in place of differences; if runs learn
         or don't, how many `learned` of those that `ended`, and the fraction's interval."""
-        return [self._line(size, arm, self.common(size)) for size in self.question.rates for arm in self.question.arms]
+        return [self._line(size, arm, self.common(size)) for size in self.rates for arm in self.arms]
 
     def common(self, size: str) -> list[bool]:
         """By seed, whether all arms that have finished any seed have finished this one: means are over these."""
-        finished = [[run.state == "finished" for run in self.judged_runs(size, arm)] for arm in self.question.arms]
-        return np.all([seeds for seeds in finished if any(seeds)] or [[False] * len(self.question.seeds)], axis=0).tolist()
+        finished = [[run.state == "finished" for run in self.judged_runs(size, arm)] for arm in self.arms]
+        return np.all([seeds for seeds in finished if any(seeds)] or [[False] * len(self.seeds)], axis=0).tolist()
 
     @property
     def leaves_out(self) -> bool:
         """Whether a finished run is in no mean, as another arm has not finished its seed."""
         return any(
             run.state == "finished" and not has
-            for size, arm in product(self.question.rates, self.question.arms)
+            for size, arm in product(self.rates, self.arms)
             for run, has in zip(self.judged_runs(size, arm), self.common(size), strict=False)
         )
 
     def _line(self, size: str, arm: str, common: list[bool]) -> dict[str, Plain]:
         """The line of an arm; `common`: the seeds that its mean is over."""
-        question, primary, runs = self.question, self.question.primary, self.judged_runs(size, arm)
-        reach, by_rate = primary.reach is not None, self.runs.get((size, arm), {})
+        primary, runs = self.primary, self.judged_runs(size, arm)
+        reach, by_rate = primary.reach is not None, self.runs[size, arm]
         values = [run.value for run in runs if run.state == "finished"]
         line: dict[str, Plain] = {
-            "size": size, "arm": arm, "rate": rate_cell((question.rates[size] or {}).get(arm)),
-            "runs": len(values), "of": len(question.seeds),
+            "size": size, "arm": arm, "rate": rate_cell((self.rates[size] or {}).get(arm)),
+            "runs": len(values), "of": len(self.seeds),
             "mean": _mean([run.value for run, has in zip(runs, common, strict=False) if has and run.state == "finished"], reach),
         }  # fmt: skip
         if len(by_rate) > 1:
@@ -259,7 +235,7 @@ class Judged:
         if primary.learned is not None:
             learned, ended = sum(has_learned(value, primary.learned, primary.better) for value in values), sum(run.ended for run in runs)
             line |= {"learned": learned, "ended": ended, "fraction_learned": _finite(clopper_pearson(learned, ended))}
-        if arm != question.arms[0]:
+        if arm != self.arms[0]:
             verdict = self.verdicts[size, arm]
             line |= {"verdict": verdict.label, "words": verdict.words, "reason": verdict.reason}
             line |= {"factor" if reach else "difference": _finite(verdict.interval)}
@@ -272,10 +248,10 @@ class Judged:
     def power(self, planned: int) -> Iterator[str]:
         """The chance that so many seeds find a difference that matters, loudly where that is less likely than not: by the spread of the
         differences that have been measured, else by the one that is expected."""
-        primary, reach = self.question.primary, self.question.primary.reach is not None
+        primary, reach = self.primary, self.primary.reach is not None
         if primary.learned is not None:
             return
-        measured = [each.differences for (size, _), each in self.comparisons.items() if self.question.rates[size] is not None]
+        measured = [each.differences for (size, _), each in self.comparisons.items() if self.rates[size] is not None]
         measured = [differences for differences in measured if len(differences) > 1 and np.isfinite(differences).all()]
         spread, source = primary.spread, "primary.spread"
         if measured:
@@ -287,7 +263,7 @@ class Judged:
             return
         margin = math.log1p(primary.matters) if reach else primary.matters
         what = f"a factor of {1 + primary.matters:g}" if reach else f"a difference of {primary.matters:g}"
-        alpha = ALPHA / max(1, len(self.question.places)) / self.question.looks
+        alpha = ALPHA / max(1, len(self.places)) / self.looks
         chance = power(planned, spread, margin, alpha) if planned >= FEWEST_SEEDS else 0.0
         yield f"power: {planned} seeds find {what} with probability {chance:.2f}, by a spread of {spread:.2g} ({source})"
         if chance < 0.5:

@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import product
 from pathlib import Path
 
 from lm.config.load import to_yaml
@@ -89,13 +88,10 @@ def costs(procedure: Procedure) -> Costs | None:
     known = vocabulary(experiment.first_config.data)
     if known is None:
         return None
-    seed, rate = experiment.seeds[0], experiment.first_rate
     costs_of_arms = {}
-    for size in experiment.sizes:
-        for arm in experiment.arms:
-            config = experiment.config(size, arm, seed, rate, {"name": "any"})
-            taken = cost(config, known, arm.step or 0)
-            costs_of_arms[size, arm.name] = taken if arm.trained else replace(taken, tokens=0, flops=0)
+    for size, arm in experiment.places:
+        taken = cost(experiment.config_of(size, arm), known, arm.step or 0)
+        costs_of_arms[size, arm.name] = taken if arm.trained else replace(taken, tokens=0, flops=0)
     return costs_of_arms
 
 
@@ -140,11 +136,11 @@ def plan(procedure: Procedure, taken: Costs | None, time: str, where: str = "") 
 
 def _settings(experiment: Experiment) -> str:
     """Precision, compilation and threads of the runs; where sizes or arms differ in one, which have what."""
-    seed, rate, words = experiment.seeds[0], experiment.first_rate, []
+    words = []
     for name in SHARED:
         places: dict[object, list[str]] = {}
-        for size, arm in product(experiment.sizes, experiment.arms):
-            value = getattr(experiment.config(size, arm, seed, rate, {"name": "any"}).trainer, name)
+        for size, arm in experiment.places:
+            value = getattr(experiment.config_of(size, arm).trainer, name)
             places.setdefault(value, []).append(" ".join(filter(None, (size, arm.name))))
         apart = ", ".join(f"{value} ({', '.join(names)})" for value, names in places.items())
         words.append(f"{name} {apart if len(places) > 1 else next(iter(places))}")
@@ -252,7 +248,7 @@ def _pilot(procedure: Procedure, costs: Costs, slots: Slots, budget: float) -> t
     words. Arms that take equally long are timed once; those with other normalizers and FLOPs than the arms before them come first."""
     experiment = procedure.experiment
     kept, size, arms = experiment.folder / PILOT, next(iter(experiment.sizes)), [arm for arm in experiment.arms if arm.trained]
-    configs = {arm.name: experiment.config(size, arm, experiment.seeds[0], experiment.first_rate, {"name": "pilot"}) for arm in arms}
+    configs = {arm.name: experiment.config_of(size, arm) for arm in arms}
     keys = {name: _what_time_depends_on(config, slots) for name, config in configs.items()}
     before = read_json(kept).get("seconds") if kept.exists() else None  # of older versions nothing is taken
     known = {key: float(value) for key, value in before.items() if len(key) == 16} if isinstance(before, dict) else {}

@@ -12,9 +12,8 @@ import numpy as np
 from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, RunError
 from lm.experiments.experiment import Arm, Experiment, Swap, Tried, config_hash, described, differing_keys
-from lm.experiments.judging import JUDGED_COLUMNS, Judged, Question
+from lm.experiments.judging import ByRate, Judged, JudgedRun, Place
 from lm.experiments.run_outcome import SELECTION, Outcome, unequal
-from lm.report.frame import Lines, frame
 from lm.runs.folder import CHECKPOINTS, SWAPPED, step_path
 from lm.schema import Plain
 from lm.statistics.tuning import Rate, Tuned, best_rate, chosen, crossed_rates, rate_cell, rate_words, tuned
@@ -255,7 +254,7 @@ class Procedure:
         experiment = self.experiment
         notes: list[str] = []
         for size, arm in product(experiment.sizes if experiment.table else (), (arm for arm in experiment.arms if arm.tuned)):
-            config = experiment.config(size, arm, experiment.seeds[0], experiment.first_rate, {"name": "any"})
+            config = experiment.config_of(size, arm)
             ours = described(config, experiment.tune.keys, arm.start)
             theirs = {run.configuration for run in experiment.table if (run.size, run.arm) == (size, arm.name)}
             if keys := sorted({key for configuration in theirs for key in differing_keys(ours, configuration)}):
@@ -317,11 +316,12 @@ class Procedure:
         """
         experiment = self.experiment
         places = [(size, arm.name) for size in experiment.sizes for arm in experiment.arms[1:]]
-        question = Question(
+        return Judged(
             experiment.primary,
             tuple(arm.name for arm in experiment.arms),
             experiment.seeds,
             {size: self.rates(size) for size in experiment.sizes},
+            {place: by_rate for size in experiment.sizes for place, by_rate in self._judged_runs(size).items()},
             every=experiment.primary.quantity != experiment.chosen_by,
             looks=experiment.looks,
             sources={arm.name: self.sources(arm) for arm in experiment.arms if arm.start},
@@ -329,32 +329,29 @@ class Procedure:
             key=experiment.tune.heading,
             measured_on="report text",
         )
-        return Judged(frame((block for size in experiment.sizes for block in self._blocks(size)), JUDGED_COLUMNS), question)
 
-    def _blocks(self, size: str) -> Iterator[Lines]:
-        """The lines of the final runs of a size, of each arm at each of its rates, first the one that tuning chose."""
+    def _judged_runs(self, size: str) -> dict[Place, ByRate]:
+        """The final runs of a size, of each arm at each of its rates, first the one that tuning chose."""
         experiment, choice, rates = self.experiment, self.choice(size), self.rates(size) or {}
-        runs = []
+        runs: dict[Place, dict[Rate | None, list[Run]]] = {}
         for arm in experiment.arms:
             tried = choice.final.get(arm.name, ()) if not arm.start else (rates[arm.name],) if arm.name in rates else ()
-            runs += [self.run(size, arm, "final", rate, seed, rates) for rate in tried for seed in experiment.seeds]
-        check_alike(runs, experiment.primary.metric)
-        whole = experiment.primary.reach is not None or experiment.first_config.data.symbolic
-        for run in runs:
-            self.check_direction(run.outcome)
-            yield self._block(run, whole)
+            runs[size, arm.name] = {rate: [self.run(size, arm, "final", rate, seed, rates) for seed in experiment.seeds] for rate in tried}
+        check_alike([run for by_rate in runs.values() for run in chain(*by_rate.values())], experiment.primary.metric)
+        return {place: {rate: [*map(self._judged_run, some)] for rate, some in by_rate.items()} for place, by_rate in runs.items()}
 
-    def _block(self, run: Run, whole: bool) -> Lines:
-        """The lines of a run: one for each unit of held-out text, or a single one of the `whole`."""
-        outcome = run.outcome
+    def _judged_run(self, run: Run) -> JudgedRun:
+        """What is judged of a run: the units of held-out text that report, or one number of all."""
+        outcome, experiment = run.outcome, self.experiment
+        self.check_direction(outcome)
         note = outcome.divergence if outcome.state == "diverged" else outcome.not_learned if outcome.state == "finished" else ""
-        block = {"size": run.size, "arm": run.arm, "rate": rate_cell(run.rate), "seed": run.seed, "state": outcome.state}
-        block["note"] = note and f"{run.label}: {note}"
-        units = outcome.values(self.experiment.primary.metric) if outcome.state == "finished" and not whole else None
+        of = run.arm, outcome.state, note and f"{run.label}: {note}"
+        whole = outcome.state != "finished" or experiment.primary.reach is not None or experiment.first_config.data.symbolic
+        units = None if whole else outcome.values(experiment.primary.metric)
         if not units or not units.fingerprint:
-            return block | {"weight": 1.0, "value": np.array([self.quantity(outcome)])}
+            return JudgedRun(*of, np.array([self.quantity(outcome)]), np.ones(1), None)
         units = units.part(selection=False)
-        return block | {"sample": np.arange(len(units.values)), "group": units.groups, "weight": units.weights, "value": units.values}
+        return JudgedRun(*of, units.values.astype(float), units.weights.astype(float), units.groups)
 
     def crossed(self, size: str) -> Iterator[Run]:
         """The final runs of arms whose seeds are trained at several rates, at each of them, by seed and arm."""

@@ -9,10 +9,11 @@ import pandas as pd
 
 from lm.errors import RunError, one_line
 from lm.experiments.experiment import Primary
-from lm.experiments.judging import JUDGED_COLUMNS, RUN_KEY, Judged, Question
+from lm.experiments.judging import ByRate, Judged, JudgedRun, Place
 from lm.runs.folder import DIVERGED
 from lm.statistics.tuning import FEWEST_TUNING_SEEDS, Rate, best_rate, chosen, coordinates, full_cells, rate_cell, rate_words, read_rate
 
+RUN_KEY = ["size", "arm", "rate", "seed"]
 _UNIT = ("sample", "unit")  # columns that tell a run's evaluation units apart, the first that there is
 _OTHER_MARKS = {";": "semicolons", "\t": "tabs"}
 _STATES = ("finished", "unfinished", DIVERGED)
@@ -64,7 +65,7 @@ def judge_table(
         raise RunError(f"{source}: {reason}; there is {', '.join(map(str, arms))}")
     seeds = tuple(sorted(set(reporting["seed"]), key=lambda seed: (isinstance(seed, str), seed)))
     rates: dict[str, dict[str, Rate | None]] = {}
-    judged_lines = []
+    judged_runs: dict[Place, ByRate] = {}
     for name in dict.fromkeys(reporting["size"]):
         reported, selected = reporting[reporting["size"] == name], selecting[selecting["size"] == name]
         _check_alike(reported, selected, source)
@@ -80,9 +81,18 @@ def judge_table(
                 raise RunError(f"{place}: no line")
             order, judged = _rates(final, selected[selected["arm"] == arm], primary, f"{source}: {arm}")
             rates[name] |= {} if judged is _NOT_TUNED else {arm: judged}
-            judged_lines += [final[final["rate"].isna() if at is None else final["rate"] == rate_cell(at)] for at in order]
-    question = Question(replace(primary, metric=metric), (baseline, *(arm for arm in arms if arm != baseline)), seeds, rates)
-    return Judged(pd.concat(judged_lines).sort_values("sample", kind="stable", ignore_index=True)[[*JUDGED_COLUMNS]], question)
+            by_rate = {at: final[final["rate"].isna() if at is None else final["rate"] == rate_cell(at)] for at in order}
+            judged_runs[name, arm] = {at: [_judged_run(some[some["seed"] == seed]) for seed in seeds] for at, some in by_rate.items()}
+    arms = baseline, *(arm for arm in arms if arm != baseline)
+    return Judged(replace(primary, metric=metric), arms, seeds, rates, judged_runs)
+
+
+def _judged_run(lines: pd.DataFrame) -> JudgedRun:
+    """The run of these lines, its units in one order."""
+    lines = lines.sort_values("sample", kind="stable")
+    first, groups = lines.iloc[0], lines["group"]
+    values, weights = (lines[name].to_numpy(float) for name in ("value", "weight"))
+    return JudgedRun(first["arm"], first["state"], first["note"], values, weights, None if groups.isna().any() else groups.to_numpy())
 
 
 def _asked_lines(table: pd.DataFrame, source: str, metric: str, where: str, names: tuple[str, ...]) -> pd.DataFrame:

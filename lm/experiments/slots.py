@@ -93,9 +93,8 @@ def slots_of(experiment: Experiment, jobs: int | None, per_gpu: int) -> Slots:
     """
     from lm.model.device import gpus_of, visible_gpus  # torch takes seconds to import
 
-    seed, rate, gpus = experiment.seeds[0], experiment.first_rate, visible_gpus()
-    arms = [(size, arm) for size in experiment.sizes for arm in experiment.arms]
-    wanted = {(size, arm.name): gpus_of(experiment.config(size, arm, seed, rate, {"name": "any"})) for size, arm in arms}
+    gpus = visible_gpus()
+    wanted = {(size, arm.name): gpus_of(experiment.config_of(size, arm)) for size, arm in experiment.places}
     most = max(wanted.values())
     if not most:
         return Slots(jobs or 1)

@@ -54,18 +54,18 @@ def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate,
 
 def summary_table(judged: Judged, lines: list[dict[str, Plain]]) -> Table:
     """A row for each size and arm, of the lines of `summary_lines`."""
-    question, verdicts = judged.question, [judged.verdicts.get((line["size"], line["arm"])) for line in lines]
+    verdicts = [judged.verdicts.get((line["size"], line["arm"])) for line in lines]
 
     def column(name: str, cells: list[Cell], unit: str = "", kind: str = "number") -> list[Filled]:
         return [(Column(name, unit, kind), cells)] if any(cell is not None for cell in cells) else []
 
-    primary, base = question.primary, question.arms[0]
+    primary, base = judged.primary, judged.arms[0]
     columns = column("size", [line["size"] or None for line in lines], kind="label")
     columns += column("arm", [line["arm"] for line in lines], kind="label")
-    columns += column(question.key, [None if line["rate"] is None else rate_words(line["rate"]) for line in lines])
+    columns += column(judged.key, [None if line["rate"] is None else rate_words(line["rate"]) for line in lines])
     columns += column("seeds", [f"{line['runs']} of {line['of']}" for line in lines])
     kind = "mean" if primary.reach is None else "geometric mean,"
-    where = ", ".join(filter(None, (question.measured_on, "common seeds" if judged.leaves_out else "")))
+    where = ", ".join(filter(None, (judged.measured_on, "common seeds" if judged.leaves_out else "")))
     columns += column(f"{kind} {primary.quantity}", [amount(primary, line["mean"]) for line in lines], where)
     if primary.reach is not None:
         columns += column("have reached it", [f"{line['reached']} of {line['runs']}" for line in lines])

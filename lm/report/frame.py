@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -46,12 +46,12 @@ def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
     return frame(block for run in dict.fromkeys(runs) for block in _blocks(read_run(run), history))
 
 
-def frame(blocks: Iterable[Lines], names: Sequence[str] = COLUMNS) -> pd.DataFrame:
-    """The data frame of blocks of lines, with the columns `names` alone."""
+def frame(blocks: Iterable[Lines]) -> pd.DataFrame:
+    """The data frame of blocks of lines, with `COLUMNS`."""
     known = list(blocks)
     sizes = [len(_column(block["value"], 1)) for block in known]
     columns = {}
-    for name in names:
+    for name in COLUMNS:
         parts = [_column(block.get(name), size) for block, size in zip(known, sizes, strict=True)]
         columns[name] = np.concatenate(parts) if parts else np.array([], dtype=object)
     return pd.DataFrame(columns).infer_objects()
