@@ -348,7 +348,7 @@ def report_learned() -> None:
         for base, arm in chances:
             kinds: Counter = Counter()
             for theirs, ours in product(range(seeds + 1), repeat=2):
-                found = learned_verdicts({"arm": LearnedCounts(ours, seeds, theirs, seeds, planned=seeds)})["arm"]
+                found = learned_verdicts({"arm": LearnedCounts([(ours, theirs)], seeds, planned=seeds)})["arm"]
                 kinds[found.kind] += binom.pmf(theirs, seeds, base) * binom.pmf(ours, seeds, arm)
             cells.append(f"{100 * kinds['better']:.1f}, {100 * kinds['worse']:.1f}")
         print(f"| {seeds} | " + " | ".join(cells) + " |", flush=True)

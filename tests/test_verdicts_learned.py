@@ -41,17 +41,17 @@ def test_intervals_are_clopper_and_pearsons():
 @pytest.mark.parametrize(
     ("one", "kind", "reason"),
     [
-        (LearnedCounts(5, 5, 0, 5, planned=5), "better", "5 of 5 have learned, 0 of 5 of the baseline; Fisher's exact test: p = 0.0079"),
-        (LearnedCounts(0, 5, 5, 5, planned=5), "worse", "p = 0.0079"),
-        (LearnedCounts(5, 5, 5, 5, planned=5), "undecided", "p = 1"),
-        (LearnedCounts(3, 3, 0, 3, planned=3), "undecided", "can show a difference from 4 seeds on"),
-        (LearnedCounts(4, 4, 0, 4, planned=4), "better", "p = 0.029"),
-        (LearnedCounts(4, 4, 0, 4, planned=5), "incomplete", "4 of 5 seeds have ended"),
-        (LearnedCounts(5, 5, 0, 5, diverged=2, planned=5), "better", "2 diverged, and count as not learned"),
-        (LearnedCounts(0, 0, 0, 0, tuned=False), "not tuned", "edge"),
-        (LearnedCounts(5, 5, 0, 5, [(5, 5, 5, 5)], planned=5), "undecided", "not so at the other rates that the arms were trained at"),
-        (LearnedCounts(5, 5, 0, 5, [(5, 5, 1, 5)], planned=5), "better", "p = 0.048"),
-        (LearnedCounts(3, 3, 0, 3, [(3, 3, 3, 3)], planned=3), "undecided", "can show a difference from 4 seeds on"),
+        (LearnedCounts([(5, 0)], 5, planned=5), "better", "5 of 5 have learned, 0 of 5 of the baseline; Fisher's exact test: p = 0.0079"),
+        (LearnedCounts([(0, 5)], 5, planned=5), "worse", "p = 0.0079"),
+        (LearnedCounts([(5, 5)], 5, planned=5), "undecided", "p = 1"),
+        (LearnedCounts([(3, 0)], 3, planned=3), "undecided", "can show a difference from 4 seeds on"),
+        (LearnedCounts([(4, 0)], 4, planned=4), "better", "p = 0.029"),
+        (LearnedCounts([(4, 0)], 4, planned=5), "incomplete", "4 of 5 seeds have ended"),
+        (LearnedCounts([(5, 0)], 5, diverged=2, planned=5), "better", "2 diverged, and count as not learned"),
+        (LearnedCounts([(0, 0)], 0, tuned=False), "not tuned", "edge"),
+        (LearnedCounts([(5, 0), (5, 5)], 5, planned=5), "undecided", "not so at the other rates that the arms were trained at"),
+        (LearnedCounts([(5, 0), (5, 1)], 5, planned=5), "better", "p = 0.048"),
+        (LearnedCounts([(3, 0), (3, 3)], 3, planned=3), "undecided", "can show a difference from 4 seeds on"),
     ],
 )
 def test_each_verdict_follows_from_what_it_says(one: LearnedCounts, kind: str, reason: str):
@@ -60,7 +60,7 @@ def test_each_verdict_follows_from_what_it_says(one: LearnedCounts, kind: str, r
 
 
 def test_one_of_two_comparisons_needs_more_seeds():
-    counts = {"a": LearnedCounts(4, 4, 0, 4, planned=4), "b": LearnedCounts(0, 4, 0, 4, planned=4)}
+    counts = {"a": LearnedCounts([(4, 0)], 4, planned=4), "b": LearnedCounts([(0, 0)], 4, planned=4)}
     assert learned_verdicts(counts)["a"].kind == "undecided"
     assert "from 5 seeds on" in learned_verdicts(counts)["a"].reason
     assert (fewest_seeds(0.05), fewest_seeds(0.025)) == (4, 5)

@@ -2,6 +2,7 @@
 
 import csv
 import math
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import product
@@ -321,7 +322,7 @@ _KINDS = {"val": "validation", "long": "long_context", "text": "texts"}  # of a 
 
 def check_experiment(experiment: Experiment) -> None:
     """Raises ConfigError: everything that is wrong with the configurations of all arms in all sizes, or with the tuning table."""
-    problems = _check_table(experiment) + _check_evaluate(experiment)
+    problems = [*_check_table(experiment), *_check_evaluate(experiment)]
     wrong: dict[str, list[tuple[str, str]]] = {}
     configs: dict[tuple[str, str], Config] = {}
     for size, arm in experiment.places:
@@ -354,75 +355,71 @@ def _places(experiment: Experiment, where: list[tuple[str, str]]) -> str:
     return "; ".join(words) + ": "
 
 
-def _check_sizes(experiment: Experiment, configs: dict[tuple[str, str], Config]) -> list[Problem]:
+def _check_sizes(experiment: Experiment, configs: dict[tuple[str, str], Config]) -> Iterator[Problem]:
     """Check that no two sizes are the same."""
-    problems, seen = [], {}
+    seen = {}
     for size, changes in experiment.sizes.items() if len(experiment.sizes) > 1 else ():
         runs = tuple(config_hash(configs[size, arm.name]) for arm in experiment.arms if (size, arm.name) in configs)
         if runs in seen and len(runs) == len(experiment.arms):
-            problems.append(Problem(f"sizes.{size}", changes, f"is the same as {seen[runs]}", "change it, or drop it"))
+            yield Problem(f"sizes.{size}", changes, f"is the same as {seen[runs]}", "change it, or drop it")
         seen.setdefault(runs, size)
-    return problems
 
 
-def _check_arms(experiment: Experiment, arms: list[tuple[Arm, Config]]) -> list[Problem]:
+def _check_arms(experiment: Experiment, arms: list[tuple[Arm, Config]]) -> Iterator[Problem]:
     """Check that no two arms of a size are the same, all read the same data, and what is compared is measured alike."""
-    problems, seen, plans = [], {}, {}
+    seen, plans = {}, {}
     for arm, config in arms:
         first = arms[0][1]
         same = f"{arm.start} {arm.step} {arm.swap} {arm.trained} {config_hash(config)}"
         if same in seen:
-            problems.append(Problem(f"arms.{arm.name}", arm.changes, f"is the same as {seen[same]}", "change it, or drop it"))
+            yield Problem(f"arms.{arm.name}", arm.changes, f"is the same as {seen[same]}", "change it, or drop it")
         seen[same], plans[arm.name] = arm.name, config
         if arm.step is not None and arm.start in plans and config.trainer.max_steps:
-            problems += _check_branch(arm, config, plans[arm.start])
+            yield from _check_branch(arm, config, plans[arm.start])
         elif arm.start in plans and not arm.swap and config.plan[0].normalizer != plans[arm.start].plan[-1].normalizer:
             reason = f"has another normalizer than {arm.start}, whose weights it starts from"
             remedy = "swap it: `swap: {to: ...}`, or in during training: `phases`"
-            problems.append(Problem(f"arms.{arm.name}.from", arm.start, reason, remedy))
+            yield Problem(f"arms.{arm.name}.from", arm.start, reason, remedy)
         texts = [repr((each.data.source, each.data.tokenizer, each.data.val_fraction)) for each in (first, config)]
         if texts[0] != texts[1]:
             reason, remedy = "reads other data than the baseline", "give all arms one data.source, tokenizer and val_fraction"
-            problems.append(Problem(f"arms.{arm.name}", arm.changes, reason, remedy))
+            yield Problem(f"arms.{arm.name}", arm.changes, reason, remedy)
         if (first.data.seq_len, first.eval) != (config.data.seq_len, config.eval):
-            problems += _check_compared(experiment, arm, first, config)
-    return problems
+            yield from _check_compared(experiment, arm, first, config)
 
 
-def _check_branch(arm: Arm, config: Config, source: Config) -> list[Problem]:
+def _check_branch(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
     """Check that the arm that another one branches from keeps the checkpoint of that step, and that a step is left."""
     every, steps = source.checkpoint_every, source.trainer.max_steps
     regular = [step for step in range(1, steps + 1) if step % every == 0 or step == steps]
     kept = {*regular[-source.trainer.keep_checkpoints :], *source.phase_ends[:-1]}
-    problems = []
     if arm.step not in kept:
         reason = f"is no step that {arm.start} keeps a checkpoint of ({', '.join(map(str, sorted(kept)))})"
         remedy = "set trainer.checkpoint_every to a divisor of it, and raise trainer.keep_checkpoints"
-        problems.append(Problem(f"arms.{arm.name}.step", arm.step, reason, remedy))
+        yield Problem(f"arms.{arm.name}.step", arm.step, reason, remedy)
     if config.trainer.max_steps <= arm.step:
         reason, remedy = f"leaves no step after step {arm.step} of {arm.start}", "raise it: it counts all steps from the first"
-        problems.append(Problem(f"arms.{arm.name}.trainer.max_steps", config.trainer.max_steps, reason, remedy))
+        yield Problem(f"arms.{arm.name}.trainer.max_steps", config.trainer.max_steps, reason, remedy)
     for path, (ours, theirs) in differences(to_plain(config), to_plain(source)).items():
         if effect_of(path).on_resume == "same":
             reason = f"is {shown(theirs)} in {arm.start}, which it branches from"
-            problems.append(Problem(f"arms.{arm.name}.{path}", ours, reason, "drop it: length, rate and schedule alone may differ"))
-    return problems
+            yield Problem(f"arms.{arm.name}.{path}", ours, reason, "drop it: length, rate and schedule alone may differ")
 
 
-def _check_compared(experiment: Experiment, arm: Arm, first: Config, config: Config) -> list[Problem]:
+def _check_compared(experiment: Experiment, arm: Arm, first: Config, config: Config) -> Iterator[Problem]:
     """Check that an arm of another training length or other evaluations than the baseline is compared on the same sequences."""
     metric = experiment.primary.metric
     if not experiment.evaluate:
         reason = "is measured on other sequences than the baseline"
         remedy = "give all arms one data.seq_len and one eval block, or say in `evaluate` what they are compared on"
-        return [Problem(f"arms.{arm.name}", arm.changes, reason, remedy)]
+        yield Problem(f"arms.{arm.name}", arm.changes, reason, remedy)
+        return
     kind = _kind(metric)
     options = [experiment.evaluated(each).eval.asked(kind) for each in (first, config)]
     if options[0] != options[1] or (kind in _OF_TRAINING_LENGTH and first.data.seq_len != config.data.seq_len):
         reason = f"measures {metric} on other sequences than the baseline"
         remedy = "name a metric that `evaluate` measures alike in all arms, such as by_length/loss"
-        return [Problem(f"arms.{arm.name}", arm.changes, reason, remedy)]
-    return []
+        yield Problem(f"arms.{arm.name}", arm.changes, reason, remedy)
 
 
 def _kind(metric: str) -> str:
@@ -462,26 +459,24 @@ def _names(config: Config, kind: str) -> list[str] | None:
     return [SELECTION, *(f"{SELECTION} {part}" for part in parts if len(parts) > 1)]
 
 
-def _check_evaluate(experiment: Experiment) -> list[Problem]:
+def _check_evaluate(experiment: Experiment) -> Iterator[Problem]:
     """Check that `evaluate` names keys of evaluations."""
     given = flatten(experiment.evaluate) if experiment.evaluate else {}
-    others = [path for path in given if not path.startswith("eval.")]
-    if others:
-        reason = "is no key of an evaluation"
-        return [Problem(f"evaluate.{path}", given[path], reason, "name keys of `eval`") for path in others]
+    if others := [path for path in given if not path.startswith("eval.")]:
+        yield from (Problem(f"evaluate.{path}", given[path], "is no key of an evaluation", "name keys of `eval`") for path in others)
+        return
     try:
         overrides_in("eval", experiment.evaluate_overrides)
     except ConfigError as error:
-        return [replace(problem, path=f"evaluate.{problem.path}") for problem in error.problems]
-    return []
+        yield from (replace(problem, path=f"evaluate.{problem.path}") for problem in error.problems)
 
 
-def _check_table(experiment: Experiment) -> list[Problem]:
+def _check_table(experiment: Experiment) -> Iterator[Problem]:
     """Check that a tuning table has a finished run of every arm and size, at several rates, with several seeds that are the same of all
     arms and none of them final."""
-    where, problems = experiment.tune.table, []
+    where = experiment.tune.table
     if both := sorted({*experiment.seeds} & {run.seed for run in experiment.table}):
-        problems.append(Problem("tune.table", both, "are final seeds", "the runs that choose a rate must not judge it"))
+        yield Problem("tune.table", both, "are final seeds", "the runs that choose a rate must not judge it")
     remedy, base = "make it again by `lm compare` with a grid: it writes tuning.csv", experiment.arms[0].name
     tried: dict[tuple[str, str], dict[Rate, set[int]]] = {}  # seeds of each arm and size at each rate
     for run in experiment.table:
@@ -492,13 +487,12 @@ def _check_table(experiment: Experiment) -> list[Problem]:
         by_rate = experiment.costs_of(experiment.table, size).get(arm.name, {})
         mine = [run for run in experiment.table if (run.size, run.arm) == (size, arm.name)]
         if not mine:
-            problems.append(Problem("tune.table", where, f"has no {name}", remedy))
+            yield Problem("tune.table", where, f"has no {name}", remedy)
         elif any(experiment.choosing(run) is None for run in mine):
-            problems.append(Problem("tune.table", where, f"has runs of {name} that have not ended", remedy))
+            yield Problem("tune.table", where, f"has runs of {name} that have not ended", remedy)
         elif len(by_rate) < 2 or min(map(len, by_rate.values())) < FEWEST_TUNING_SEEDS:
             reason = f"has fewer than 2 rates of {name}, or fewer than {FEWEST_TUNING_SEEDS} seeds at one"
-            problems.append(Problem("tune.table", where, reason, remedy))
+            yield Problem("tune.table", where, reason, remedy)
         elif apart := sorted(rate for rate in ours.keys() & theirs.keys() if ours[rate] != theirs[rate]):
             reason = f"has other seeds of {name} than of {base} at {', '.join(map(rate_words, apart))}"
-            problems.append(Problem("tune.table", where, reason, "give all arms the same seeds at a rate"))
-    return problems
+            yield Problem("tune.table", where, reason, "give all arms the same seeds at a rate")

@@ -11,7 +11,7 @@ import numpy as np
 from lm.experiments.experiment import Primary
 from lm.schema import Plain
 from lm.statistics.intervals import ALPHA, Interval, over_seeds_and_documents
-from lm.statistics.learned import Counts, LearnedCounts, clopper_pearson, factor, has_learned, learned_verdicts, log_tokens
+from lm.statistics.learned import LearnedCounts, clopper_pearson, factor, has_learned, learned_verdicts, log_tokens
 from lm.statistics.tuning import Rate, rate_cell, rate_words
 from lm.statistics.verdicts import FEWEST_SEEDS, MOST_SEEDS, POWER, Comparison, Verdict, power, seeds_needed, verdicts
 
@@ -115,10 +115,8 @@ class Judged:
     def _compared(self, size: str, arm: str) -> Comparison:
         rates, primary = self.rates[size], self.primary
         planned, base, reach = len(self.seeds), self.arms[0], primary.reach is not None
-        if rates is None:
-            return Comparison((), planned=planned)
-        if not {arm, base} <= rates.keys():
-            return Comparison((), tuned=False)
+        if rates is None or not {arm, base} <= rates.keys():
+            return Comparison((), tuned=rates is None, planned=planned)
         at, (ours, theirs) = (rates[arm], rates[base]), self._paired(size, arm)
         tried = ours.keys()
         decisive = _decisive(at, ours, theirs)
@@ -151,23 +149,17 @@ class Judged:
     def counted(self, size: str, arm: str) -> LearnedCounts:
         """How many of the runs so far have learned, of an arm and of the baseline."""
         rates, planned, base, primary = self.rates[size], len(self.seeds), self.arms[0], self.primary
-        if rates is None:
-            return LearnedCounts(0, 0, 0, 0, planned=planned)
-        if not {arm, base} <= rates.keys():
-            return LearnedCounts(0, 0, 0, 0, tuned=False)
+        if rates is None or not {arm, base} <= rates.keys():
+            return LearnedCounts([(0, 0)], 0, tuned=rates is None, planned=planned)
         at, (ours, theirs) = (rates[arm], rates[base]), self._paired(size, arm)
         seeds = [seed for seed in range(planned) if all(run.ended for run in _of_seed(seed, ours, theirs))]
 
-        def counts(pair: Pair) -> Counts:
-            learned = [
-                sum(has_learned(runs[seed].value, primary.learned, primary.better) for seed in seeds)
-                for runs in (ours[pair[0]], theirs[pair[1]])
-            ]
-            return learned[0], len(seeds), learned[1], len(seeds)
+        def learned(runs: list[JudgedRun]) -> int:
+            return sum(has_learned(runs[seed].value, primary.learned, primary.better) for seed in seeds)
 
+        pairs = [(learned(ours[rate]), learned(theirs[other])) for rate, other in (at, *product(ours, theirs))]
         diverged = sum(run.state == "diverged" for run in _decisive(at, ours, theirs))
-        others = [] if len(ours) == len(theirs) == 1 else [counts(pair) for pair in product(ours, theirs)]
-        return LearnedCounts(*counts(at), others, diverged, planned=planned)
+        return LearnedCounts(pairs, len(seeds), diverged, planned=planned)
 
     def _paired(self, size: str, arm: str) -> tuple[ByRate, ByRate]:
         """The runs of an arm and of the baseline at each of their rates. If the arm's weights come from the baseline, that has one rate:

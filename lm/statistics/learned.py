@@ -11,27 +11,22 @@ from scipy.special import betaincinv
 from lm.statistics.intervals import ALPHA, Interval
 from lm.statistics.verdicts import UNTUNED, Name, SeedsNeeded, Verdict
 
-Counts = tuple[int, int, int, int]  # runs of the arm that have learned, all of them; those of the baseline
-
 
 @dataclass(frozen=True)
 class LearnedCounts:
-    """How many runs of an arm and of the baseline have learned, of those that have ended.
+    """How many runs of an arm and of the baseline have learned.
 
     Attributes:
-        learned, ended: runs of the arm that have learned, and all that have ended. A run that diverged has not learned.
-        base_learned, base_ended: those of the baseline.
-        others: the same four numbers at further pairs of rates, of arms that were trained at several: each must show the difference.
+        learned: of the arm and of the baseline, first at the rates that are judged, then at any others that they were trained at: each pair
+            must show the difference. A run that diverged has not learned.
+        ended: seeds of which the runs of both have ended.
         diverged: how many of them all diverged.
         tuned: False if the best rate of either is at an edge of the grid.
         planned: seeds that were planned for each.
     """
 
-    learned: int
+    learned: Sequence[tuple[int, int]]
     ended: int
-    base_learned: int
-    base_ended: int
-    others: Sequence[Counts] = ()
     diverged: int = 0
     tuned: bool = True
     planned: int = 0
@@ -39,12 +34,14 @@ class LearnedCounts:
     @property
     def whole(self) -> bool:
         """Whether all planned seeds are there."""
-        return min(self.ended, self.base_ended) >= self.planned
+        return self.ended >= self.planned
 
     @property
-    def difference(self) -> float:
-        """The arm's fraction minus the baseline's; NaN without runs."""
-        return self.learned / self.ended - self.base_learned / self.base_ended if self.ended and self.base_ended else math.nan
+    def p(self) -> list[float]:
+        """The p of Fisher's test at each pair of rates; 1 where the difference has another direction than the first."""
+        ours, theirs = self.learned[0]
+        tests = ((fisher_exact(a, self.ended, b, self.ended), np.sign(a - b)) for a, b in self.learned)
+        return [p if sign == np.sign(ours - theirs) else 1.0 for p, sign in tests]
 
 
 def learned_verdicts(counts: Mapping[Name, LearnedCounts], looks: int = 1) -> dict[Name, Verdict]:
@@ -57,33 +54,23 @@ def learned_verdicts(counts: Mapping[Name, LearnedCounts], looks: int = 1) -> di
     """
     family = max(1, len(counts)) * looks
     needed = fewest_seeds(ALPHA / family)
-    tested = {name: _p(each) if each.tuned and each.whole else 1.0 for name, each in counts.items()}
+    tested = {name: max(each.p) if each.tuned and each.whole else 1.0 for name, each in counts.items()}
     return {name: _verdict(each, min(1.0, family * tested[name]), needed) for name, each in counts.items()}
 
 
-def _p(counts: LearnedCounts) -> float:
-    """The p of Fisher's test, the greatest of all pairs of rates; 1 where one has a difference of another direction."""
-    sign = np.sign(counts.difference)
-    tests = [fisher_exact(counts.learned, counts.ended, counts.base_learned, counts.base_ended)]
-    for learned, ended, base_learned, base_ended in counts.others:
-        same = np.sign(learned / ended - base_learned / base_ended) == sign
-        tests.append(fisher_exact(learned, ended, base_learned, base_ended) if same else 1.0)
-    return max(tests)
-
-
 def _verdict(counts: LearnedCounts, p: float, needed: int) -> Verdict:
-    words = f"{counts.learned} of {counts.ended} have learned, {counts.base_learned} of {counts.base_ended} of the baseline"
+    (ours, theirs), seeds = counts.learned[0], counts.ended
+    words = f"{ours} of {seeds} have learned, {theirs} of {seeds} of the baseline"
     words += f"; {counts.diverged} diverged, and count as not learned" if counts.diverged else ""
     kind, reason, unanswered = "undecided", f"{words}; Fisher's exact test: p = {p:.2g}", "no arm is shown to learn more often"
-    seeds = min(counts.ended, counts.base_ended)
     if not counts.tuned:
         kind, (reason, unanswered) = "not tuned", UNTUNED
     elif not counts.whole:
         kind, reason = "incomplete", f"{seeds} of {counts.planned} seeds have ended"
         unanswered = reason
     elif p <= ALPHA:
-        kind, unanswered = "better" if counts.difference > 0 else "worse", ""
-    elif fisher_exact(counts.learned, counts.ended, counts.base_learned, counts.base_ended) <= ALPHA < _p(counts):
+        kind, unanswered = "better" if ours > theirs else "worse", ""
+    elif counts.p[0] <= ALPHA < max(counts.p):
         reason = f"{words}; but not so at the other rates that the arms were trained at"
     elif seeds < needed:
         reason = f"{words}; Fisher's exact test can show a difference from {needed} seeds on"
