@@ -156,7 +156,7 @@ def test_the_peak_of_memory_is_a_cost_where_runs_logged_it(tmp_path, device, uni
     def costs() -> dict[Column, list]:
         fresh = Procedure(procedure.experiment)
         results = SizeResults(fresh, "", fresh.judged())
-        return dict(cost_table(results.comparison.arms, [record for _, record in results.begun]).contents)
+        return dict(cost_table(results.comparison.arms, [run.record for run in results.begun]).contents)
 
     assert "peak memory" not in [column.name for column in costs()]
     with (folders["ssmax"] / "metrics.jsonl").open("a") as log:

@@ -153,7 +153,7 @@ def test_words_hold_for_one_situation_and_name_the_margin(comparison: Comparison
     assert verdict.words == words
     assert verdict.reason.startswith(reason)
     assert " over " not in verdict.reason, "the words end with the number of seeds"
-    assert replace(verdict, exploratory=("a seed was added",)).words == f"exploratory: {words}"
+    assert replace(verdict, exploratory=True).words == f"exploratory: {words}"
 
 
 def test_words_of_a_ratio_name_the_factor():

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 Engine = Literal["slurm", "local"]
 LOCK = "compare.lock"  # in the experiment's folder: the machine and process that work on it
+FAILED, JOB = "failed.json", "job.json"  # beside the log of a run: why it failed, and which job trains it
 OUTPUT = "workers"  # in the experiment's folder: scripts and output of submitit's jobs
 POLL_SECONDS = 1.0  # between looks at a job
 RECORD_SECONDS = 120.0  # after which the file system must show a job that it is waited for
@@ -142,7 +143,7 @@ class Failure:
 
 def note_failure(experiment: Path, run: Run, status: int) -> Failure:
     """Why a run has failed, by its log. It is kept for later calls, but of runs that the next one goes on with crashes alone."""
-    log, file, folder = log_path(experiment, run), log_path(experiment, run, "failed.json"), run.config.run_folder
+    log, file, folder = log_path(experiment, run), log_path(experiment, run, FAILED), run.config.run_folder
     step = max(map(step_of, steps_saved(folder / CHECKPOINTS)), default=0)
     saved = f"step {step}, {len(evaluation_files(folder))} evaluations"
     output = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
@@ -159,7 +160,7 @@ def note_failure(experiment: Path, run: Run, status: int) -> Failure:
 
 def read_failure(experiment: Path, run: Run) -> Failure | None:
     """Why a run failed; None if it has not, or was interrupted. Raises RunError: the file is damaged."""
-    failure = _read(log_path(experiment, run, "failed.json"))
+    failure = _read(log_path(experiment, run, FAILED))
     return None if failure is None or failure.interrupted else failure
 
 
@@ -173,11 +174,6 @@ def _read(path: Path) -> Failure | None:
         return Failure(int(content["status"]), str(content["reason"]), str(content["log"]), saved, again)
     except (KeyError, TypeError, ValueError):
         raise RunError(f"{path}: does not say why the run failed; delete it, and the run is tried again") from None
-
-
-def forget_failure(experiment: Path, run: Run) -> None:
-    """Delete the record of a failure, so that the run is tried again."""
-    log_path(experiment, run, "failed.json").unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------- jobs of a scheduler
@@ -292,12 +288,12 @@ class Cluster:
         if job is None or not self._lives(job, record["born"]):
             job = self.submit(Training(run, self.experiment))
             record = {"engine": self.place, "id": job.job_id, "born": born(int(job.job_id)) if self.engine == "local" else ""}
-            write_json(log_path(self.experiment, run, "job.json"), record)
+            write_json(log_path(self.experiment, run, JOB), record)
             print(f"{run.stage}: {run.label}: job {job.job_id}", flush=True)
         while self._lives(job, record["born"]):
             if self._stopping.wait(POLL_SECONDS):
                 return 128 + signal.SIGTERM, 0.0
-        forget_job(self.experiment, run)
+        log_path(self.experiment, run, JOB).unlink(missing_ok=True)
         error = job.exception()
         return (-signal.SIGKILL, 0.0) if error and not isinstance(error, self._errors.FailedJobError) else self.result(job)
 
@@ -323,16 +319,11 @@ def read_options(text: str) -> dict[str, str]:
 
 def _job(experiment: Path, run: Run) -> dict[str, Plain]:
     """The record of a run's job: its scheduler, number and birth; {} if none has been submitted. Raises RunError: it is damaged."""
-    path = log_path(experiment, run, "job.json")
+    path = log_path(experiment, run, JOB)
     record = read_json(path) if path.exists() else {}
     if record and not record.keys() >= {"engine", "id", "born"}:
         raise RunError(f"{path}: does not say which job trains the run; delete it once that job is gone")
     return record
-
-
-def forget_job(experiment: Path, run: Run) -> None:
-    """Delete the record of a run's job, which has ended."""
-    log_path(experiment, run, "job.json").unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------- the runs of an experiment
@@ -345,7 +336,7 @@ class RunsFailed(RunError):
 def retry(procedure: Procedure) -> None:
     """Let the runs that failed be tried again."""
     for run in procedure.known():
-        forget_failure(procedure.experiment.folder, run)
+        log_path(procedure.experiment.folder, run, FAILED).unlink(missing_ok=True)
 
 
 class Jobs:
@@ -421,9 +412,9 @@ class Jobs:
         for run in self.procedure.known():
             record = _job(self.folder, run)
             if record and run.outcome.ended:
-                forget_job(self.folder, run)
+                log_path(self.folder, run, JOB).unlink(missing_ok=True)
             elif record and record["engine"] != (self.cluster and self.cluster.place):
-                path, engine = log_path(self.folder, run, "job.json"), str(record["engine"])
+                path, engine = log_path(self.folder, run, JOB), str(record["engine"])
                 remedy = f"add --submit {engine.split()[0]} to wait for it, or delete this file once the job is gone"
                 raise RunError(f"{path}: job {record['id']} of {engine} trains this run; {remedy}")
 
@@ -444,7 +435,7 @@ class Jobs:
         """Print how a run has ended, and how many runs remain."""
         outcome, folder = replace(run.outcome), run.config.run_folder  # read anew
         if outcome.ended:
-            forget_failure(self.folder, run)
+            log_path(self.folder, run, FAILED).unlink(missing_ok=True)
             self.procedure.check_direction(outcome)
             self.seconds[run.size, run.arm] += filter(None, [whole(run, seconds)])
             diverged = outcome.state == "diverged"

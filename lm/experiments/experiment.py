@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
@@ -220,11 +220,6 @@ class Experiment:
         return 2 if self.more_seeds else 1
 
     @property
-    def intervals(self) -> int:
-        """How many intervals hold together: of each arm against the baseline, in each size, at each look."""
-        return max(1, len(self.arms) - 1) * len(self.sizes) * self.looks
-
-    @property
     def tuned(self) -> bool:
         """Whether each arm has a learning rate of its own, from a grid or a table."""
         return bool(self.tune.grid or self.table)
@@ -245,13 +240,8 @@ class Experiment:
 
     def costs_of(self, tried: Iterable[Tried], size: str) -> dict[str, dict[Rate, list[float]]]:
         """The costs to be minimized, of the tuning runs of a size, by arm, rate and seed (ascending)."""
-        values = by_arm_and_rate(tried, size, "selection" if self.tune.metric == SELECTION else "primary")
+        values = by_arm_and_rate(tried, size, self.choosing)
         return {arm: {rate: [self.cost(value) for value in some] for rate, some in rates.items()} for arm, rates in values.items()}
-
-    @property
-    def first_rate(self) -> Rate | None:
-        """A value that the tuned key may have; None without tuning."""
-        return self.tune.rates[0] if self.tune.grid else self.table[0].rate if self.table else None
 
     def tuned_keys(self, size: str, arm: Arm, rate: Rate | None) -> dict[str, Plain]:
         """The tuned keys at a rate with their values; without those of the normalizer's parameters in an arm that has none."""
@@ -280,8 +270,9 @@ class Experiment:
         return [*product(self.sizes, self.arms)]
 
     def config_of(self, size: str, arm: Arm) -> Config:
-        """The configuration of an arm's first run, but for its name. Raises ConfigError."""
-        return self.config(size, arm, self.seeds[0], self.first_rate, {"name": "any"})
+        """The configuration of an arm's run of the first seed and rate, but for its name. Raises ConfigError."""
+        rate = self.tune.rates[0] if self.tune.grid else self.table[0].rate if self.table else None
+        return self.config(size, arm, self.seeds[0], rate, {"name": "any"})
 
     def config(self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]) -> Config:
         """The configuration of one run; `rate` is the value of the tuned key. Runs that differ in `_OWN` alone share one that was parsed
@@ -378,11 +369,10 @@ def differing_keys(ours: str, theirs: str) -> list[str]:
     return sorted({setting.partition("=")[0] for setting in {*ours.split("; ")} ^ {*theirs.split("; ")}})
 
 
-def by_arm_and_rate(tried: Iterable[Tried], size: str, value: str) -> dict[str, dict[Rate, list[float]]]:
-    """The numbers of a size, `selection` or `primary`, by arm, rate and seed (ascending); None are left out."""
+def by_arm_and_rate(tried: Iterable[Tried], size: str, value: Callable[[Tried], float | None]) -> dict[str, dict[Rate, list[float]]]:
+    """The values of a size's tuning runs, by arm, rate and seed (ascending); None are left out."""
     numbers: dict[str, dict[Rate, list[float]]] = {}
     for run in sorted((run for run in tried if run.size == size), key=lambda run: (run.rate, run.seed)):
-        number = getattr(run, value)
-        if number is not None:
+        if (number := value(run)) is not None:
             numbers.setdefault(run.arm, {}).setdefault(run.rate, []).append(number)
     return numbers

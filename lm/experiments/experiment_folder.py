@@ -224,19 +224,15 @@ def departures(experiment: Experiment, settled: dict[str, Plain] | None) -> tupl
     if plan is None:
         return (Departure(f"what was planned before the first run is not known: {RESOLVED} was not there when final runs were"),)
     try:
-        changes = _changed_keys("primary", plan, now, True) + _changed_keys("tune", plan, now, False)
-        return tuple(changes + _changed_arms(plan["arms"], now["arms"], experiment.arms[0].name, plan["at"]))
+        at, changes = plan["at"], []
+        for block, exploratory in (("primary", True), ("tune", False)):
+            for key, value in now[block].items():
+                if key in plan[block] and plan[block][key] != value:
+                    words = f"{block}.{key} was {shown(plan[block][key])} when it was settled ({at}), it is {shown(value)}"
+                    changes.append(Departure(words, exploratory))
+        return tuple(changes + _changed_arms(plan["arms"], now["arms"], experiment.arms[0].name, at))
     except (KeyError, TypeError, AttributeError):
         raise RunError(f"{experiment.folder / RESOLVED}: its `{PLAN}` is damaged; bring it back") from None
-
-
-def _changed_keys(block: str, plan: dict[str, Plain], now: dict[str, Plain], exploratory: bool) -> list[Departure]:
-    before = plan[block]
-    changed = [key for key in now[block] if key in before and before[key] != now[block][key]]
-    words = (
-        f"{block}.{key} was {shown(before[key])} when it was settled ({plan['at']}), it is {shown(now[block][key])}" for key in changed
-    )
-    return [Departure(sentence, exploratory) for sentence in words]
 
 
 def _changed_arms(before: dict[str, dict[str, str]], now: dict[str, dict[str, str]], baseline: str, at: str) -> list[Departure]:

@@ -1,7 +1,7 @@
 """The verdicts of docs/statistics.md on runs, whoever trained them."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -64,7 +64,7 @@ class Judged:
         every: rates were chosen by another metric (`lm.statistics.verdicts.Comparison`).
         looks: how often the data may be judged.
         sources: by arm that starts from the weights of others, their names.
-        exploratory: by size and arm, why its verdict is exploratory.
+        exploratory: sizes and arms whose verdicts are exploratory.
         key: heading of the rates.
         measured_on: heading of the means.
     """
@@ -77,7 +77,7 @@ class Judged:
     every: bool = False
     looks: int = 1
     sources: Mapping[str, list[str]] = field(default_factory=dict)
-    exploratory: Mapping[Place, tuple[str, ...]] = field(default_factory=dict)
+    exploratory: Collection[Place] = ()
     key: str = "rate"
     measured_on: str = ""
 
@@ -85,6 +85,11 @@ class Judged:
     def places(self) -> list[Place]:
         """Each size with each arm but the baseline."""
         return [*product(self.rates, self.arms[1:])]
+
+    @property
+    def alpha(self) -> float:
+        """The level of one comparison at one look, at which all hold together with 95 %."""
+        return ALPHA / max(1, len(self.places)) / self.looks
 
     @cached_property
     def verdicts(self) -> dict[Place, Verdict]:
@@ -98,7 +103,7 @@ class Judged:
             if ratio:
                 judged = {place: replace(each, interval=factor(each.interval), alone=factor(each.alone)) for place, each in judged.items()}
         return {
-            place: replace(each, exploratory=self.exploratory.get(place, ()), reason=each.reason + self._not_learned(*place))
+            place: replace(each, exploratory=place in self.exploratory, reason=each.reason + self._not_learned(*place))
             for place, each in judged.items()
         }
 
@@ -226,12 +231,12 @@ class Judged:
         line |= {"reached": sum(map(math.isfinite, values))} if reach else {}
         if primary.learned is not None:
             learned, ended = sum(has_learned(value, primary.learned, primary.better) for value in values), sum(run.ended for run in runs)
-            line |= {"learned": learned, "ended": ended, "fraction_learned": _finite(clopper_pearson(learned, ended))}
+            line |= {"learned": learned, "ended": ended, "fraction_learned": finite(clopper_pearson(learned, ended))}
         if arm != self.arms[0]:
             verdict = self.verdicts[size, arm]
             line |= {"verdict": verdict.label, "words": verdict.words, "reason": verdict.reason}
-            line |= {"factor" if reach else "difference": _finite(verdict.interval)}
-            line |= {"alone": _finite(verdict.alone), "over_seeds_and_documents": _finite(verdict.over_documents)}
+            line |= {"factor" if reach else "difference": finite(verdict.interval)}
+            line |= {"alone": finite(verdict.alone), "over_seeds_and_documents": finite(verdict.over_documents)}
             line |= {"p": verdict.p, "p_exact": verdict.p_exact}
             needed = verdict.seeds_needed
             line["seeds_needed"] = needed and [needed.by_spread, needed.fewest, needed.most]
@@ -255,11 +260,10 @@ class Judged:
             return
         margin = math.log1p(primary.matters) if reach else primary.matters
         what = f"a factor of {1 + primary.matters:g}" if reach else f"a difference of {primary.matters:g}"
-        alpha = ALPHA / max(1, len(self.places)) / self.looks
-        chance = power(planned, spread, margin, alpha) if planned >= FEWEST_SEEDS else 0.0
+        chance = power(planned, spread, margin, self.alpha) if planned >= FEWEST_SEEDS else 0.0
         yield f"power: {planned} seeds find {what} with probability {chance:.2f}, by a spread of {spread:.2g} ({source})"
         if chance < 0.5:
-            needed = seeds_needed(spread, margin, alpha) or f"more than {MOST_SEEDS}"
+            needed = seeds_needed(spread, margin, self.alpha) or f"more than {MOST_SEEDS}"
             remedy = f"probability {POWER:g} takes {needed} seeds: add seeds, or ask about a larger difference"
             yield f"LOW POWER: the experiment will more likely than not leave such a difference undecided; {remedy}"
 
@@ -297,6 +301,6 @@ def _mean(values: list[float], geometric: bool) -> float | None:
     return float(np.exp(np.mean(np.log(values)))) if geometric else float(np.mean(values))
 
 
-def _finite(interval: Interval | None) -> list[float | None] | None:
+def finite(interval: Interval | None) -> list[float | None] | None:
     """[mean, low, high], null where not finite."""
     return interval and [value if math.isfinite(value) else None for value in interval.listed()]

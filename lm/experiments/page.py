@@ -23,7 +23,6 @@ from lm.report.html import PAGE, Answer, PagePart, PageSection, ShownEffect, pag
 from lm.report.pictures import Panel, Picture, Trace
 from lm.report.tables import DIFFERENCE, Column, Filled, Table, digits, signed
 from lm.runs.folder import CONFIG, ENVIRONMENT
-from lm.runs.record import RunRecord
 from lm.schema import Plain
 from lm.statistics.intervals import Interval, over_seeds
 from lm.statistics.tuning import EXTENSIONS, Rate, coordinates, rate_words
@@ -57,27 +56,24 @@ class SizeResults:
         self.experiment, self.size, self.judged, self.of = procedure.experiment, size, judged, f", {size}" if size else ""
         self.arm_names = [arm.name for arm in procedure.experiment.arms]
         self.verdicts = {name: judged.verdicts[size, name] for name in self.arm_names[1:]}
-        self.rates = procedure.rates(size)
+        self.rates = procedure.choice(size).rates
         self.final: list[Run] = list(procedure.final(size))
         finished = [run for run in self.final if run.outcome.state == "finished"]
         self.values = {(run.arm, run.seed): procedure.quantity(run.outcome) for run in finished}
 
     @cached_property
-    def begun(self) -> list[tuple[Run, RunRecord]]:
-        """The final runs that have begun, finished, diverged or not, with their records."""
-        folders = [(run, run.config.run_folder) for run in self.final]
-        return [(run, run.outcome.record) for run, folder in folders if all((folder / name).is_file() for name in (CONFIG, ENVIRONMENT))]
-
-    @property
-    def drawn(self) -> list[DrawnRun]:
-        """The runs that have begun, for pictures of training."""
-        return [DrawnRun(run.arm, run.seed, run.outcome.state, record) for run, record in self.begun]
+    def begun(self) -> list[DrawnRun]:
+        """The final runs that have begun, finished, diverged or not."""
+        runs = [run for run in self.final if all((run.config.run_folder / name).is_file() for name in (CONFIG, ENVIRONMENT))]
+        states = [(run, run.outcome.state) for run in runs]
+        return [DrawnRun(run.arm, run.seed, state, run.outcome.record, f"{run.label} ({state})") for run, state in states]
 
     @cached_property
     def comparison(self) -> RunComparison | None:
         """The arms that have finished runs, on the documents that are reported on; None if there are none."""
-        by_arm = {name: [each.record for each in self.drawn if (each.arm, each.state) == (name, "finished")] for name in self.arm_names}
-        arms = tuple(ArmRuns(name, tuple(record.reporting for record in records)) for name, records in by_arm.items() if records)
+        finished = [run for run in self.begun if run.state == "finished"]
+        by_arm = {name: tuple(run.record.reporting for run in finished if run.arm == name) for name in self.arm_names}
+        arms = tuple(ArmRuns(name, records) for name, records in by_arm.items() if records)
         return comparison_of(arms, tuple(self.arm_names)) if arms else None
 
 
@@ -124,8 +120,8 @@ def _part(procedure: Procedure, prefix: str, judged: Judged | None) -> PagePart:
     commands.add("code", experiment.command)
     for each in sizes:
         sections += _of_size(procedure, each, f"{prefix}{each.size}-" if each.size else prefix)
-        for run, record in each.begun:
-            commands.add("details", run_details(record, f"{run.label} ({run.outcome.state})"))
+        for run in each.begun:
+            commands.add("details", run_details(run))
     shown = [section for section in (*sections, commands) if section.blocks]
     return PagePart(experiment.name, shown, question(experiment), answers(sizes), _margin(experiment))
 
@@ -134,8 +130,8 @@ def _of_size(procedure: Procedure, results: SizeResults, prefix: str) -> list[Pa
     training, tuning = PageSection(f"While training{results.of}"), PageSection(f"Learning rates{results.of}")
     primary, comparison = results.experiment.primary.metric, results.comparison
     titles = LOSSES | ({} if primary == SELECTION else {primary: primary})
-    training.add("picture", curves(results.arm_names, results.drawn, titles, comparison), f"{prefix}curves")
-    for name, picture in by_layer(results.arm_names, results.drawn).items():
+    training.add("picture", curves(results.arm_names, results.begun, titles, comparison), f"{prefix}curves")
+    for name, picture in by_layer(results.arm_names, results.begun).items():
         training.add("picture", picture, f"{prefix}{name}")
     tuning.add("picture", rates_picture(procedure, results.size), f"{prefix}rates")
     tuning.add("table", crossed_table(procedure, results.size), f"{prefix}final-rates")
@@ -143,8 +139,7 @@ def _of_size(procedure: Procedure, results: SizeResults, prefix: str) -> list[Pa
     tuning.add("note", CROSSED if procedure.choice(results.size).crossed else None)
     if comparison is None:
         return [training, tuning]
-    begun = [record for _, record in results.begun]
-    return [training, tuning, *run_sections(comparison, begun, prefix, results.of, _is_label)]
+    return [training, tuning, *run_sections(comparison, [run.record for run in results.begun], prefix, results.of, _is_label)]
 
 
 def _is_label(key: str) -> bool:

@@ -30,7 +30,6 @@ from lm.runs.evaluations import evaluation_files
 from lm.runs.folder import ENVIRONMENT, METRICS, read_json, read_metrics, step_seconds, training_seconds, write_json
 from lm.runs.record import starts
 from lm.schema import flatten, to_plain
-from lm.statistics.intervals import ALPHA
 from lm.statistics.learned import fewest_seeds
 from lm.statistics.verdicts import POWER, seeds_needed
 
@@ -126,10 +125,10 @@ def plan(procedure: Procedure, taken: Costs | None, time: str, where: str = "") 
         why = "the vocabulary is not known before the text is there: lm prepare makes it"
         yield f"{runs}{more}; tokens, FLOPs and disk: {why}"
     yield f"time: {time}"
-    known = procedure.known()
+    known, judged = procedure.known(), procedure.judged()
     yield f"done: {sum(run.outcome.ended for run in known)} of the {len(known)} runs known so far"
-    yield f"primary metric {primary.metric}, {primary.better} is better; {_seeds(primary, ALPHA / experiment.intervals)}"
-    yield from procedure.judged().power(len(experiment.all_seeds))
+    yield f"primary metric {primary.metric}, {primary.better} is better; {_seeds(primary, judged.alpha)}"
+    yield from judged.power(len(experiment.all_seeds))
     yield from procedure.notes()
     yield f"runs compute with {_settings(experiment)}" + (f"; {where}" if where else "")
 

@@ -285,10 +285,10 @@ class Procedure:
                 notes.append(f"{size + ': ' if size else ''}arms have finished different seeds, means are over those in common: {each}")
         return notes
 
-    def exploratory(self, size: str, arm: str) -> tuple[str, ...]:
-        """Why the verdict on an arm is exploratory, in words; empty if it is not."""
-        departures = [each.words for each in self.experiment.departures if each.exploratory and each.place in (None, (size, arm))]
-        return (*departures, *map(str, self.added + self.left_out))
+    def exploratory(self, size: str, arm: str) -> bool:
+        """Whether the verdict on an arm is exploratory."""
+        departures = (each.place in (None, (size, arm)) for each in self.experiment.departures if each.exploratory)
+        return bool(self.added or self.left_out) or any(departures)
 
     def sources(self, arm: Arm) -> list[str]:
         """The arms that it starts from, one after the other."""
@@ -296,13 +296,9 @@ class Procedure:
             return []
         return [arm.start, *self.sources(next(other for other in self.experiment.arms if other.name == arm.start))]
 
-    def rates(self, size: str) -> dict[str, Rate | None] | None:
-        """The rate that each arm is judged at, of those that have one; None: not known yet."""
-        return self.choice(size).rates
-
     def final(self, size: str) -> Iterator[Run]:
         """The runs that are judged, by seed and arm; none before rates are known."""
-        rates = self.rates(size) or {}
+        rates = self.choice(size).rates or {}
         for seed in self.experiment.seeds:
             for arm in self.experiment.arms:
                 if arm.name in rates:
@@ -320,19 +316,20 @@ class Procedure:
             experiment.primary,
             tuple(arm.name for arm in experiment.arms),
             experiment.seeds,
-            {size: self.rates(size) for size in experiment.sizes},
+            {size: self.choice(size).rates for size in experiment.sizes},
             {place: by_rate for size in experiment.sizes for place, by_rate in self._judged_runs(size).items()},
             every=experiment.primary.quantity != experiment.chosen_by,
             looks=experiment.looks,
             sources={arm.name: self.sources(arm) for arm in experiment.arms if arm.start},
-            exploratory={place: self.exploratory(*place) for place in places},
+            exploratory=[place for place in places if self.exploratory(*place)],
             key=experiment.tune.heading,
             measured_on="report text",
         )
 
     def _judged_runs(self, size: str) -> dict[Place, ByRate]:
         """The final runs of a size, of each arm at each of its rates, first the one that tuning chose."""
-        experiment, choice, rates = self.experiment, self.choice(size), self.rates(size) or {}
+        experiment, choice = self.experiment, self.choice(size)
+        rates = choice.rates or {}
         runs: dict[Place, dict[Rate | None, list[Run]]] = {}
         for arm in experiment.arms:
             tried = choice.final.get(arm.name, ()) if not arm.start else (rates[arm.name],) if arm.name in rates else ()

@@ -2,11 +2,12 @@
 
 import math
 from dataclasses import replace
+from operator import attrgetter
 
 import numpy as np
 
 from lm.experiments.experiment import Arm, Primary, by_arm_and_rate
-from lm.experiments.judging import Judged
+from lm.experiments.judging import Judged, finite
 from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import SELECTION
 from lm.report.tables import Cell, Column, Filled, Table, digits, print_tables
@@ -36,8 +37,8 @@ def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate,
     """Arm minus baseline of the tuning seeds at every rate that both have: of the primary metric on the selection text, or of 1 for a
     run that has learned and 0 else, or of the logarithm of tokens. Infinite where one of them diverged, or did not reach its level."""
     experiment = procedure.experiment
-    base, measured = experiment.arms[0].name, by_arm_and_rate(procedure.tried(size), size, "primary") if experiment.tuned else {}
-    if not {arm.name, base} <= measured.keys() or not procedure.rates(size):
+    base, measured = experiment.arms[0].name, by_arm_and_rate(procedure.tried(size), size, attrgetter("primary"))
+    if not {arm.name, base} <= measured.keys() or not procedure.choice(size).rates:
         return {}
     primary = experiment.primary
 
@@ -150,9 +151,8 @@ def trends(procedure: Procedure, judged: Judged) -> list[dict[str, Plain]]:
         if differences.shape[1] > 1:
             interval = trend(differences, np.array(amounts[by]))
             interval = factor(interval) if primary.reach is not None else interval
-            change = [value if math.isfinite(value) else None for value in interval.listed()]
             over = f"{len(sizes)} sizes, {differences.shape[1]} seeds"
-            lines.append({"arm": arm, "with_each_doubling_of": by, "over": over, "change": change})
+            lines.append({"arm": arm, "with_each_doubling_of": by, "over": over, "change": finite(interval)})
     return lines
 
 

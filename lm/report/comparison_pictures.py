@@ -21,7 +21,7 @@ from lm.report.pictures import (
     smooth,
     token_unit,
 )  # fmt: skip
-from lm.report.tables import with_unit
+from lm.report.tables import printable, with_unit
 from lm.runs.evaluations import Series, number
 from lm.runs.folder import DIVERGED
 from lm.runs.record import RunRecord
@@ -46,17 +46,19 @@ _TITLES = {
 
 
 class DrawnRun(NamedTuple):
-    """A run in a picture of training; `state`: finished, unfinished or diverged."""
+    """A run on a page and in pictures of training; `state`: finished, unfinished or diverged."""
 
     arm: str
     seed: int
     state: str
     record: RunRecord
+    label: str  # its name on the page
 
 
 def drawn_runs(comparison: RunComparison) -> list[DrawnRun]:
     """The runs of a comparison, which count as finished."""
-    return [DrawnRun(arm.label, run.seeds[-1], "finished", run) for arm in comparison.arms for run in arm.runs]
+    every = ((arm.label, run) for arm in comparison.arms for run in arm.runs)
+    return [DrawnRun(arm, run.seeds[-1], "finished", run, f"{printable(run.name)} ({arm})") for arm, run in every]
 
 
 def overview(comparison: RunComparison) -> Picture:

@@ -111,15 +111,18 @@ def run_columns(record: RunRecord) -> Lines:
     steps = [evaluation.step for evaluation in record.evaluations]
     ended = max(steps, default=-1) >= (steps_planned if isinstance(steps_planned, int) else 0)
     state = "diverged" if any(DIVERGED in line for line in record.logged) else "finished" if ended else "unfinished"
-    run: dict[str, object] = {
+    return {
         "run": record.name,
         "folder": str(record.folder),
-        "commit": record.commits,
+        "experiment": place.get("name"),
+        "arm": place.get("arm") or record.flat["model.normalizer.name"],
+        "size": place.get("size"),
+        "stage": place.get("stage"),
+        "rate": place.get("rate") or record.flat.get("optim.lr"),
         "seed": record.config["seed"],
+        "commit": record.commits,
         "state": state,
     }
-    run |= {"experiment": place.get("name"), "arm": place.get("arm") or record.flat["model.normalizer.name"]}
-    return run | {"size": place.get("size"), "stage": place.get("stage"), "rate": place.get("rate") or record.flat.get("optim.lr")}
 
 
 def _blocks(record: RunRecord, history: bool) -> Iterator[Lines]:

@@ -15,10 +15,10 @@ from markupsafe import Markup
 from lm.config.yaml_text import dump_yaml
 from lm.files import write_together
 from lm.report.comparison import RunComparison
-from lm.report.comparison_pictures import along_axis, by_layer, drawn_runs, maps, overview
+from lm.report.comparison_pictures import DrawnRun, along_axis, by_layer, drawn_runs, maps, overview
 from lm.report.comparison_tables import comparison_tables, configuration_table, cost_table, difference_table, facts_table, notes
 from lm.report.pictures import COLOURS, DARK, GREY, GRID, INK, PAPER, Picture, dark_style
-from lm.report.tables import Table, printable, show, to_csv, to_latex, to_markdown
+from lm.report.tables import Table, show, to_csv, to_latex, to_markdown
 from lm.runs.record import RunRecord
 
 COST = (
@@ -27,7 +27,7 @@ COST = (
     "not. FLOPs are computed, not measured."
 )
 PAGE, PICTURE = "report.html", "overview.png"
-BlockKind = Literal["text", "note", "warning", "list", "table", "picture", "code", "details"]
+BlockKind = Literal["note", "warning", "list", "table", "picture", "code", "details"]
 
 
 # ---------------------------------------------------------------- the page
@@ -162,9 +162,9 @@ def run_sections(
     return [measured, cost, shared]
 
 
-def run_details(run: RunRecord, label: str) -> tuple[str, str]:
+def run_details(run: DrawnRun) -> tuple[str, str]:
     """A run's name with its command, and its configuration."""
-    return f"{label}: {show(run.measured('command'))}", dump_yaml(run.config)
+    return f"{run.label}: {show(run.record.measured('command'))}", dump_yaml(run.record.config)
 
 
 def page_files(parts: list[PagePart], out: Path) -> dict[Path, bytes]:
@@ -183,16 +183,15 @@ def page_files(parts: list[PagePart], out: Path) -> dict[Path, bytes]:
 def write_comparison(comparison: RunComparison, out: Path) -> Path:
     """Write the report of a comparison, or of a single run, into the folder `out`: pictures, tables of what was measured, and the page,
     which is returned. Raises RunError if that can't be written."""
-    picture, tables = overview(comparison), comparison_tables(comparison)
+    picture, tables, drawn = overview(comparison), comparison_tables(comparison), drawn_runs(comparison)
     training, layers, runs = (PageSection(title) for title in ("Overview", "By layer, while training", "Runs"))
     if comparison.warning:
         training.add("warning", [f"{comparison.warning} A difference below can't be put down to the normalizer alone."])
     training.add("picture", picture, "overview")
-    for name, drawn in by_layer(comparison.names, drawn_runs(comparison)).items():
-        layers.add("picture", drawn, name)
-    for arm in comparison.arms:
-        for run in arm.runs:
-            runs.add("details", run_details(run, f"{printable(run.name)} ({arm.label})"))
+    for name, by_tokens in by_layer(comparison.names, drawn).items():
+        layers.add("picture", by_tokens, name)
+    for run in drawn:
+        runs.add("details", run_details(run))
     sections = [training, layers, *run_sections(comparison, comparison.runs), runs]
     contents = page_files([PagePart(comparison.title, [section for section in sections if section.blocks])], out) | {
         out / PICTURE: picture.file(".png"),

@@ -139,7 +139,7 @@ class Verdict:
         p_exact: the same of the sign-flip test, which takes differences as symmetric in place of normal; None: too few or too many seeds.
         seeds_needed: for a difference that matters; None: unknown.
         over_documents: as `interval`, over seeds and documents; None where there is none.
-        exploratory: why p is too small, in words: what was changed after results were there.
+        exploratory: whether something was changed after results were there, so that p is too small.
         margin: the smallest difference of interest, in words; empty if runs learn or don't.
         beyond: whether every difference in the interval is of the margin or more.
         open: why there is no answer, in a few words; empty if there is one.
@@ -154,7 +154,7 @@ class Verdict:
     alone: Interval | None = None
     p_exact: float | None = None
     over_documents: Interval | None = None
-    exploratory: tuple[str, ...] = ()
+    exploratory: bool = False
     margin: str = ""
     beyond: bool = False
     open: str = ""
