@@ -115,7 +115,7 @@ class Recall:
         by_rates = np.array([self.accuracies[arm, rate, length] for rate in ours])[:, None] - base[None]
         place = 0, theirs.index(self.rates(self.baseline)[0])
         shared = sum(rate in ours for rate in theirs)
-        return Comparison(by_rates[place].tolist(), by_rates=by_rates, place=place, shared=shared, higher=True)
+        return Comparison(by_rates, place, shared=shared, higher=True)
 
     @cached_property
     def arms(self) -> list[str]:

@@ -179,10 +179,9 @@ class _Size:
             by_rates = differences @ self.weights
             over_both = over_seeds_and_documents(differences, self.weights, np.arange(self.world.documents))
             found[arm] = Comparison(
-                by_rates[place],
-                lost,
                 by_rates,
                 place,
+                lost,
                 shared,
                 self.world.other_metric,
                 over_documents=None if self.world.ceiling else over_both,

@@ -64,7 +64,7 @@ def test_a_claim_pays_for_each_rate_that_the_seeds_may_choose_among(rates: int, 
         by_rates = sign * np.stack([differing(p, seeds), *flat])[:, None]  # (the arm's rates, one of the baseline's, seeds)
         if sign < 0:  # the baseline is the one that may choose
             by_rates = by_rates.swapaxes(0, 1)
-        one = Comparison(list(by_rates[0, 0]), by_rates=by_rates, place=(0, 0))
+        one = Comparison(by_rates)
         return verdicts({"arm": one}, 0.001, "lower")["arm"]
 
     alone = Comparison(list(sign * differing(0.04, seeds)))

@@ -75,31 +75,31 @@ def at_rates(*means: float) -> np.ndarray:
 )
 def test_an_arm_is_better_if_it_beats_the_baseline_at_each_of_its_rates(means: tuple[float, ...], every: bool, expected: str):
     by_rates = at_rates(*means)
-    assert kind(Comparison(by_rates[1, 0], by_rates=by_rates, place=(1, 0), every=every)) == expected
-    mirrored = Comparison(-by_rates[1, 0], by_rates=-by_rates, place=(1, 0), every=every, higher=True)
+    assert kind(Comparison(by_rates, (1, 0), every=every)) == expected
+    mirrored = Comparison(-by_rates, (1, 0), every=every, higher=True)
     assert kind(mirrored, better="higher") == expected, "the best rate of a metric of which more is better is that of its highest value"
     of_the_other = -by_rates.swapaxes(0, 1)
-    assert kind(Comparison(of_the_other[0, 1], by_rates=of_the_other, place=(0, 1), every=every)) == expected.replace("better", "worse")
+    assert kind(Comparison(of_the_other, (0, 1), every=every)) == expected.replace("better", "worse")
 
 
 def test_an_arm_is_worse_only_against_the_baseline_at_a_rate_of_both():
     by_rates = at_rates(0.0, 0.03, 0.0, 0.03)  # the baseline is better at its second rate, at which the arm was not trained
-    one = Comparison(by_rates[0, 1], by_rates=by_rates, place=(0, 1))
+    one = Comparison(by_rates, (0, 1))
     assert kind(one) == "worse"
     apart = replace(one, shared=1)
     assert kind(apart) == "undecided"
     assert apart.interval().low < 0 < one.interval().low
     assert apart.interval().high == one.interval().high
-    turned = replace(apart, by_rates=-by_rates, differences=-by_rates[0, 0], place=(0, 0))
+    turned = replace(apart, by_rates=-by_rates, place=(0, 0))
     assert kind(turned) == "no difference above margin", "better only if it is so against each"
     by_rates = at_rates(0.03, 0.03, 0.03, 0.03)
-    assert kind(Comparison(by_rates[0, 0], by_rates=by_rates, shared=1)) == "worse"
-    assert kind(Comparison(-by_rates[0, 0], by_rates=-by_rates, shared=1)) == "better"
+    assert kind(Comparison(by_rates, shared=1)) == "worse"
+    assert kind(Comparison(-by_rates, shared=1)) == "better"
 
 
 def test_the_interval_is_that_of_both_arms_at_their_best():
     by_rates = at_rates(0.03, 0.0, -0.01, -0.04)
-    one = Comparison(by_rates[1, 0], by_rates=by_rates, place=(1, 0))
+    one = Comparison(by_rates, (1, 0))
     found = verdicts({"a": one}, MATTERS, "lower")["a"]
     assert found.alone == found.interval
     half, own = (t.ppf(1 - 0.025 / together, 4) * 0.005 / np.sqrt(5) for together in (2, 1))
@@ -112,7 +112,7 @@ def test_the_interval_is_that_of_both_arms_at_their_best():
 @pytest.mark.parametrize("lost", [np.nan, np.inf])
 def test_nothing_is_claimed_where_a_rate_that_is_not_judged_has_a_difference_that_is_not_finite(lost: float, every: bool):
     by_rates = at_rates(-0.03, -0.03, -0.03, -0.03)
-    one = Comparison(by_rates[1, 0], by_rates=by_rates, place=(1, 0), every=every)
+    one = Comparison(by_rates, (1, 0), every=every)
     assert kind(one) == "better"
     by_rates[0, 1, 2] = lost
     one = replace(one)
@@ -125,7 +125,7 @@ def test_nothing_is_claimed_where_a_rate_that_is_not_judged_has_a_difference_tha
 
 def test_a_difference_that_hangs_on_one_rate_says_so():
     by_rates = at_rates(0.03, 0.03, -0.03, 0.005)
-    found = verdicts({"a": Comparison(by_rates[1, 0], by_rates=by_rates, place=(1, 0))}, MATTERS, "lower")["a"]
+    found = verdicts({"a": Comparison(by_rates, (1, 0))}, MATTERS, "lower")["a"]
     assert found.reason.startswith(
         "the interval, over all rates that the arms were trained at, holds 0, and differences of more than 0.02;"
     )
@@ -219,7 +219,7 @@ def test_without_spread_the_sign_flip_test_decides(values: list[float], expected
 def test_a_tie_at_one_pair_of_rates_is_not_said_of_the_seeds_that_are_shown():
     by_rates = np.zeros((1, 2, 5))
     by_rates[0, 0], by_rates[0, 1] = [0.05, 0.06, 0.04, 0.05, 0.07], 0.2
-    found = verdicts({"a": Comparison(by_rates[0, 0], by_rates=by_rates, every=True)}, MATTERS, "lower")["a"]
+    found = verdicts({"a": Comparison(by_rates, every=True)}, MATTERS, "lower")["a"]
     assert (found.kind, "the same" in found.reason, found.interval.bounded) == ("undecided", False, False)
 
 

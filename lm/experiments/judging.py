@@ -134,21 +134,19 @@ class Judged:
             ours, theirs = _usable(ours, at[0], reach), _usable(theirs, at[1], reach)
         seeds = [seed for seed in range(planned) if all(run.state == "finished" for run in _of_seed(seed, ours, theirs))]
         ours, theirs = ({rate: [runs[seed] for seed in seeds] for rate, runs in by_rate.items()} for by_rate in (ours, theirs))
-        place, unreached, over_documents = ([*ours].index(at[0]), [*theirs].index(at[1])), "", None
+        unreached, over_documents = "", None
         shared = None if arm in self.sources or diverged else sum(rate in tried for rate in theirs) or None  # each has rates of its own
         by_rates = _differences(ours, theirs, lambda run: log_tokens(run.value) if reach else run.value)
-        shown = by_rates[place]
         if reach:
             unreached = self._unreached([run for by_rate in (ours, theirs) for runs in by_rate.values() for run in runs])
-            shown = shown[np.isfinite(shown)]
         elif seeds:
             first = next(iter(ours.values()))[0]
             values = _differences(ours, theirs, lambda run: run.values) if first.groups is not None else None
             over_documents = None if values is None else over_seeds_and_documents(values, first.weights, first.groups)
         higher = not reach and primary.better == "higher"
         return Comparison(
-            shown.tolist(), len(diverged), None if unreached else by_rates, place, shared, self.every, higher,
-            planned=planned, why=why, over_documents=over_documents, unreached=unreached,
+            by_rates, ([*ours].index(at[0]), [*theirs].index(at[1])), len(diverged), shared, self.every, higher, planned=planned,
+            why=why, over_documents=over_documents, unreached=unreached,
         )  # fmt: skip
 
     def counted(self, size: str, arm: str) -> LearnedCounts:

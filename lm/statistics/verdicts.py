@@ -34,12 +34,11 @@ class Comparison:
     """Measurements of an arm against the baseline, on the primary metric.
 
     Attributes:
-        differences: (seeds,) arm minus baseline, each at its own learning rate, on the report text: one value a seed that both were
-            trained with.
+        by_rates: arm minus baseline on the report text, one value a seed that both were trained with: (seeds,), or where they were trained
+            at several learning rates (the arm's rates, the baseline's rates, seeds); the claim is on both at their best, which is their
+            lowest, or with `higher` their highest (`hardest`).
+        place: of the pair of rates that are judged.
         diverged: final runs of either that diverged; they are counted, never dropped.
-        by_rates: (the arm's rates, the baseline's rates, seeds) where they were trained at several: differences over the same seeds at each
-            pair of rates; the claim is on both at their best, which is their lowest, or with `higher` their highest (`hardest`).
-        place: of `differences` among these.
         shared: how many of the baseline's rates, the first, the arm was trained at, too: it is worse only if it is so against the baseline
             at one of these. None: all.
         every: the best rates are those of another metric than the one compared: the claim must hold at every pair.
@@ -51,10 +50,9 @@ class Comparison:
         unreached: which runs have no value, as they did not reach a level, in words: then there is no verdict.
     """
 
-    differences: Sequence[float]
-    diverged: int = 0
-    by_rates: np.ndarray | None = None
+    by_rates: np.ndarray | Sequence[float]
     place: tuple[int, int] = (0, 0)
+    diverged: int = 0
     shared: int | None = None
     every: bool = False
     higher: bool = False
@@ -72,12 +70,18 @@ class Comparison:
     @property
     def finite(self) -> bool:
         """Whether all differences are finite, at every pair of rates."""
-        return all(np.isfinite(some).all() for some in (self.differences, self.by_rates) if some is not None)
+        return bool(np.isfinite(self.by_rates).all())
 
     @property
     def at_rates(self) -> np.ndarray:
         """The differences, (the arm's rates, the baseline's rates, seeds)."""
-        return np.array(self.differences)[None, None] if self.by_rates is None else self.by_rates
+        return np.array(self.by_rates, dtype=float, ndmin=3)
+
+    @property
+    def differences(self) -> np.ndarray:
+        """The differences at the rates that are judged, (seeds,); those of runs without a value are left out."""
+        judged = self.at_rates[self.place]
+        return judged[np.isfinite(judged)] if self.unreached else judged
 
     @cached_property
     def estimates(self) -> Estimate:
@@ -269,7 +273,7 @@ def _verdict(comparison: Comparison, margin: float, amount: str, better: str, co
 def _needed(comparison: Comparison, margin: float, family: int) -> SeedsNeeded:
     """Seeds with which a difference of `margin` is found, by the spread so far and by the ends of its 95 % interval."""
     seeds, spread = len(comparison.differences), float(np.std(comparison.differences, ddof=1))
-    rates = 1 if comparison.every or comparison.by_rates is None else max(comparison.by_rates[:, : comparison.shared].shape[:2])
+    rates = 1 if comparison.every or comparison.unreached else max(comparison.at_rates[:, : comparison.shared].shape[:2])
     ends = (math.sqrt((seeds - 1) / chdtri(seeds - 1, tail)) for tail in (0.025, 0.975))
     return SeedsNeeded(*(seeds_needed(spread * each, margin, ALPHA / family / rates) for each in (1.0, *ends)))
 
