@@ -174,9 +174,9 @@ def test_one_of_many_comparisons_needs_more_evidence():
 
 def test_a_reason_says_how_many_seeds_a_difference_of_interest_takes():
     found = verdicts({"a": Comparison(spread(0.01, 0.03, 5))}, MATTERS, "lower")["a"]
-    assert found.seeds_needed.by_spread == seeds_needed(0.03, MATTERS) == 20
+    assert found.seeds_needed[0] == seeds_needed(0.03, MATTERS) == 20
     ends = [0.03 * np.sqrt(4 / chi2.ppf(tail, 4)) for tail in (0.975, 0.025)]
-    assert [found.seeds_needed.fewest, found.seeds_needed.most] == [seeds_needed(end, MATTERS) for end in ends] == [9, 148]
+    assert [*found.seeds_needed[1:]] == [seeds_needed(end, MATTERS) for end in ends] == [9, 148]
     assert found.reason.endswith("to find one of 0.02 4 times in 5 takes 20 seeds (9 to 148, as the spread itself is known from few)")
     assert found.interval.over == "5 seeds"
     few = verdicts({"a": Comparison(spread(0.01, 0.3, 3))}, MATTERS, "lower")["a"]

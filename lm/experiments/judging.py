@@ -236,8 +236,7 @@ class Judged:
             line |= {"factor" if reach else "difference": finite(verdict.interval)}
             line |= {"alone": finite(verdict.alone), "over_seeds_and_documents": finite(verdict.over_documents)}
             line |= {"p": verdict.p, "p_exact": verdict.p_exact}
-            needed = verdict.seeds_needed
-            line["seeds_needed"] = needed and [needed.by_spread, needed.fewest, needed.most]
+            line["seeds_needed"] = verdict.seeds_needed and [*verdict.seeds_needed]
         return line
 
     def power(self, planned: int) -> Iterator[str]:

@@ -110,7 +110,7 @@ class Outcome:
     @cached_property
     def measured(self) -> bool:
         """Whether all that is asked for was measured as it is asked for."""
-        return self.asked.items() <= {each.kind: each.asked for each in self._evaluations}.items()
+        return self.asked.items() <= {each.kind: each.asked for each in self.evaluations}.items()
 
     @property
     def ended(self) -> bool:
@@ -120,11 +120,11 @@ class Outcome:
     @property
     def names(self) -> list[str]:
         """The metrics that were measured by unit at the last step."""
-        return [name for evaluation in self._evaluations for each in evaluation.series if each.samples for name in each.logged]
+        return [name for evaluation in self.evaluations for each in evaluation.series if each.samples for name in each.logged]
 
     def series(self, metric: str) -> Series | None:
         """The series that logs a metric at the last step; None if it was not measured. Raises RunError: a damaged file."""
-        return next((each for evaluation in self._evaluations for each in evaluation.series if metric in each.logged), None)
+        return next((each for evaluation in self.evaluations for each in evaluation.series if metric in each.logged), None)
 
     @property
     def sealed(self) -> bool:
@@ -132,12 +132,7 @@ class Outcome:
         return self._measured_last[1]
 
     @property
-    def codes(self) -> list[dict[str, str]]:
-        """Digests of the code that measured the evaluations at the last step, one for each."""
-        return [each.code for each in self._evaluations]
-
-    @property
-    def _evaluations(self) -> list[Evaluation]:
+    def evaluations(self) -> list[Evaluation]:
         """The evaluations of the last step."""
         return [*self._measured_last[0].values()]
 
@@ -177,7 +172,7 @@ class Outcome:
     @cached_property
     def _history(self) -> list[tuple[int, Units]]:
         """Tokens seen at each evaluation of the wanted metric up to the last step, and its values then."""
-        kinds = {each.kind for each in self._evaluations for series in each.series if self.metric in series.logged}
+        kinds = {each.kind for each in self.evaluations for series in each.series if self.metric in series.logged}
         files = [path for (kind, step), path in sorted(evaluation_files(self.folder).items()) if kind in kinds and step <= self.last_step]
         read = [each for path in files if (each := evaluation_in(path))]
         check_measured(self.folder, read, self.checkpoint, self.log)
@@ -212,7 +207,7 @@ def unequal(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
         raise RunError(f"{recorded[0][2].folder.parent}: an {ENVIRONMENT} is damaged: {error}") from None
     if unsealed := sum(not run.sealed for _, run in finished):
         sentences.append(f"{unsealed} runs' evaluations carry no digest (made by an earlier version)")
-    codes, other = [(arm, code) for arm, run in finished if run.sealed for code in run.codes], 0
+    codes, other = [(arm, each.code) for arm, run in finished if run.sealed for each in run.evaluations], 0
     names = dict.fromkeys(name for _, code in codes for name in code)
     today = {"lm": measuring_code(), **PLUGINS.code(names)}
     for name in names:

@@ -9,7 +9,7 @@ import numpy as np
 from scipy.special import betaincinv
 
 from lm.statistics.intervals import ALPHA, Interval
-from lm.statistics.verdicts import UNTUNED, Name, SeedsNeeded, Verdict
+from lm.statistics.verdicts import UNTUNED, Name, Verdict
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _verdict(counts: LearnedCounts, p: float, needed: int) -> Verdict:
     elif seeds < needed:
         reason = f"{words}; Fisher's exact test can show a difference from {needed} seeds on"
     tested = seeds if counts.tuned and counts.whole else 0
-    return Verdict(kind, reason, None, p, SeedsNeeded(needed, needed, needed), open=unanswered, seeds=tested)
+    return Verdict(kind, reason, None, p, (needed, needed, needed), open=unanswered, seeds=tested)
 
 
 def fisher_exact(learned: int, ended: int, base_learned: int, base_ended: int) -> float:

@@ -108,28 +108,6 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class SeedsNeeded:
-    """How many seeds find a difference that matters with probability `POWER`; None where they are more than `MOST_SEEDS`.
-
-    Attributes:
-        by_spread: the number by the spread as it was measured.
-        fewest, most: the numbers by the ends of the 95 % interval of that spread (chi squared).
-    """
-
-    by_spread: int | None
-    fewest: int | None
-    most: int | None
-
-    @property
-    def words(self) -> str:
-        """The number with its interval."""
-        by_spread, fewest, most = (
-            f"{n:,}" if n is not None else f"more than {MOST_SEEDS:,}" for n in (self.by_spread, self.fewest, self.most)
-        )
-        return f"{by_spread} seeds" + (f" ({fewest} to {most}, as the spread itself is known from few)" if fewest != most else "")
-
-
-@dataclass(frozen=True)
 class Verdict:
     """A verdict on an arm.
 
@@ -141,7 +119,8 @@ class Verdict:
         alone: the 95 % interval of this difference taken alone, at all looks.
         p: two-sided, of no difference, times the number of comparisons; 1 where nothing was tested.
         p_exact: the same of the sign-flip test, which takes differences as symmetric in place of normal; None: too few or too many seeds.
-        seeds_needed: for a difference that matters; None: unknown.
+        seeds_needed: number that finds a difference that matters with probability `POWER`, by the spread as it was measured and by the ends
+            of the 95 % interval of that spread (chi squared); None where it is more than `MOST_SEEDS`, or for all three: unknown.
         over_documents: as `interval`, over seeds and documents; None where there is none.
         exploratory: whether something was changed after results were there, so that p is too small.
         margin: the smallest difference of interest, in words; empty if runs learn or don't.
@@ -154,7 +133,7 @@ class Verdict:
     reason: str
     interval: Interval | None
     p: float
-    seeds_needed: SeedsNeeded | None
+    seeds_needed: tuple[int | None, int | None, int | None] | None
     alone: Interval | None = None
     p_exact: float | None = None
     over_documents: Interval | None = None
@@ -267,15 +246,18 @@ def _verdict(comparison: Comparison, margin: float, amount: str, better: str, co
         return verdict("undecided", same, "all seeds agree, and are too few")
     rates = ", over all rates that the arms were trained at," if comparison.at_rates[..., 0].size > 1 else ""
     beyond = f"the interval{rates} holds 0, and differences of more than {amount}"
-    return verdict("undecided", f"{beyond}; to find one of {amount} 4 times in 5 takes {needed.words}", "the interval is too wide")
+    by_spread, fewest, most = (f"more than {MOST_SEEDS:,}" if number is None else f"{number:,}" for number in needed)
+    more = f" ({fewest} to {most}, as the spread itself is known from few)" if fewest != most else ""
+    found = f"to find one of {amount} 4 times in 5 takes {by_spread} seeds{more}"
+    return verdict("undecided", f"{beyond}; {found}", "the interval is too wide")
 
 
-def _needed(comparison: Comparison, margin: float, family: int) -> SeedsNeeded:
+def _needed(comparison: Comparison, margin: float, family: int) -> tuple[int | None, ...]:
     """Seeds with which a difference of `margin` is found, by the spread so far and by the ends of its 95 % interval."""
     seeds, spread = len(comparison.differences), float(np.std(comparison.differences, ddof=1))
     rates = 1 if comparison.every or comparison.unreached else max(comparison.at_rates[:, : comparison.shared].shape[:2])
     ends = (math.sqrt((seeds - 1) / chdtri(seeds - 1, tail)) for tail in (0.025, 0.975))
-    return SeedsNeeded(*(seeds_needed(spread * each, margin, ALPHA / family / rates) for each in (1.0, *ends)))
+    return tuple(seeds_needed(spread * each, margin, ALPHA / family / rates) for each in (1.0, *ends))
 
 
 def hardest(values: np.ndarray, every: bool) -> float:
