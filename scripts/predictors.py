@@ -135,7 +135,7 @@ def compared(runs: pd.DataFrame) -> dict[str, Verdict]:
     for other in others:
         differences = (other.errors(runs) - ours).dropna()
         comparisons[other.name] = Comparison(differences.tolist())
-    return verdicts(comparisons, MATTERS, "lower")
+    return verdicts(comparisons, MATTERS)
 
 
 def table(runs: pd.DataFrame, markdown: Callable[[list[list[str]]], str]) -> str:

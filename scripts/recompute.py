@@ -106,8 +106,8 @@ class Recall:
                     continue
                 for rate in ours:
                     differences = self.accuracies[arm, rate, length] - self.accuracies[self.baseline, rate, length]
-                    comparisons[arm, rate, length] = Comparison(differences.tolist())
-        return verdicts(comparisons, self.matters, "higher")
+                    comparisons[arm, rate, length] = Comparison(differences, higher=True)
+        return verdicts(comparisons, self.matters)
 
     def _over_rates(self, arm: str, ours: list[float], theirs: list[float], length: int) -> Comparison:
         """The comparison of two arms that may have several rates, each judged at its best."""
@@ -177,8 +177,8 @@ class Recall:
         for name, arms in self.trends.items():
             values = {part: self.accuracies[arm, self.rates(arm)[0], self.deciding[0]] for arm, part in arms.items()}
             by_part[name] = values
-            changes[name] = Comparison(np.polyfit(list(values), list(values.values()), 1)[0].tolist())
-        for name, verdict in verdicts(changes, self.matters, "higher").items():
+            changes[name] = Comparison(np.polyfit(list(values), list(values.values()), 1)[0], higher=True)
+        for name, verdict in verdicts(changes, self.matters).items():
             cells = [_spread(by_part[name][part]) if part in by_part[name] else "" for part in parts]
             lines.append([name, *cells, _difference(replace(verdict, margin=f"{100 * self.matters:g}"))])
         return _markdown(lines)

@@ -77,7 +77,7 @@ def simulated(world: World, trial: int) -> tuple[list[Verdict], list[float], lis
     looks = 2 if world.more_seeds else 1
     for seeds in dict.fromkeys((world.seeds, world.seeds + world.more_seeds)):
         comparisons = {(number, arm): one for number, size in enumerate(sizes) for arm, one in size.compared(seeds).items()}
-        judged = verdicts(comparisons, MATTERS, "lower", looks=looks)
+        judged = verdicts(comparisons, MATTERS, looks=looks)
         if all(one.kind != "undecided" for one in judged.values()):
             break
     truths = [size.truth(arm) for size in sizes for arm in size.arms[1:]]

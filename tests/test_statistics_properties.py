@@ -65,10 +65,10 @@ def test_a_claim_pays_for_each_rate_that_the_seeds_may_choose_among(rates: int, 
         if sign < 0:  # the baseline is the one that may choose
             by_rates = by_rates.swapaxes(0, 1)
         one = Comparison(by_rates)
-        return verdicts({"arm": one}, 0.001, "lower")["arm"]
+        return verdicts({"arm": one}, 0.001)["arm"]
 
     alone = Comparison(list(sign * differing(0.04, seeds)))
-    assert verdicts({"arm": alone}, 0.001, "lower")["arm"].kind == claimed
+    assert verdicts({"arm": alone}, 0.001)["arm"].kind == claimed
     assert verdict(0.04).kind not in ("better", "worse")
     assert verdict(0.04).p == pytest.approx(0.04 * rates)
     assert verdict(0.9 * 0.05 / rates).kind == claimed
@@ -77,5 +77,5 @@ def test_a_claim_pays_for_each_rate_that_the_seeds_may_choose_among(rates: int, 
 @pytest.mark.parametrize(("ratio", "alike"), [(1.098, True), (1.102, False), (1 / 1.098, True), (1 / 1.102, False)])
 def test_a_margin_that_is_a_factor_ends_at_that_factor(ratio: float, alike: bool):
     differences = np.log(ratio) + 1e-5 * centred(6, 0)
-    found = verdicts({"arm": Comparison(list(differences))}, 0.1, "lower", ratio=True)["arm"].kind
+    found = verdicts({"arm": Comparison(list(differences))}, 0.1, ratio=True)["arm"].kind
     assert (found == "difference below margin") == alike

@@ -29,9 +29,9 @@ def same(value: float) -> Comparison:
     return Comparison([value] * 3)
 
 
-def kind(*comparisons: Comparison, better: str = "lower") -> str:
+def kind(*comparisons: Comparison) -> str:
     """The verdict on the first of them."""
-    return next(iter(verdicts({str(i): one for i, one in enumerate(comparisons)}, MATTERS, better).values())).kind
+    return next(iter(verdicts({str(i): one for i, one in enumerate(comparisons)}, MATTERS).values())).kind
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_an_arm_is_better_if_it_beats_the_baseline_at_each_of_its_rates(means: t
     by_rates = at_rates(*means)
     assert kind(Comparison(by_rates, (1, 0), every=every)) == expected
     mirrored = Comparison(-by_rates, (1, 0), every=every, higher=True)
-    assert kind(mirrored, better="higher") == expected, "the best rate of a metric of which more is better is that of its highest value"
+    assert kind(mirrored) == expected, "the best rate of a metric of which more is better is that of its highest value"
     of_the_other = -by_rates.swapaxes(0, 1)
     assert kind(Comparison(of_the_other, (0, 1), every=every)) == expected.replace("better", "worse")
 
@@ -100,11 +100,11 @@ def test_an_arm_is_worse_only_against_the_baseline_at_a_rate_of_both():
 def test_the_interval_is_that_of_both_arms_at_their_best():
     by_rates = at_rates(0.03, 0.0, -0.01, -0.04)
     one = Comparison(by_rates, (1, 0))
-    found = verdicts({"a": one}, MATTERS, "lower")["a"]
+    found = verdicts({"a": one}, MATTERS)["a"]
     assert found.alone == found.interval
     half, own = (t.ppf(1 - 0.025 / together, 4) * 0.005 / np.sqrt(5) for together in (2, 1))
     assert found.interval.listed() == pytest.approx([-0.01, min(-0.01 - half, -0.01 - own), -0.01 + half])
-    every = verdicts({"a": replace(one, every=True)}, MATTERS, "lower")["a"].interval
+    every = verdicts({"a": replace(one, every=True)}, MATTERS)["a"].interval
     assert every.listed() == pytest.approx([-0.01, -0.04 - own, 0.03 + own])
 
 
@@ -116,7 +116,7 @@ def test_nothing_is_claimed_where_a_rate_that_is_not_judged_has_a_difference_tha
     assert kind(one) == "better"
     by_rates[0, 1, 2] = lost
     one = replace(one)
-    found = verdicts({"a": one}, MATTERS, "lower")["a"]
+    found = verdicts({"a": one}, MATTERS)["a"]
     assert (found.kind, found.p) == ("undecided", 1.0)
     assert "at another of the learning rates" in found.reason
     assert found.interval.mean == pytest.approx(-0.03)
@@ -125,7 +125,7 @@ def test_nothing_is_claimed_where_a_rate_that_is_not_judged_has_a_difference_tha
 
 def test_a_difference_that_hangs_on_one_rate_says_so():
     by_rates = at_rates(0.03, 0.03, -0.03, 0.005)
-    found = verdicts({"a": Comparison(by_rates, (1, 0))}, MATTERS, "lower")["a"]
+    found = verdicts({"a": Comparison(by_rates, (1, 0))}, MATTERS)["a"]
     assert found.reason.startswith(
         "the interval, over all rates that the arms were trained at, holds 0, and differences of more than 0.02;"
     )
@@ -149,7 +149,7 @@ def test_a_difference_that_hangs_on_one_rate_says_so():
     ],
 )
 def test_words_hold_for_one_situation_and_name_the_margin(comparison: Comparison, words: str, reason: str):
-    verdict = verdicts({"a": comparison}, MATTERS, "lower")["a"]
+    verdict = verdicts({"a": comparison}, MATTERS)["a"]
     assert verdict.words == words
     assert verdict.reason.startswith(reason)
     assert " over " not in verdict.reason, "the words end with the number of seeds"
@@ -157,12 +157,12 @@ def test_words_hold_for_one_situation_and_name_the_margin(comparison: Comparison
 
 
 def test_words_of_a_ratio_name_the_factor():
-    verdict = verdicts({"a": Comparison(spread(0.0, 0.001, 5))}, 0.1, "lower", ratio=True)["a"]
+    verdict = verdicts({"a": Comparison(spread(0.0, 0.001, 5))}, 0.1, ratio=True)["a"]
     assert verdict.words == "no difference above a factor of 1.1 (5 seeds)"
 
 
 def test_a_metric_of_which_more_is_better_turns_the_words():
-    assert kind(Comparison(spread(0.03, 0.005, 3)), better="higher") == "better"
+    assert kind(Comparison(spread(0.03, 0.005, 3), higher=True)) == "better"
 
 
 def test_one_of_many_comparisons_needs_more_evidence():
@@ -173,13 +173,13 @@ def test_one_of_many_comparisons_needs_more_evidence():
 
 
 def test_a_reason_says_how_many_seeds_a_difference_of_interest_takes():
-    found = verdicts({"a": Comparison(spread(0.01, 0.03, 5))}, MATTERS, "lower")["a"]
+    found = verdicts({"a": Comparison(spread(0.01, 0.03, 5))}, MATTERS)["a"]
     assert found.seeds_needed[0] == seeds_needed(0.03, MATTERS) == 20
     ends = [0.03 * np.sqrt(4 / chi2.ppf(tail, 4)) for tail in (0.975, 0.025)]
     assert [*found.seeds_needed[1:]] == [seeds_needed(end, MATTERS) for end in ends] == [9, 148]
     assert found.reason.endswith("to find one of 0.02 4 times in 5 takes 20 seeds (9 to 148, as the spread itself is known from few)")
     assert found.interval.over == "5 seeds"
-    few = verdicts({"a": Comparison(spread(0.01, 0.3, 3))}, MATTERS, "lower")["a"]
+    few = verdicts({"a": Comparison(spread(0.01, 0.3, 3))}, MATTERS)["a"]
     assert few.reason.endswith("takes more than 1,000 seeds (481 to more than 1,000, as the spread itself is known from few)")
 
 
@@ -211,7 +211,7 @@ TIES = {
 
 @pytest.mark.parametrize(("values", "expected", "p"), TIES.values(), ids=TIES)
 def test_without_spread_the_sign_flip_test_decides(values: list[float], expected: str, p: float):
-    found = verdicts({"a": Comparison(values)}, MATTERS, "lower")["a"]
+    found = verdicts({"a": Comparison(values)}, MATTERS)["a"]
     assert (found.kind, found.p) == (expected, p)
     assert not found.interval.bounded
 
@@ -219,7 +219,7 @@ def test_without_spread_the_sign_flip_test_decides(values: list[float], expected
 def test_a_tie_at_one_pair_of_rates_is_not_said_of_the_seeds_that_are_shown():
     by_rates = np.zeros((1, 2, 5))
     by_rates[0, 0], by_rates[0, 1] = [0.05, 0.06, 0.04, 0.05, 0.07], 0.2
-    found = verdicts({"a": Comparison(by_rates, every=True)}, MATTERS, "lower")["a"]
+    found = verdicts({"a": Comparison(by_rates, every=True)}, MATTERS)["a"]
     assert (found.kind, "the same" in found.reason, found.interval.bounded) == ("undecided", False, False)
 
 
@@ -244,7 +244,7 @@ def families() -> st.SearchStrategy[list[list[float]]]:
 
 @given(families(), st.sampled_from([1, 2]))
 def test_no_word_contradicts_the_interval_beside_it(family: list[list[float]], looks: int):
-    found = verdicts({number: Comparison(values) for number, values in enumerate(family)}, MATTERS, "lower", looks=looks)
+    found = verdicts({number: Comparison(values) for number, values in enumerate(family)}, MATTERS, looks=looks)
     for verdict in found.values():
         low, high = verdict.interval.low, verdict.interval.high
         without_0, within = low > 0 or high < 0, low > -MATTERS and high < MATTERS
@@ -260,7 +260,7 @@ def test_no_word_contradicts_the_interval_beside_it(family: list[list[float]], l
 def test_intervals_of_a_family_are_each_longer_so_that_all_hold_together():
     values = spread(0.01, 0.03, 5)
     for comparisons, looks in ((1, 1), (4, 1), (3, 2)):
-        found = verdicts({n: Comparison(values) for n in range(comparisons)}, MATTERS, "lower", looks=looks)[0]
+        found = verdicts({n: Comparison(values) for n in range(comparisons)}, MATTERS, looks=looks)[0]
         half = t.ppf(1 - 0.025 / comparisons / looks, 4) * 0.03 / np.sqrt(5)
         assert found.interval.listed() == pytest.approx([0.01, 0.01 - half, 0.01 + half])
         assert found.p == pytest.approx(min(1, comparisons * looks * ttest_1samp(values, 0).pvalue))
@@ -281,7 +281,7 @@ def test_power_is_that_of_the_noncentral_t():
 @pytest.mark.parametrize("matters", [0.0, -1.0, np.inf, np.nan])
 def test_a_verdict_takes_a_difference_of_interest(matters: float):
     with pytest.raises(ValueError, match="smallest difference of interest"):
-        verdicts({}, matters, "lower")
+        verdicts({}, matters)
 
 
 MANY = pytest.mark.parametrize("count", [100, pytest.param(300, marks=pytest.mark.slow)])  # experiments

@@ -46,9 +46,9 @@ def test_tokens_are_interpolated_in_their_logarithm_before_the_first_evaluation_
 def test_a_ratio_that_matters_is_a_factor_either_way():
     for ratio, kind in ((1.05, "difference below margin"), (1 / 1.05, "difference below margin"), (1.2, "worse")):
         differences = np.log(ratio) + np.array([-0.01, -0.005, 0.0, 0.005, 0.01])
-        found = verdicts({"arm": Comparison(differences)}, 0.1, "lower", ratio=True)["arm"]
+        found = verdicts({"arm": Comparison(differences)}, 0.1, ratio=True)["arm"]
         assert found.kind == kind
-    assert "lies within a factor of 1.1" in verdicts({"a": Comparison(1e-3 * np.arange(-2, 3))}, 0.1, "lower", True)["a"].reason
+    assert "lies within a factor of 1.1" in verdicts({"a": Comparison(1e-3 * np.arange(-2, 3))}, 0.1, True)["a"].reason
 
 
 # ---------------------------------------------------------------- in experiments

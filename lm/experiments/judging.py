@@ -99,7 +99,7 @@ class Judged:
             judged = learned_verdicts({place: self.counted(*place) for place in self.places}, self.looks)
         else:
             ratio = primary.reach is not None
-            judged = verdicts(self.comparisons, primary.matters, "lower" if ratio else primary.better, ratio, self.looks)
+            judged = verdicts(self.comparisons, primary.matters, ratio, self.looks)
             if ratio:
                 judged = {place: replace(each, interval=factor(each.interval), alone=factor(each.alone)) for place, each in judged.items()}
         return {

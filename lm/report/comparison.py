@@ -70,11 +70,6 @@ class Section:
         return list(dict.fromkeys(line.metric for line in self.lines))
 
     @property
-    def of(self) -> list[str]:
-        """Words for what is measured and how, in the order of its lines."""
-        return list(dict.fromkeys(", ".join(line.of) for line in self.lines))
-
-    @property
     def shape(self) -> Shape:
         """The shape of its series' axis."""
         return self.first.shape

@@ -42,7 +42,7 @@ class Comparison:
         shared: how many of the baseline's rates, the first, the arm was trained at, too: it is worse only if it is so against the baseline
             at one of these. None: all.
         every: the best rates are those of another metric than the one compared: the claim must hold at every pair.
-        higher: an arm's best rate is that of its highest value, in place of its lowest.
+        higher: of the metric more is better: an arm's best rate is that of its highest value, in place of its lowest.
         tuned: False if the best rate of either is at an edge of the grid.
         planned: seeds that were planned; None: these. Until all have ended there is no verdict.
         why: which runs diverged and how, in words.
@@ -165,9 +165,7 @@ class Verdict:
         return f"{'exploratory: ' if self.exploratory else ''}{self.statement}" + (f" ({self.seeds} seeds)" if self.seeds else "")
 
 
-def verdicts(
-    comparisons: Mapping[Name, Comparison], matters: float, better: Literal["lower", "higher"], ratio: bool = False, looks: int = 1
-) -> dict[Name, Verdict]:
+def verdicts(comparisons: Mapping[Name, Comparison], matters: float, ratio: bool = False, looks: int = 1) -> dict[Name, Verdict]:
     """The verdict on each arm (or arm and size), all taken as one family.
 
     Each comparison has one interval, Student's t over seeds at a level of 0.05 / comparisons (Bonferroni), and its word follows from that
@@ -177,7 +175,6 @@ def verdicts(
     Args:
         comparisons: by name.
         matters: smallest difference of interest, in the metric's unit, settled before any run.
-        better: which direction of the metric is better.
         ratio: differences are of natural logarithms, and `matters` is relative: 0.1 is a factor of 1.1 or 1 / 1.1.
         looks: how often the data may be judged: 2 with a planned second stage, of which each has half of the 0.05.
 
@@ -187,10 +184,10 @@ def verdicts(
     if not 0 < matters < math.inf:
         raise ValueError("the smallest difference of interest must be above 0 and finite")
     margin, amount = (math.log1p(matters), f"a factor of {1 + matters:g}") if ratio else (matters, f"{matters:g}")
-    return {name: _verdict(comparison, margin, amount, better, len(comparisons), looks) for name, comparison in comparisons.items()}
+    return {name: _verdict(comparison, margin, amount, len(comparisons), looks) for name, comparison in comparisons.items()}
 
 
-def _verdict(comparison: Comparison, margin: float, amount: str, better: str, comparisons: int, looks: int) -> Verdict:
+def _verdict(comparison: Comparison, margin: float, amount: str, comparisons: int, looks: int) -> Verdict:
     family = comparisons * looks
     seeds, finite = len(comparison.differences), np.isfinite(comparison.differences).all()
     shown = seeds > 1 and not comparison.unreached
@@ -236,7 +233,7 @@ def _verdict(comparison: Comparison, margin: float, amount: str, better: str, co
             return verdict("difference below margin", f"the interval leaves out 0 and lies within {amount} (p = {p:.2g}{by})")
         beyond = min(abs(interval.low), abs(interval.high)) >= margin
         more = f" and every difference below {amount}" if beyond else ""
-        kind = "better" if (interval.mean < 0) == (better == "lower") else "worse"
+        kind = "better" if (interval.mean > 0) == comparison.higher else "worse"
         return verdict(kind, f"the interval leaves out 0{more} (p = {p:.2g}{by})", beyond=beyond)
     if within:
         return verdict("no difference above margin", f"the interval holds 0 and lies within {amount}{by}")
