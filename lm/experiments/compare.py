@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lm.data.prepare import prepare
 from lm.errors import DataError, RunError
-from lm.experiments.engine import LOCK, Cluster, Engine, Jobs, RunsFailed, read_failure, read_options, retry, worker, working_on
+from lm.experiments.engine import LOCK, Cluster, Engine, Jobs, RunsFailed, failures, read_options, retry, worker, working_on
 from lm.experiments.experiment import Experiment
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import open_experiment, other_runs, start
@@ -202,10 +202,9 @@ def _conclude(procedure: Procedure) -> list[dict[str, Plain]]:
     """
     experiment = procedure.experiment
     if not any(run.outcome.ended for run in procedure.known()):
-        failed = [failure for run in procedure.known() if (failure := read_failure(experiment.folder, run))]
         reason, remedy = "no run has ended yet", other_runs(procedure) or "leave --report-only out to train"
-        if failed:
-            reason, remedy = f"no run has a result; {len(failed)} failed, the first with {failed[0]}", "--retry tries again"
+        if failed := failures(procedure):
+            reason, remedy = f"no run has a result; {len(failed)} failed, the first with {failed[0][1]}", "--retry tries again"
         raise RunError(f"{experiment.folder}: {reason}; {remedy}")
     judged = procedure.judged()
     lines, notes = summary_lines(procedure, judged), procedure.notes()
@@ -227,12 +226,10 @@ def _conclude(procedure: Procedure) -> list[dict[str, Plain]]:
     print_verdicts(judged, lines, f"{measured_words(procedure)}{rates}")
     for note in notes:
         print(note)
-    for run in procedure.known():
-        if failure := read_failure(experiment.folder, run):
-            print(f"failed: {run.stage}: {run.label}: {failure} ({failure.log}); --retry tries again")
+    for run, failure in failures(procedure):
+        print(f"failed: {run.stage}: {run.label}: {failure} ({failure.log}); --retry tries again")
     write_together(files | experiment_files([procedure], experiment.folder / REPORT, judged), "verdicts and report")
-    base, reach = experiment.arms[0].name, experiment.primary.reach is not None
-    if table := trend_table(over_sizes, base, reach):
+    if table := trend_table(judged, over_sizes):
         print_tables(table)
     print(f"verdicts: {experiment.folder / VERDICTS}.json")
     print(f"report: {experiment.folder / REPORT / PAGE}")

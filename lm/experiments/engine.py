@@ -164,6 +164,12 @@ def read_failure(experiment: Path, run: Run) -> Failure | None:
     return None if failure is None or failure.interrupted else failure
 
 
+def failures(procedure: Procedure) -> list[tuple[Run, Failure]]:
+    """The runs of an experiment that have failed, and why."""
+    folder = procedure.experiment.folder
+    return [(run, failure) for run in procedure.known() if (failure := read_failure(folder, run))]
+
+
 def _read(path: Path) -> Failure | None:
     """The failure that `note_failure` has written; None if it has not."""
     if not path.exists():

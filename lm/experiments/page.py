@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from lm.config.tree import effect_of
-from lm.experiments.engine import read_failure
+from lm.experiments.engine import failures
 from lm.experiments.experiment import Experiment
 from lm.experiments.judging import Judged
 from lm.experiments.procedure import Procedure, Run
@@ -112,7 +112,7 @@ def _part(procedure: Procedure, prefix: str, judged: Judged | None) -> PagePart:
         first.add("picture", differences_picture(procedure, sizes), f"{prefix}differences")
     else:
         first.add("picture", learned_picture(sizes, lines), f"{prefix}learned")
-    over_sizes = trend_table(trends(procedure, judged), experiment.arms[0].name, experiment.primary.reach is not None)
+    over_sizes = trend_table(judged, trends(procedure, judged))
     first.add("table", over_sizes, f"{prefix}trends")
     for each in sizes:
         first.add("table", seeds_table(each) if each.final else None, f"{prefix}{each.size}{'-' * bool(each.size)}seeds")
@@ -244,8 +244,7 @@ def _lost(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
             lines.append(f"{of}{len(unfinished)} of {len(each.final)} final runs have not ended: {_joined(unfinished)}")
         if "diverged" in by_state:
             lines.append(f"{of}diverged, counted and in no mean: {_joined(by_state['diverged'])}")
-    failures = [(run, failure) for run in procedure.known() if (failure := read_failure(experiment.folder, run))]
-    lines += [*infinite, *(f"failed: {run.stage} run {run.label}: {failure}" for run, failure in failures)]
+    lines += [*infinite, *(f"failed: {run.stage} run {run.label}: {failure}" for run, failure in failures(procedure))]
     return lines + procedure.notes()
 
 

@@ -79,8 +79,9 @@ def judge_table(
                     raise RunError(f"{place}: no seed {', '.join(missing)}{at}; every arm needs the same seeds")
             if final.empty:
                 raise RunError(f"{place}: no line")
-            order, judged = _rates(final, selected[selected["arm"] == arm], primary, f"{source}: {arm}")
-            rates[name] |= {} if judged is _NOT_TUNED else {arm: judged}
+            order, best = _rates(final, selected[selected["arm"] == arm], primary, f"{source}: {arm}")
+            if best:
+                rates[name][arm] = best[0]
             by_rate = {at: final[final["rate"].isna() if at is None else final["rate"] == rate_cell(at)] for at in order}
             judged_runs[name, arm] = {at: [_judged_run(some[some["seed"] == seed]) for seed in seeds] for at, some in by_rate.items()}
     arms = baseline, *(arm for arm in arms if arm != baseline)
@@ -223,26 +224,24 @@ def _tuning(selecting: pd.DataFrame) -> pd.DataFrame:
     return selecting if tuning.empty else tuning
 
 
-_NOT_TUNED = object()
-
-
-def _rates(final: pd.DataFrame, selecting: pd.DataFrame, primary: Primary, who: str) -> tuple[list[Rate | None], object]:
-    """The rates of an arm's runs, first the one that tuning chose, and the one that it is judged at. Raises RunError: nothing chooses."""
+def _rates(final: pd.DataFrame, selecting: pd.DataFrame, primary: Primary, who: str) -> tuple[list[Rate | None], list[Rate | None]]:
+    """The rates of an arm's runs, first the one that tuning chose, and the one that it is judged at, if it is tuned. Raises RunError:
+    nothing chooses."""
     rates = [None if pd.isna(rate) else read_rate(rate) for rate in final["rate"].unique()]
     tuning = _tuning(selecting)
     first = _costs(tuning, primary)
     if len(first) < 2:
         if len(rates) > 1:
             raise RunError(f"{who} has {len(rates)} rates and no line that selects one: add a column part, or judge apart by rate")
-        return rates, rates[0]
+        return rates, rates[:1]
     best = chosen({who: first}).rates.get(who)
     if best is None:
-        return rates, _NOT_TUNED
+        return rates, []
     if best not in rates:
         raise RunError(f"{who}: {rate_words(best)} is the best rate, but no line at it reports")
     order = [best, *(rate for rate in rates if rate != best)]
     after = (_costs(selecting.drop(tuning.index), primary) or _costs(final, primary)) if "stage" in tuning else first
-    return order, best_rate(after, rates) if set(rates) <= after.keys() else best
+    return order, [best_rate(after, rates) if set(rates) <= after.keys() else best]
 
 
 def _costs(lines: pd.DataFrame, primary: Primary) -> dict[Rate, list[float]]:

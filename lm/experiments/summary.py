@@ -156,10 +156,11 @@ def trends(procedure: Procedure, judged: Judged) -> list[dict[str, Plain]]:
     return lines
 
 
-def trend_table(lines: list[dict[str, Plain]], base: str, reach: bool) -> Table | None:
-    """A row for each arm of `trends`; None if there are none. `reach`: they are of factors."""
+def trend_table(judged: Judged, lines: list[dict[str, Plain]]) -> Table | None:
+    """A row for each of the lines of `trends`; None if there are none."""
     if not lines:
         return None
+    base, reach = judged.arms[0], judged.primary.reach is not None
     changes = [Interval(*(math.nan if value is None else value for value in line["change"])) for line in lines]
     what = f"factor to {base} is multiplied by" if reach else f"difference to {base} changes by"
     change = Column(what, "95% interval, not adjusted", "mean" if reach else "difference", 3 if reach else 4)
