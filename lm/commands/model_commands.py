@@ -69,14 +69,15 @@ def evaluate(
 
 def _print_evaluations(results: list["Evaluated"], out: Path | None, as_json: bool = False) -> None:
     """Print tables of evaluations, or their numbers as JSON, and write all numbers to the file `out`."""
-    from lm.report.evaluation_tables import print_results, results_bytes, write_table
+    from lm.files import write_together
+    from lm.report.evaluation_tables import print_results, results_bytes
 
     if as_json:
         print(results_bytes(results, Path("all.json")).decode(), end="")
     else:
         print_results(results, out)
     if out:
-        write_table(results, out)
+        write_together({out: results_bytes(results, out)})
 
 
 def diagnose(

@@ -132,7 +132,8 @@ class Judged:
             ours, theirs = {at[0]: ours[at[0]]}, {at[1]: theirs[at[1]]}
         else:
             ours, theirs = _usable(ours, at[0], reach), _usable(theirs, at[1], reach)
-        seeds = [seed for seed in range(planned) if all(run.state == "finished" for run in _of_seed(seed, ours, theirs))]
+        by_seed = zip(*ours.values(), *theirs.values(), strict=True)
+        seeds = [seed for seed, runs in enumerate(by_seed) if all(run.state == "finished" for run in runs)]
         ours, theirs = ({rate: [runs[seed] for seed in seeds] for rate, runs in by_rate.items()} for by_rate in (ours, theirs))
         unreached, over_documents = "", None
         shared = None if arm in self.sources or diverged else sum(rate in tried for rate in theirs) or None  # each has rates of its own
@@ -155,7 +156,8 @@ class Judged:
         if rates is None or not {arm, base} <= rates.keys():
             return LearnedCounts([(0, 0)], 0, tuned=rates is None, planned=planned)
         at, (ours, theirs) = (rates[arm], rates[base]), self._paired(size, arm)
-        seeds = [seed for seed in range(planned) if all(run.ended for run in _of_seed(seed, ours, theirs))]
+        by_seed = zip(*ours.values(), *theirs.values(), strict=True)
+        seeds = [seed for seed, runs in enumerate(by_seed) if all(run.ended for run in runs)]
 
         def learned(runs: list[JudgedRun]) -> int:
             return sum(has_learned(runs[seed].value, primary.learned, primary.better) for seed in seeds)
@@ -277,11 +279,6 @@ def _usable(runs: ByRate, judged: Rate | None, reach: bool) -> ByRate:
         return run.state == "diverged" or (reach and run.state == "finished" and run.value == math.inf)
 
     return {rate: some for rate, some in runs.items() if rate in (judged, next(iter(runs))) or not any(map(lost, some))}
-
-
-def _of_seed(number: int, *by_rates: ByRate) -> list[JudgedRun]:
-    """All runs of one seed."""
-    return [some[number] for by_rate in by_rates for some in by_rate.values()]
 
 
 def _differences(ours: ByRate, theirs: ByRate, value: Callable[[JudgedRun], float | np.ndarray]) -> np.ndarray:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from lm.files import write_together
 from lm.report.tables import Column, Filled, Table, digits, print_tables, table_bytes
 from lm.runs.evaluations import Evaluation, Series, number, series_names
 from lm.statistics.intervals import FEWEST_DOCUMENTS, interval_of
@@ -176,12 +175,7 @@ def _together(rows: Iterable[Row]) -> list[list[str]]:
     return groups
 
 
-def write_table(evaluated: list[Evaluated], path: Path) -> None:
-    """Write all numbers as CSV or JSON, one row or object a number, whole or not at all."""
-    write_together({path: results_bytes(evaluated, path)})
-
-
 def results_bytes(evaluated: list[Evaluated], path: Path) -> bytes:
-    """All numbers as the content of a file of this name, as `write_table` writes it."""
+    """All numbers as the content of a file of this name: CSV or JSON, one row or object a number."""
     first = [({"run": str(each.folder), "step": each.evaluation.step, "kind": each.evaluation.kind}, each.rows) for each in evaluated]
     return table_bytes([what | vars(row) for what, rows in first for row in rows], path)
