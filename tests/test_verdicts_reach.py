@@ -87,10 +87,9 @@ def test_the_verdict_is_on_the_ratio_of_tokens_paired_by_seed(tmp_path):
     assert (soft["reached"], "difference" in scalable, scalable["over_seeds_and_documents"]) == (3, False, None)
     sizes = [SizeResults(procedure, "", procedure.judged())]
     (answer,) = answers(sizes)
-    effect = answer.effect
-    assert (effect.what, effect.value, effect.ends) == ("Factor: tokens, of those of softmax", "0.70", "[0.70, 0.71]")
-    assert (effect.over, answer.verdict[-9:]) == ("", "(3 seeds)"), "said once"
-    mean, low, high, zero, least, most = effect.place
+    assert (answer.effect, answer.value, answer.ends) == ("Factor: tokens, of those of softmax", "0.70", "[0.70, 0.71]")
+    assert (answer.over, answer.verdict[-9:]) == ("", "(3 seeds)"), "said once"
+    mean, low, high, zero, least, most = answer.place
     assert low < mean < high < least < zero < most
     assert answer.because.startswith("The interval leaves out 0")
     assert question(procedure.experiment) == (

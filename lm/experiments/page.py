@@ -19,7 +19,7 @@ from lm.experiments.summary import amount, differences_by_rate, has_reached, sum
 from lm.files import write_together
 from lm.report.comparison import ArmRuns, RunComparison, comparison_of
 from lm.report.comparison_pictures import LOSSES, DrawnRun, by_layer, curves
-from lm.report.html import PAGE, Answer, PagePart, PageSection, ShownEffect, page_files, run_details, run_sections
+from lm.report.html import PAGE, Answer, PagePart, PageSection, page_files, run_details, run_sections
 from lm.report.pictures import Panel, Picture, Trace
 from lm.report.tables import DIFFERENCE, Column, Filled, Table, digits, signed
 from lm.runs.folder import CONFIG, ENVIRONMENT
@@ -182,7 +182,7 @@ def answers(sizes: list[SizeResults]) -> list[Answer]:
     low, width = ends.min(), np.ptp(ends) or 1.0
     cards = []
     for results, arm, verdict in verdicts:
-        name, effect = f"{arm}{results.of}", None
+        name, effect = f"{arm}{results.of}", ()
         if results.rates is None:
             cards.append(Answer(name, "no verdict yet", "Rates are being tuned."))
             continue
@@ -190,10 +190,10 @@ def answers(sizes: list[SizeResults]) -> list[Answer]:
             places = (4 + 92 * (scale([*interval.listed(), *marks]) - low) / width).round(2).tolist() if interval.bounded else None
             below = tuple(f"{mark:.3g}" if reach else f"{mark:+g}" if mark else "0" for mark in marks)
             over = "" if interval.over == f"{verdict.seeds} seeds" else interval.over  # the words end with them
-            effect = ShownEffect(what, column.text(interval.mean), column.ends(interval), over, places, below)
+            effect = what, column.text(interval.mean), column.ends(interval), over, places, below
         tone = {"better": "good", "worse": "bad", "unstable": "bad"}.get(verdict.kind, "")
         because = "" if verdict.reason == verdict.open else f"{verdict.reason[:1].upper()}{verdict.reason[1:]}."
-        cards.append(Answer(name, verdict.words, because, tone, effect))
+        cards.append(Answer(name, verdict.words, because, tone, *effect))
     return cards
 
 

@@ -56,32 +56,26 @@ class PageSection:
 
 
 @dataclass(frozen=True)
-class ShownEffect:
-    """An effect with its interval in words.
+class Answer:
+    """The verdict on an arm (and size), and what it rests on.
 
     Attributes:
-        place: mean, ends, zero and ends of the margin in per cent of a line's width; None without ends.
+        effect, value, ends: the name of the effect, its value, and its interval, in words; empty: it is not known.
         over: what the interval covers; empty if the verdict says it.
+        place: mean, ends, zero and ends of the margin in per cent of a line's width; None without ends.
         marks: what stands below zero and the ends of the margin.
     """
-
-    what: str
-    value: str
-    ends: str
-    over: str
-    place: tuple[float, ...] | None
-    marks: tuple[str, str, str] = ("", "", "")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The verdict on an arm (and size), and what it rests on."""
 
     arm: str
     verdict: str
     because: str
     tone: Literal["good", "bad", ""] = ""
-    effect: ShownEffect | None = None
+    effect: str = ""
+    value: str = ""
+    ends: str = ""
+    over: str = ""
+    place: tuple[float, ...] | None = None
+    marks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
