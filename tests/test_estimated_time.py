@@ -67,7 +67,7 @@ def test_time_is_that_of_the_runs_that_have_ended(tmp_path):
     assert times["small", "softmax"] == pytest.approx(60)
     assert times["small", "ssmax"] == pytest.approx(60, rel=0.01), "by FLOPs"
     assert times["large", "softmax"] == pytest.approx(120, rel=0.01)
-    assert total_seconds(procedure, times, 3, Slots(2)) == pytest.approx((3 * 60 + 6 * 120) / 2, rel=0.01), "three are done"
+    assert total_seconds(procedure, times, Slots(2)) == pytest.approx((3 * 60 + 6 * 120) / 2, rel=0.01), "three are done"
     for step in (2, 7, 8):
         took(procedure, 60 - 5 * step, 1e9, step)
         found = run_times(procedure, costs(procedure), Slots(2))[0]["small", "softmax"]
@@ -237,5 +237,5 @@ def test_an_arm_that_is_not_trained_has_no_tuning_runs(tmp_path):
     lines = "\n".join(plan(procedure, costs(procedure), "unknown"))
     assert "\n12 runs (3 of them are measured without training), " in lines
     times = {("", "softmax"): 60.0, ("", "as-it-is"): 10.0}
-    assert total_seconds(procedure, times, 3, Slots(1)) == 9 * 60 + 3 * 10
+    assert total_seconds(procedure, times, Slots(1)) == 9 * 60 + 3 * 10
     assert len(finish_all(procedure, lambda run: 5 + abs(run.rate - 2e-3)).known()) == 12

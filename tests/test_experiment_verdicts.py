@@ -15,7 +15,7 @@ from lm.errors import ConfigError, RunError
 from lm.experiments.engine import Jobs
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import open_experiment
-from lm.experiments.page import crossed_table
+from lm.experiments.page import SizeResults, crossed_table
 from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, Run, next_look
 from lm.experiments.slots import Slots
@@ -394,7 +394,7 @@ def test_the_page_of_crossed_rates_has_arms_that_are_not_trained(tmp_path):
     arms = {"softmax": {}, "ssmax": {"model.normalizer": "ssmax"}, "as-it-is": {"from": "softmax", "swap": {"to": "ssmax"}, "train": False}}
     procedure = finish_all(experiment(tmp_path, arms=arms, tune=GRID), lambda run: misled(run) - 0.001 * run.seed)
     assert procedure.choice("").crossed
-    assert "as-it-is" not in str(crossed_table(procedure, "").rows)
+    assert "as-it-is" not in str(crossed_table(SizeResults(procedure, "", procedure.judged())).rows)
 
 
 def test_tuned_arms_that_start_from_others_take_no_second_look(tmp_path):

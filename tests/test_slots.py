@@ -229,7 +229,7 @@ def test_a_pilot_works_in_the_slots_of_the_runs(gpus, tmp_path, monkeypatch):
         given = sorted((tmp_path / "events").read_text().split())
         assert words == f"a pilot of some steps of each arm, {len(given)} at a time"
         taken = max(1, gpus_of(procedure.experiment.first_config))
-        assert total_seconds(procedure, times, 2, slots) == pytest.approx(sum(times.values()) * 2 * taken / (4 * per_gpu))
+        assert total_seconds(procedure, times, slots) == pytest.approx(sum(times.values()) * 2 * taken / (4 * per_gpu))
         return given
 
     assert seen(1) == ["0", "1", "2", "3"]

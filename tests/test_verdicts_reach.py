@@ -144,9 +144,10 @@ def test_other_rates_are_shown_by_tokens_on_the_selection_text(tmp_path, monkeyp
             trained(run, by_rate[run.rate][run.arm == "ssmax"] * (1 + 0.01 * (run.seed % 3) * (run.arm == "ssmax")))
     _, scalable = summary_lines(procedure)
     assert scalable["factors_by_rate"]["0.001"] > 1 > scalable["factors_by_rate"]["0.002"]
+    results = SizeResults(procedure, "", procedure.judged())
     at_end, at_rates = (
         [line for line in csv.DictReader(made.csv.splitlines()) if line["of"].startswith("ssmax")]
-        for made in (differences_picture(procedure, [SizeResults(procedure, "", procedure.judged())]), rates_picture(procedure, ""))
+        for made in (differences_picture([results]), rates_picture(results))
     )
     (bar,) = (line for line in at_end if line["kind"] == "interval")
     assert float(bar["y"]) == pytest.approx(scalable["factor"][0] - 1, abs=1e-3)

@@ -168,7 +168,7 @@ def _planned(procedures: list[Procedure], work: Work) -> list[Times]:
         times, words = untimed if work.engine else _times(procedure, cost, places, end - time.monotonic())
         timed.append(times)
         if times:
-            seconds = total_seconds(procedure, times, len(procedure.experiment.seeds), places)
+            seconds = total_seconds(procedure, times, places)
             words = f"about {duration(seconds)} for what is left, {len(places.lanes())} at a time, by {words}"
         where = f"{work.workers} at a time, each in a job" if work.engine else str(places)
         print("\n".join(plan(procedure, cost, words, where)), flush=True)

@@ -45,18 +45,19 @@ class SizeResults:
 
     Attributes:
         judged: the verdicts on the runs of all sizes.
+        tried: the tuning runs.
+        choice: the rates of the arms, as far as they are known.
         arm_names: the baseline first.
         verdicts: by arm, on all but the baseline.
-        rates: of the arms; None while they are being tuned.
         final: the final runs that are known, by seed and arm.
         of: words after titles, such as `, small`.
     """
 
     def __init__(self, procedure: Procedure, size: str, judged: Judged):
-        self.experiment, self.size, self.judged, self.of = procedure.experiment, size, judged, f", {size}" if size else ""
+        self.procedure, self.experiment, self.size, self.judged = procedure, procedure.experiment, size, judged
+        self.of, self.tried, self.choice = f", {size}" if size else "", procedure.tried(size), procedure.choice(size)
         self.arm_names = [arm.name for arm in procedure.experiment.arms]
         self.verdicts = {name: judged.verdicts[size, name] for name in self.arm_names[1:]}
-        self.rates = procedure.choice(size).rates
         self.final: list[Run] = list(procedure.final(size))
         finished = [run for run in self.final if run.outcome.state == "finished"]
         self.values = {(run.arm, run.seed): procedure.quantity(run.outcome) for run in finished}
@@ -109,7 +110,7 @@ def _part(procedure: Procedure, prefix: str, judged: Judged | None) -> PagePart:
     first.add("table", summary_table(judged, lines), f"{prefix}summary")
     first.add("note", BASIS if any(line["runs"] for line in lines) else None)
     if experiment.primary.learned is None:
-        first.add("picture", differences_picture(procedure, sizes), f"{prefix}differences")
+        first.add("picture", differences_picture(sizes), f"{prefix}differences")
     else:
         first.add("picture", learned_picture(sizes, lines), f"{prefix}learned")
     over_sizes = trend_table(judged, trends(procedure, judged))
@@ -119,24 +120,24 @@ def _part(procedure: Procedure, prefix: str, judged: Judged | None) -> PagePart:
     sections, commands = [first], PageSection("Commands")
     commands.add("code", experiment.command)
     for each in sizes:
-        sections += _of_size(procedure, each, f"{prefix}{each.size}-" if each.size else prefix)
+        sections += _of_size(each, f"{prefix}{each.size}-" if each.size else prefix)
         for run in each.begun:
             commands.add("details", run_details(run))
     shown = [section for section in (*sections, commands) if section.blocks]
     return PagePart(experiment.name, shown, question(experiment), answers(sizes), _margin(experiment))
 
 
-def _of_size(procedure: Procedure, results: SizeResults, prefix: str) -> list[PageSection]:
+def _of_size(results: SizeResults, prefix: str) -> list[PageSection]:
     training, tuning = PageSection(f"While training{results.of}"), PageSection(f"Learning rates{results.of}")
     primary, comparison = results.experiment.primary.metric, results.comparison
     titles = LOSSES | ({} if primary == SELECTION else {primary: primary})
     training.add("picture", curves(results.arm_names, results.begun, titles, comparison), f"{prefix}curves")
     for name, picture in by_layer(results.arm_names, results.begun).items():
         training.add("picture", picture, f"{prefix}{name}")
-    tuning.add("picture", rates_picture(procedure, results.size), f"{prefix}rates")
-    tuning.add("table", crossed_table(procedure, results.size), f"{prefix}final-rates")
-    tuning.add("note", _tuning(procedure, results.size))
-    tuning.add("note", CROSSED if procedure.choice(results.size).crossed else None)
+    tuning.add("picture", rates_picture(results), f"{prefix}rates")
+    tuning.add("table", crossed_table(results), f"{prefix}final-rates")
+    tuning.add("note", _tuning(results))
+    tuning.add("note", CROSSED if results.choice.crossed else None)
     if comparison is None:
         return [training, tuning]
     return [training, tuning, *run_sections(comparison, [run.record for run in results.begun], prefix, results.of, _is_label)]
@@ -183,7 +184,7 @@ def answers(sizes: list[SizeResults]) -> list[Answer]:
     cards = []
     for results, arm, verdict in verdicts:
         name, effect = f"{arm}{results.of}", ()
-        if results.rates is None:
+        if results.choice.rates is None:
             cards.append(Answer(name, "no verdict yet", "Rates are being tuned."))
             continue
         if interval := verdict.interval:
@@ -225,16 +226,15 @@ def _lost(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
     """Facts to be known beside the numbers: unfinished and diverged runs, arms without a rate, notes."""
     experiment, lines, infinite = procedure.experiment, [], []
     for each in sizes:
-        of, tried = f"{each.size}: " if each.size else "", procedure.tried(each.size)
-        values = [(run, experiment.choosing(run)) for run in tried]
+        of, values = f"{each.size}: " if each.size else "", [(run, experiment.choosing(run)) for run in each.tried]
         if diverged := _joined([f"{run.arm} at {rate_words(run.rate)} seed {run.seed}" for run, value in values if value == float("inf")]):
             infinite.append(f"{of}tuning runs that diverged: {diverged}")
-        if each.rates is None:
+        if each.choice.rates is None:
             ended = sum(value is not None for _, value in values)
-            so_far = f"{ended} of the {len(tried)} tuning runs known so far have ended"
+            so_far = f"{ended} of the {len(values)} tuning runs known so far have ended"
             lines.append(f"{of}tuning goes on: {so_far}; there are no final runs yet")
             continue
-        if at_edge := _joined([name for name in each.arm_names if name not in each.rates]):
+        if at_edge := _joined([name for name in each.arm_names if name not in each.choice.rates]):
             why = "the best is at an edge of a grid that may not grow again, or every rate diverged"
             lines.append(f"{of}no rate for {at_edge}: {why}")
         by_state: dict[str, list[str]] = {}
@@ -248,9 +248,9 @@ def _lost(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
     return lines + procedure.notes()
 
 
-def _tuning(procedure: Procedure, size: str) -> str | None:
+def _tuning(results: SizeResults) -> str | None:
     """How rates were chosen, and which; None without tuning, and before its end."""
-    experiment, tried, choice = procedure.experiment, procedure.tried(size), procedure.choice(size)
+    experiment, tried, choice = results.experiment, results.tried, results.choice
     if not tried or not choice.final:
         return None
     tune, grows = experiment.tune, f"a best rate at an edge extends the grid, at most {EXTENSIONS} times"
@@ -287,11 +287,11 @@ def seeds_table(results: SizeResults) -> Table:
     return Table(f"Every seed{results.of}, on the report text", primary.quantity, tuple(columns))
 
 
-def crossed_table(procedure: Procedure, size: str) -> Table | None:
+def crossed_table(results: SizeResults) -> Table | None:
     """The final seeds of arms that are trained at several rates, at each of them; None if there are none."""
-    experiment, choice, base = procedure.experiment, procedure.choice(size), procedure.experiment.arms[0].name
+    experiment, procedure, choice, base = results.experiment, results.procedure, results.choice, results.arm_names[0]
     finished: dict[tuple[str, Rate], list[Run]] = {}
-    for run in procedure.crossed(size):
+    for run in procedure.crossed(results.size):
         finished.setdefault((run.arm, run.rate), []).extend([run] if run.outcome.state == "finished" else [])
     if not finished:
         return None
@@ -321,22 +321,22 @@ def crossed_table(procedure: Procedure, size: str) -> Table | None:
         columns.append((Column(f"mean {experiment.primary.quantity}", "report text"), means))
         over = "95% interval over seeds, not adjusted"
         columns.append((Column(f"difference to {base}, both at this rate", over, "difference"), [apart(*at) for at in finished]))
-    return Table("Final seeds at the rates of both arms" + (f", {size}" if size else ""), "", tuple(columns))
+    return Table(f"Final seeds at the rates of both arms{results.of}", "", tuple(columns))
 
 
 # ---------------------------------------------------------------- pictures
 
 
-def rates_picture(procedure: Procedure, size: str) -> Picture | None:
+def rates_picture(results: SizeResults) -> Picture | None:
     """Selection loss of each tuning run by rate, and the differences with both arms at the same rate, two panels for each tuned key; None
     without tuning."""
-    experiment, tried, primary = procedure.experiment, procedure.tried(size), procedure.experiment.primary
+    experiment, tried, primary = results.experiment, results.tried, results.experiment.primary
     if not any(experiment.choosing(each) is not None for each in tried):
         return None
     panels: list[Panel] = []
     for number, key in enumerate(experiment.tune.keys):
         ticks = {value: f"{value:g}" for value in sorted({coordinates(each.rate)[number] for each in tried})}
-        first, second = _tuning_panel(procedure, size, number, ticks), _differences_panel(procedure, size, number, ticks)
+        first, second = _tuning_panel(results, number, ticks), _differences_panel(results, number, ticks)
         by = f", by {key}" if len(experiment.tune.keys) > 1 else ""
         panels += [replace(panel, title=f"{panel.title}{by}") for panel in (first, *([second] if any(map(_drawn, second.traces)) else []))]
     of_key = " of the best other values" if len(experiment.tune.keys) > 1 else ""
@@ -353,10 +353,10 @@ def _drawn(trace: Trace) -> bool:
     return len(trace.x) > 0
 
 
-def _tuning_panel(procedure: Procedure, size: str, number: int, ticks: dict[float, str]) -> Panel:
+def _tuning_panel(results: SizeResults, number: int, ticks: dict[float, str]) -> Panel:
     """The tuning runs over the value of the tuned key of this number, with the means at the best values of the others."""
-    experiment, tried, traces, rings = procedure.experiment, procedure.tried(size), [], []
-    chosen, losses = {arm: rates[0] for arm, rates in procedure.choice(size).final.items()}, experiment.costs_of(tried, size)
+    experiment, tried, traces, rings = results.experiment, results.tried, [], []
+    chosen, losses = {arm: rates[0] for arm, rates in results.choice.final.items()}, experiment.costs_of(tried, results.size)
     for index, arm in enumerate(each.name for each in experiment.arms):
         values = [(each.rate, value) for each in tried if each.arm == arm and (value := experiment.choosing(each)) is not None]
         values = [(coordinates(rate)[number], value) for rate, value in values]
@@ -375,13 +375,12 @@ def _tuning_panel(procedure: Procedure, size: str, number: int, ticks: dict[floa
     return Panel("Tuning runs", experiment.tune.keys[number], label, traces, ticks, log=10, rings=rings)
 
 
-def _differences_panel(procedure: Procedure, size: str, number: int, ticks: dict[float, str]) -> Panel:
+def _differences_panel(results: SizeResults, number: int, ticks: dict[float, str]) -> Panel:
     """Differences to the baseline at the same rate, over the value of the tuned key of this number."""
-    experiment, primary, traces = procedure.experiment, procedure.experiment.primary, []
-    base = experiment.arms[0].name
+    experiment, primary, base, traces = results.experiment, results.experiment.primary, results.arm_names[0], []
     for index, arm in enumerate(experiment.arms[1:], 1):
         by_value: dict[float, list[float]] = {}
-        for rate, differences in differences_by_rate(procedure, size, arm).items():
+        for rate, differences in differences_by_rate(results.procedure, results.size, arm).items():
             by_value.setdefault(coordinates(rate)[number], []).extend(filter(math.isfinite, differences))
         by_value = {x: np.expm1(values).tolist() if primary.reach is not None else values for x, values in by_value.items() if values}
         label, means = f"{arm.name} - {base}", np.array([np.mean(values) for values in by_value.values()])
@@ -404,9 +403,9 @@ def _difference(experiment: Experiment) -> str:
     return primary.metric if primary.reach is None else f"relative difference of {primary.quantity}"
 
 
-def differences_picture(procedure: Procedure, sizes: list[SizeResults]) -> Picture | None:
+def differences_picture(sizes: list[SizeResults]) -> Picture | None:
     """Differences to the baseline with their intervals: of each arm, or where there are several sizes by size."""
-    experiment, several, traces = procedure.experiment, len(sizes) > 1, []
+    experiment, several, traces = sizes[0].experiment, len(sizes) > 1, []
     names, small = sizes[0].arm_names, experiment.primary.matters
     places = [results.size for results in sizes] if several else names[1:]
     for results, (number, arm) in product(sizes, enumerate(names[1:], 1)):
@@ -422,7 +421,7 @@ def differences_picture(procedure: Procedure, sizes: list[SizeResults]) -> Pictu
         return None
     title, label = f"Difference to {names[0]}" + (" by size" if several else ""), f"{_difference(experiment)}, report text"
     panel = Panel(title, "", label, traces, dict(enumerate(places)), zero=True, small=small)
-    crossed = " and rates" if any(procedure.choice(results.size).crossed for results in sizes) else ""
+    crossed = " and rates" if any(results.choice.crossed for results in sizes) else ""
     caption = f"Dots: single seeds. Bars: mean with its Student t interval over seeds{crossed}; all of them hold together with 95%."
     return Picture([panel], names, f"{caption} Shaded: differences below {small:g}.")
 

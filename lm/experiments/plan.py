@@ -110,7 +110,7 @@ def plan(procedure: Procedure, taken: Costs | None, time: str, where: str = "") 
         together = f" ({len(tune.rates)} together)" if len(tune.keys) > 1 else ""
         tuned = f"tuning {over}{together} with seeds {', '.join(map(str, tune.seeds))}"
     yield f"{tuned}; final seeds {', '.join(map(str, experiment.seeds))}"
-    counts = {(size, arm): number for size in sizes for arm, number in procedure.n_runs(size, len(experiment.seeds)).items()}
+    counts = {(size, arm): number for size in sizes for arm, number in procedure.n_runs(size).items()}
     number, more = (
         sum(counts.values()),
         "; the grid may grow twice, and final seeds are trained at each chosen rate: two are counted" if tune.grid else "",
@@ -348,13 +348,10 @@ def _lines(place: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (place / _OUTPUT).read_text().split("\n")[:-1] if line.startswith("{")]
 
 
-def total_seconds(procedure: Procedure, times: Times, n_seeds: int, slots: Slots) -> float:
-    """Seconds that the runs without a result take in these slots, with so many final seeds."""
-    experiment = procedure.experiment
-    known = procedure.known()
-    counts = {size: procedure.n_runs(size, n_seeds) for size in experiment.sizes}
+def total_seconds(procedure: Procedure, times: Times, slots: Slots) -> float:
+    """Seconds that the runs without a result take in these slots."""
+    counts = {size: procedure.n_runs(size) for size in procedure.experiment.sizes}
     times = {place: seconds * slots.taken(*place) for place, seconds in times.items()}
     planned = sum(seconds * counts[size][arm] for (size, arm), seconds in times.items())
-    kept = {*experiment.seeds[:n_seeds]}
-    done = sum(times[run.size, run.arm] for run in known if run.outcome.ended and (run.stage == "tune" or run.seed in kept))
+    done = sum(times[run.size, run.arm] for run in procedure.known() if run.outcome.ended)
     return max(0.0, planned - done) / slots.jobs

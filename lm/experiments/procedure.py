@@ -338,7 +338,7 @@ class Procedure:
         return {place: {rate: [*map(self._judged_run, some)] for rate, some in by_rate.items()} for place, by_rate in runs.items()}
 
     def _judged_run(self, run: Run) -> JudgedRun:
-        """What is judged of a run: the units of held-out text that report, or one number of all."""
+        """The numbers of a run that are judged: those of the units of held-out text that report, or one of all."""
         outcome, experiment = run.outcome, self.experiment
         self.check_direction(outcome)
         note = outcome.divergence if outcome.state == "diverged" else outcome.not_learned if outcome.state == "finished" else ""
@@ -365,15 +365,14 @@ class Procedure:
             runs += chain(*(chain(*by_rate.values()) for by_rate in self.choice(size).runs.values()), self.crossed(size), self.final(size))
         return list({run.config.run_folder: run for run in runs}.values())
 
-    def n_runs(self, size: str, n_seeds: int) -> dict[str, int]:
-        """Runs of each arm in a size, with so many final seeds, as far as its grid and its rates are known; before tuning has ended, as if
-        it chose two rates."""
+    def n_runs(self, size: str) -> dict[str, int]:
+        """Runs of each arm in a size, as far as its grid and its rates are known; before tuning has ended, as if it chose two rates."""
         choice, tune, counts = self.choice(size), self.experiment.tune, {}
         crossed = {arm.name for arm in self.experiment.arms if arm.trained and not arm.start} if tune.grid else set()
         for arm in self.experiment.arms:
             grid = self._distinct(size, arm, {*tune.rates, *choice.runs.get(arm.name, ())}) if arm.tuned else 0
             rates = self._distinct(size, arm, choice.final.get(arm.name, ())) or (2 if len(crossed) > 1 and arm.name in crossed else 1)
-            counts[arm.name] = n_seeds * rates + grid * len(tune.seeds)
+            counts[arm.name] = len(self.experiment.seeds) * rates + grid * len(tune.seeds)
         return counts
 
     def _distinct(self, size: str, arm: Arm, rates: Iterable[Rate | None]) -> int:

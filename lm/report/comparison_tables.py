@@ -284,15 +284,17 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
     return conditions + [replace(each, condition=False) for each in others]
 
 
-def facts_table(comparison: RunComparison, title: str = "") -> Table:
+def facts_table(comparison: RunComparison) -> Table:
     """A row for each of the `run_facts`; of several arms whether the conditions of a fair comparison hold."""
     known, several = run_facts(comparison), len(comparison.arms) > 1
     same = [(Column("same in all runs", kind="label"), [SAME[each.same] if each.condition else "" for each in known])]
     what, value = Column("what", kind="label"), Column("value", kind="words")
-    return Table(title, "", ((what, [each.what for each in known]), *same * several, (value, [each.value for each in known])))
+    return Table(
+        "Runs and environment", "", ((what, [each.what for each in known]), *same * several, (value, [each.value for each in known]))
+    )
 
 
-def configuration_table(comparison: RunComparison, without: Callable[[str], bool] = lambda key: False) -> Table:
+def configuration_table(comparison: RunComparison, without: Callable[[str], bool]) -> Table:
     """A row for each configuration key in which the arms differ, `without` some, and a column for each arm."""
     lines = [(key, values) for key, values in comparison.config_diff if not without(key)]
     columns = [(Column("key", kind="label"), [key for key, _ in lines])]

@@ -152,7 +152,7 @@ def run_sections(
     cost.add("table", cost_table(comparison.arms, concurrent, f"What a run took{of}"), named("cost"))
     cost.add("note", COST)
     shared.add("table", configuration_table(comparison, without) if comparison.config_diff else None, named("configuration"))
-    shared.add("table", facts_table(comparison, "Runs and environment"), named("environment"))
+    shared.add("table", facts_table(comparison), named("environment"))
     return [measured, cost, shared]
 
 
