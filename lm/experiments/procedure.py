@@ -166,7 +166,6 @@ class Procedure:
             return Choice(runs, dict.fromkeys(rates, (None,)), rates)
         depths = sorted({len(self.sources(arm)) for arm in self.experiment.arms})
         for depth in depths:
-            rates = self._with_untrained(rates)
             layer = [arm for arm in self.experiment.arms if len(self.sources(arm)) == depth and arm.tuned]
             outcome = self._tuned(size, [arm for arm in layer if not arm.start or arm.start in rates], rates, runs)
             if outcome.missing:
@@ -175,9 +174,11 @@ class Procedure:
             best = self._best(size, crossed)
             final |= crossed
             rates |= best or outcome.rates
+            for arm in self.experiment.arms:  # those without a rate of their own have that of the arm they start from
+                rates |= {arm.name: rates[arm.start]} if not arm.tuned and arm.start in rates else {}
             if best is None:
-                return Choice(runs, final, self._with_untrained(rates) if depth == depths[-1] else None, settled=False)
-        return Choice(runs, final, self._with_untrained(rates))
+                return Choice(runs, final, rates if depth == depths[-1] else None, settled=False)
+        return Choice(runs, final, rates)
 
     def _tuned(self, size: str, arms: list[Arm], rates: dict[str, Rate], runs: dict[str, dict[Rate, list[Run]]]) -> Tuned:
         """The rates by the tuning runs of arms, or by the table in place of them; they start from others at `rates`, and are added to
@@ -190,11 +191,11 @@ class Procedure:
         while missing:
             for arm, rate in product(arms, missing):
                 runs.setdefault(arm.name, {})[rate] = [self.run(size, arm, "tune", rate, seed, rates) for seed in experiment.tune.seeds]
-            of_arms = [[*chain(*runs[arm.name].values())] for arm in arms]
-            if not all(run.outcome.ended for run in chain(*of_arms)):
+            by_arm = [[*chain(*runs[arm.name].values())] for arm in arms]
+            if not all(run.outcome.ended for run in chain(*by_arm)):
                 return Tuned({}, missing)
-            for of_arm in of_arms:
-                check_alike(of_arm, experiment.primary.metric if experiment.tune.metric == "primary" else SELECTION)
+            for some in by_arm:
+                check_alike(some, experiment.primary.metric if experiment.tune.metric == "primary" else SELECTION)
             losses = {arm.name: self._costs(runs[arm.name]) for arm in arms}
             outcome = tuned(experiment.tune.axes, losses, partial(self._possible, size, arms))
             missing = outcome.missing
@@ -214,14 +215,6 @@ class Procedure:
             elif tried:
                 rates[arm.name] = tried[0]
         return rates
-
-    def _with_untrained(self, rates: dict[str, Rate]) -> dict[str, Rate]:
-        """Rates, and for arms without one of their own the rates of those that they start from."""
-        origins = {arm.name: arm.start for arm in self.experiment.arms if not arm.tuned}
-        known = dict(rates)
-        for name, start in origins.items():
-            known |= {name: known[start]} if start in known else {}
-        return known
 
     def _possible(self, size: str, arms: list[Arm], rate: Rate) -> bool:
         """Whether the tuned keys may have these values in all of these arms."""
