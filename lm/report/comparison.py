@@ -3,8 +3,8 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import get_args
 
@@ -153,7 +153,7 @@ class RunComparison:
     Attributes:
         names: of the arms that pictures give a colour; the baseline first.
         arms: those with runs.
-        config_diff: key, and its value in each arm.
+        config_diff: the values in each arm of a configuration key in which arms differ, by key.
         warning: what differs besides the normalizer: configuration, tokens seen; empty: nothing.
     """
 
@@ -162,7 +162,7 @@ class RunComparison:
     sections: tuple[Section, ...]
     missing: tuple[str, ...]
     differences: tuple["Difference", ...] = ()
-    config_diff: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    config_diff: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     warning: str = ""
 
     @property
@@ -238,9 +238,9 @@ def comparison_of(arms: tuple[ArmRuns, ...], names: tuple[str, ...]) -> RunCompa
     return RunComparison(names, arms, shown, tuple(missing), tuple(differences), diff, warning)
 
 
-def _warnings(arms: tuple[ArmRuns, ...], shown: tuple[Section, ...], diff: tuple[tuple[str, tuple[str, ...]], ...]) -> list[str]:
+def _warnings(arms: tuple[ArmRuns, ...], shown: tuple[Section, ...], diff: Mapping[str, tuple[str, ...]]) -> list[str]:
     """Words for what differs besides the normalizer."""
-    keys = [key for key, _ in diff if is_learned(key) and not key.startswith(_NORMALIZER)]
+    keys = [key for key in diff if is_learned(key) and not key.startswith(_NORMALIZER)]
     warnings = [f"The arms differ in more than the normalizer: {', '.join(keys)}."] if keys else []
     same, tokens = across(arms, lambda run: run.tokens_before)
     warnings += [f"They started from weights that had seen different numbers of tokens: {tokens}."] if same is False else []
@@ -267,7 +267,7 @@ def _arms(records: list[RunRecord]) -> list[ArmRuns]:
     labels = [arm_label(group[0]) for group in runs]
     if len(set(labels)) < len(labels):
         differ = _config_diff([ArmRuns("", group) for group in runs])
-        keys = [key for key, _ in differ if is_learned(key) and not key.startswith(_NORMALIZER)]
+        keys = [key for key in differ if is_learned(key) and not key.startswith(_NORMALIZER)]
         keys = keys if len(keys) <= 3 else []  # else the runs' names tell them apart
 
         def values(run: RunRecord) -> list[str]:
@@ -276,12 +276,7 @@ def _arms(records: list[RunRecord]) -> list[ArmRuns]:
             short = {key: value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else value for key, value in known.items()}
             return [f"{key.split('.')[-1]}={value}" for key, value in short.items()]  # of a path the last part
 
-        ways = (
-            values,
-            lambda run: [run.name],
-            lambda run: [str(run.folder)],
-        )
-        for more in ways:
+        for more in (values, lambda run: [run.name], lambda run: [str(run.folder)]):
             repeated = {label for label, count in Counter(labels).items() if count > 1}
             both = zip(labels, runs, strict=True)
             labels = [", ".join([label, *more(group[0])]) if label in repeated else label for label, group in both]
@@ -298,7 +293,7 @@ def arm_label(run: RunRecord) -> str:
     return " -> ".join([f"{before}", f"{names[0]} after training (init {run.measured('swap.init')})"] if before else names)
 
 
-def _config_diff(arms: Sequence[ArmRuns]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def _config_diff(arms: Sequence[ArmRuns]) -> dict[str, tuple[str, ...]]:
     """Keys in which arms differ, with the value in each. Null (off) equals a missing key: keys that were added later are no difference."""
     keys = dict.fromkeys(key for arm in arms for run in arm.runs for key in run.flat if key not in ("name", "seed"))
 
@@ -307,7 +302,7 @@ def _config_diff(arms: Sequence[ArmRuns]) -> tuple[tuple[str, tuple[str, ...]], 
         return "null" if value is None else printable(str(value).lower() if isinstance(value, bool) else str(value))
 
     lines = {key: tuple(", ".join(dict.fromkeys(written(run, key) for run in arm.runs)) for arm in arms) for key in keys}
-    return tuple(item for item in lines.items() if len({_ABSENT if value == "null" else value for value in item[1]}) > 1)
+    return {key: values for key, values in lines.items() if len({_ABSENT if value == "null" else value for value in values}) > 1}
 
 
 # ---------------------------------------------------------------- sections

@@ -296,7 +296,7 @@ def facts_table(comparison: RunComparison) -> Table:
 
 def configuration_table(comparison: RunComparison, without: Callable[[str], bool]) -> Table:
     """A row for each configuration key in which the arms differ, `without` some, and a column for each arm."""
-    lines = [(key, values) for key, values in comparison.config_diff if not without(key)]
+    lines = [(key, values) for key, values in comparison.config_diff.items() if not without(key)]
     columns = [(Column("key", kind="label"), [key for key, _ in lines])]
     columns += [(Column(arm.label, kind="words"), [values[place] for _, values in lines]) for place, arm in enumerate(comparison.arms)]
     return Table("Configuration keys in which the arms differ", "", tuple(columns))

@@ -34,9 +34,8 @@ class Comparison:
     """Measurements of an arm against the baseline, on the primary metric.
 
     Attributes:
-        by_rates: arm minus baseline on the report text, one value a seed that both were trained with: (seeds,), or where they were trained
-            at several learning rates (the arm's rates, the baseline's rates, seeds); the claim is on both at their best, which is their
-            lowest, or with `higher` their highest (`hardest`).
+        by_rates: arm minus baseline on the report text, one value a seed that both were trained with: (seeds,), or of several learning
+            rates (the arm's rates, the baseline's rates, seeds). The claim is on both at their best (`hardest`).
         place: of the pair of rates that are judged.
         diverged: final runs of either that diverged; they are counted, never dropped.
         shared: how many of the baseline's rates, the first, the arm was trained at, too: it is worse only if it is so against the baseline
@@ -119,8 +118,8 @@ class Verdict:
         alone: the 95 % interval of this difference taken alone, at all looks.
         p: two-sided, of no difference, times the number of comparisons; 1 where nothing was tested.
         p_exact: the same of the sign-flip test, which takes differences as symmetric in place of normal; None: too few or too many seeds.
-        seeds_needed: number that finds a difference that matters with probability `POWER`, by the spread as it was measured and by the ends
-            of the 95 % interval of that spread (chi squared); None where it is more than `MOST_SEEDS`, or for all three: unknown.
+        seeds_needed: numbers that find a difference that matters with probability `POWER`: by the spread as measured, and by the ends of
+            its 95 % interval (chi squared). None: more than `MOST_SEEDS`; None in place of all: unknown.
         over_documents: as `interval`, over seeds and documents; None where there is none.
         exploratory: whether something was changed after results were there, so that p is too small.
         margin: the smallest difference of interest, in words; empty if runs learn or don't.
