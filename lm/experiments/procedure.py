@@ -328,16 +328,16 @@ class Procedure:
             tried = choice.final.get(arm.name, ()) if not arm.start else (rates[arm.name],) if arm.name in rates else ()
             runs[size, arm.name] = {rate: [self.run(size, arm, "final", rate, seed, rates) for seed in experiment.seeds] for rate in tried}
         check_alike([run for by_rate in runs.values() for run in chain(*by_rate.values())], experiment.primary.metric)
-        return {place: {rate: [*map(self._judged_run, some)] for rate, some in by_rate.items()} for place, by_rate in runs.items()}
+        judged = partial(self._judged_run, experiment.primary.reach is not None or experiment.first_config.data.symbolic)
+        return {place: {rate: [*map(judged, some)] for rate, some in by_rate.items()} for place, by_rate in runs.items()}
 
-    def _judged_run(self, run: Run) -> JudgedRun:
-        """The numbers of a run that are judged: those of the units of held-out text that report, or one of all."""
-        outcome, experiment = run.outcome, self.experiment
+    def _judged_run(self, whole: bool, run: Run) -> JudgedRun:
+        """The numbers of a run that are judged: those of the units of held-out text that report, or a single one of the `whole`."""
+        outcome = run.outcome
         self.check_direction(outcome)
         note = outcome.divergence if outcome.state == "diverged" else outcome.not_learned if outcome.state == "finished" else ""
         of = run.arm, outcome.state, note and f"{run.label}: {note}"
-        whole = outcome.state != "finished" or experiment.primary.reach is not None or experiment.first_config.data.symbolic
-        units = None if whole else outcome.values(experiment.primary.metric)
+        units = outcome.values(self.experiment.primary.metric) if outcome.state == "finished" and not whole else None
         if not units or not units.fingerprint:
             return JudgedRun(*of, np.array([self.quantity(outcome)]), np.ones(1), None)
         units = units.part(selection=False)
