@@ -244,8 +244,8 @@ def _verdict(comparison: Comparison, margin: float, amount: str, comparisons: in
     beyond = f"the interval{rates} holds 0, and differences of more than {amount}"
     by_spread, fewest, most = (f"more than {MOST_SEEDS:,}" if number is None else f"{number:,}" for number in needed)
     more = f" ({fewest} to {most}, as the spread itself is known from few)" if fewest != most else ""
-    found = f"to find one of {amount} 4 times in 5 takes {by_spread} seeds{more}"
-    return verdict("undecided", f"{beyond}; {found}", "the interval is too wide")
+    finding = f"to find one of {amount} 4 times in 5 takes {by_spread} seeds{more}"
+    return verdict("undecided", f"{beyond}; {finding}", "the interval is too wide")
 
 
 def _needed(comparison: Comparison, margin: float, family: int) -> tuple[int | None, ...]:
