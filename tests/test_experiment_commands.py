@@ -109,7 +109,7 @@ def test_swapped_arms_start_from_the_weights_of_their_seed_and_rate(tmp_path):
     while left := [one for one in procedure.known() if not one.outcome.ended]:
         for run in left:
             finish(run, 5 + abs(run.rate - (2e-3 if run.arm == "softmax" else 4e-3)))
-    assert procedure.rates("") == {"softmax": 2e-3, "as-it-is": 2e-3, "trained": 4e-3}
+    assert procedure.choice("").rates == {"softmax": 2e-3, "as-it-is": 2e-3, "trained": 4e-3}
     tuned = {(one.arm, one.rate) for one in procedure.known() if one.stage == "tune"}
     assert not {arm for arm, _ in tuned} & {"as-it-is"}
     final = {(one.arm, one.seed): one for one in procedure.known() if one.stage == "final"}

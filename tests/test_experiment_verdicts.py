@@ -78,12 +78,12 @@ def test_the_primary_metric_may_choose_the_rates_and_solved_everywhere_is_no_edg
     assert "tune: softmax at 0.02 seed 101: recall/passkey 64 on the selection text 0.5000, " in out, "what chooses is said as a run ends"
     assert "selection loss" not in out
     assert "final: ssmax at 0.02 seed 1: recall/passkey 64 on the selection text 1.0000, " in out
-    assert procedure.rates("") == {"softmax": 2e-2, "ssmax": 2e-2}, "by the loss both would be at the edge"
+    assert procedure.choice("").rates == {"softmax": 2e-2, "ssmax": 2e-2}, "by the loss both would be at the edge"
     assert [line[OF_RECALL["metric"]] for line in tuning_means(procedure)] == [0.2, 0.5, 0.1, 1.0, 1.0, 1.0]
     (procedure.experiment.folder / "tuning.csv").write_text(csv_text(tuning_table(procedure)))
     table = {"table": str(procedure.experiment.folder / "tuning.csv"), "metric": "primary"}
     (again := tmp_path / "again").mkdir()
-    assert experiment(again, base=base, seeds=[1, 2], primary=OF_RECALL, tune=table).rates("") == procedure.rates("")
+    assert experiment(again, base=base, seeds=[1, 2], primary=OF_RECALL, tune=table).choice("").rates == procedure.choice("").rates
 
 
 def test_final_runs_say_what_they_are_judged_by_as_they_end(tmp_path, capsys):
@@ -213,7 +213,7 @@ def test_an_arm_that_is_measured_as_it_is_can_be_worse_than_single_tokens(tmp_pa
 def test_a_rate_at_which_nothing_is_learned_is_a_bad_rate(tmp_path):
     procedure = experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]})
     finish_all(procedure, lambda run: 9.2 if run.rate == 1e-3 else loss(run) + 50 * abs(run.rate - 2e-3))
-    assert procedure.rates("") == {"softmax": 2e-3, "ssmax": 2e-3}
+    assert procedure.choice("").rates == {"softmax": 2e-3, "ssmax": 2e-3}
     assert {one.selection for one in procedure.tried("") if one.rate == 1e-3} == {9.2}
 
 

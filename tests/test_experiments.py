@@ -75,7 +75,7 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
     assert sum(one.stage == "final" for one in known) == 4
     losses = {arm: {rate: [one.outcome.mean(SELECTION, selection=True) for one in runs] for rate, runs in by_rate.items()}
               for arm, by_rate in procedure.choice("").runs.items()}  # fmt: skip
-    assert procedure.rates("") == {arm: min(by_rate, key=lambda rate: sum(by_rate[rate])) for arm, by_rate in losses.items()}
+    assert procedure.choice("").rates == {arm: min(by_rate, key=lambda rate: sum(by_rate[rate])) for arm, by_rate in losses.items()}
     soft, scalable = summary_lines(procedure)
     assert (soft["runs"], scalable["runs"], scalable["verdict"]) == (2, 2, "incomplete")
     assert scalable["difference"][0] == pytest.approx(scalable["mean"] - soft["mean"], abs=1e-6)

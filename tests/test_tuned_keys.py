@@ -67,7 +67,7 @@ def on_a_grid(tmp_path_factory) -> Procedure:
 
 
 def test_each_arm_is_judged_at_its_best_pair(on_a_grid):
-    assert on_a_grid.rates("") == BEST
+    assert on_a_grid.choice("").rates == BEST
     tuning = [run for run in on_a_grid.known() if run.stage == "tune"]
     assert len(tuning) == 2 * 3 * 4 * 2
     assert {(run.config.optim.lr, run.config.optim.optimizer.weight_decay) for run in tuning} == {run.rate for run in tuning}
@@ -90,7 +90,7 @@ def test_the_table_of_tuning_has_both_keys_and_chooses_the_same_pairs(tmp_path, 
     assert {(line["key"], type(line["rate"])) for line in table} == {(f"optim.lr / {DECAY}", str)}
     (tmp_path / "rates.csv").write_text(csv_text(table))
     again = finish_all(experiment(tmp_path, tune={"key": TUNE["key"], "table": "rates.csv"}), loss)
-    assert again.rates("") == BEST
+    assert again.choice("").rates == BEST
     assert {run.stage for run in again.known()} == {"final"}
     assert (again.tried(""), tuning_means(again)) == (on_a_grid.tried(""), tuning_means(on_a_grid))
     assert not [note for note in again.notes() if "another configuration" in note]
@@ -116,7 +116,7 @@ def test_a_wrong_table_of_two_keys_is_refused(tmp_path, on_a_grid, change, messa
 
 def test_the_grid_grows_where_the_second_key_is_best_at_its_edge(tmp_path):
     procedure = finish_all(experiment(tmp_path), lambda run: loss(run, BEST | {"ssmax": (2e-2, 0.8)}))
-    assert procedure.rates("") == BEST | {"ssmax": (2e-2, 0.8)}
+    assert procedure.choice("").rates == BEST | {"ssmax": (2e-2, 0.8)}
     tried = {run.rate for run in procedure.known() if (run.arm, run.stage) == ("softmax", "tune")}
     assert {decay for _, decay in tried} == {0.05, 0.1, 0.2, 0.4, 0.8, 1.6}, "for every arm"
     assert {rate for rate, _ in tried} == {1e-2, 2e-2, 4e-2}
@@ -165,7 +165,7 @@ def test_an_arm_without_parameters_of_a_normalizer_has_one_run_for_all_their_rat
     finish_all(
         procedure, lambda run: 5 + abs(math.log(run.config.optim.groups.normalizer.lr_factor / 10)) + abs(run.config.optim.lr - 2e-2)
     )
-    assert procedure.rates("") == {"softmax": (2e-2, 10), "ssmax": (2e-2, 10)}
+    assert procedure.choice("").rates == {"softmax": (2e-2, 10), "ssmax": (2e-2, 10)}
 
 
 @pytest.mark.parametrize("baseline", ["softmax", pytest.param("ssmax", marks=pytest.mark.slow)])

@@ -51,9 +51,9 @@ def table(tmp_path, on_a_grid) -> Path:
 
 
 def test_a_table_chooses_the_rates_that_the_grid_chose(tmp_path, table, on_a_grid):
-    assert on_a_grid.rates("") == BEST
+    assert on_a_grid.choice("").rates == BEST
     again = finish_all(experiment(tmp_path, tune={"table": "rates.csv"}), loss)
-    assert again.rates("") == BEST
+    assert again.choice("").rates == BEST
     assert again.tried("") == on_a_grid.tried("")
     assert tuning_means(again) == tuning_means(on_a_grid)
     assert {one.stage for one in again.known()} == {"final"}
@@ -92,7 +92,7 @@ def test_a_run_that_diverged_is_in_the_table(tmp_path, table):
         if line["arm"] == "log_n" and line["rate"] == "0.02" and line["seed"] == "102":
             line["val/loss"] = "diverged"
     table.write_text(csv_text(lines))
-    rates = experiment(tmp_path, tune={"table": "rates.csv"}).rates("")
+    rates = experiment(tmp_path, tune={"table": "rates.csv"}).choice("").rates
     assert rates["log_n"] == 4e-2, "of the next best, which are equal, the one nearest the middle"
 
 
@@ -130,7 +130,7 @@ def test_a_table_that_is_not_there_and_one_beside_a_grid_are_refused(tmp_path):
 def test_whole_numbers_are_tuned_as_whole_numbers(tmp_path):
     procedure = experiment(tmp_path, tune={"key": "trainer.max_steps", "grid": [8, 16, 32], "seeds": [101, 102]})
     finish_all(procedure, lambda run: 0.01 * abs(run.rate - 64) + 1e-3 * run.seed)
-    assert procedure.rates("") == dict.fromkeys(BEST, 64)
+    assert procedure.choice("").rates == dict.fromkeys(BEST, 64)
     assert {type(one.rate) for one in procedure.known()} == {int}
 
 

@@ -71,12 +71,12 @@ class Comparison:
         """Whether all differences are finite, at every pair of rates."""
         return bool(np.isfinite(self.by_rates).all())
 
-    @property
+    @cached_property
     def at_rates(self) -> np.ndarray:
         """The differences, (the arm's rates, the baseline's rates, seeds)."""
         return np.array(self.by_rates, dtype=float, ndmin=3)
 
-    @property
+    @cached_property
     def differences(self) -> np.ndarray:
         """The differences at the rates that are judged, (seeds,); those of runs without a value are left out."""
         judged = self.at_rates[self.place]
