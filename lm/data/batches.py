@@ -373,7 +373,7 @@ class TrainSequences:
         self.seed_words = (int(store.fingerprint, 16), seed)
         self.length = lengths_of(data.lengths, store.train, self.seq_len, batch_slots, max_steps, self.seed_words)
         weights, self.streams = self._streams(seed)
-        self.sampler = StratifiedSampler(weights, self.seed_words)
+        self.sampler = StratifiedSampler(weights, self.seed_words) if len(self.streams) > 1 else None
 
     def _streams(self, seed: int) -> tuple[list[float], list[Stream]]:
         """The sources that sequences are drawn from, with weights that sum to 1."""
@@ -404,8 +404,11 @@ class TrainSequences:
             batch.positions[~torch.from_numpy(is_text)] = torch.arange(batch.tokens.size(1))
         return batch
 
-    def _sequences(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _sequences(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
         """Tokens, which predictions count, and which sequences are text."""
+        if self.sampler is None:
+            sequences, answers = self.streams[0].read(slots, length)
+            return sequences, answers, np.full(len(sequences), answers is None)
         streams, own = self.sampler.assign(slots)
         per_slot = self.seq_len // length
         sequences = np.empty((len(slots), per_slot, length + 1), np.int64)
