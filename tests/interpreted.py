@@ -58,9 +58,9 @@ def test_fp32_is_the_definition_and_the_tiles_forward_and_backward(f: str, lengt
     given = inputs(length, size, width, torch.float32)
     found, tiled = (results(route, f, *given, over_sum) for route in (elementwise_attention, tiles))
     for a, b, exact in zip(found, tiled, results(dense, f, *(x.double() for x in given), over_sum), strict=True):
-        allowed = (1e-4 if over_sum else 1e-5) * max(1.0, exact.abs().max().item())  # small sums are divided by
+        allowed = (2e-4 if over_sum else 1e-5) * max(1.0, exact.abs().max().item())  # small sums are divided by
         assert (a - exact).abs().max() <= allowed
-        assert (a - b).abs().max() <= allowed
+        assert (b - exact).abs().max() <= allowed
 
 
 @either_sum
