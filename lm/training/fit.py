@@ -102,7 +102,7 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
         print(banner(config, store, start, machine), *filter(None, [process.note]), *notes, sep="\n", flush=True)
         _write_run_files(config, store, start, checkpoint, recorded)
         with without_collection():  # wandb imports much as it starts
-            mirrors = start_mirrors(mode, config, recorded, start.step)
+            mirrors = start_mirrors(mode, config, recorded, start.step, L.pytorch.loggers)
     log = MetricLog(config.run_folder / METRICS, mirrors, main)
     progress = StepProgress(config.log.progress if main else "none", config.trainer.max_steps)
     progress.start(start.step)
@@ -202,7 +202,7 @@ def _make_missing(config: Config, planned: list[Measurement], checkpoint: Path, 
     known = {name for line in read_metrics(folder / METRICS).lines if line["step"] == step for name in line}
     if unlogged := [result for result in results.values() if not logged(result).keys() <= known]:
         truncate_metrics(folder / METRICS, step)  # a line that the kill cut short
-        log = MetricLog(folder / METRICS, start_mirrors(mode, config, before, step), True)
+        log = MetricLog(folder / METRICS, start_mirrors(mode, config, before, step, L.pytorch.loggers), True)
         for result in unlogged:
             log.write({"step": step, "tokens": result.tokens_seen, **logged(result)})
             log.evaluation(result, evaluation_path(folder, result.kind, step).with_suffix(".png"))

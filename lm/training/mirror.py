@@ -7,7 +7,8 @@ import netrc
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from types import ModuleType
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from lm.config.training_config import LogConfig
 from lm.config.tree import Config
@@ -19,7 +20,6 @@ from lm.statistics.tuning import rate_words
 if TYPE_CHECKING:
     import trackio
     import wandb
-    from lightning.pytorch.loggers import Logger
 
 WANDB_MODES = ("online", "offline", "disabled")
 WANDB_SECONDS = 60.0  # to wait for wandb's server: at the start before a run is logged offline, and at the end for what is not sent yet
@@ -91,10 +91,20 @@ class WandbMirror(RunMirror):
         _finish(self.run)
 
 
+class Logger(Protocol):
+    """The part of Lightning's interface of loggers that is used."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        """Log metrics at a step."""
+
+    def finalize(self, status: str) -> None:
+        """Close the log."""
+
+
 class LightningMirror(Mirror):
     """One of Lightning's loggers: TensorBoard's event files, or a CSV file."""
 
-    def __init__(self, logger: "Logger"):
+    def __init__(self, logger: Logger):
         self.logger = logger
 
     def log(self, metrics: dict[str, Plain]) -> None:
@@ -105,19 +115,18 @@ class LightningMirror(Mirror):
         self.logger.finalize("success")
 
 
-def start_mirrors(mode: str, config: Config, environment: dict[str, Plain], step: int) -> list[Mirror]:
+def start_mirrors(mode: str, config: Config, environment: dict[str, Plain], step: int, loggers: ModuleType) -> list[Mirror]:
     """The logs that `log.to` names, wandb in a mode of `wandb_mode`.
 
     Args:
         environment: the content of environment.json, which names the wandb run that a resumed run goes on with.
         step: from which the run goes on: CSV has a folder for each start, for a logger of its kind begins its file anew.
+        loggers: Lightning's module of this name.
 
     Raises:
         ConfigError: one is not installed.
         RunError: one can't be started.
     """
-    from lightning.pytorch import loggers
-
     mirrors: list[Mirror] = []
     for name in config.log.to:
         try:
