@@ -15,6 +15,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -24,6 +25,7 @@ import predictors
 from pages import canvas, finish, saved
 
 from lm.report.pictures import COLOURS
+from lm.statistics.intervals import over_seeds
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,6 +73,11 @@ class Recall:
     ranked: bool = False
     trends: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
+    @property
+    def place(self) -> str:
+        """Name of the tables in the page, and of the picture, docs/PLACE.svg."""
+        return self.name
+
     @cached_property
     def data(self) -> pd.DataFrame:
         """The numbers of the final runs; a size is the number at the end of its name."""
@@ -101,21 +108,13 @@ class Recall:
             ours = self.rates(arm)
             for length in self.deciding if arm != self.baseline else ():
                 if self.tuned:
-                    theirs = sorted(self.rates(self.baseline), key=lambda rate: rate not in ours)
-                    comparisons[arm, ours[0], length] = self._over_rates(arm, ours, theirs, length)
+                    by_rates = [{rate: self.accuracies[one, rate, length] for rate in self.rates(one)} for one in (arm, self.baseline)]
+                    comparisons[arm, ours[0], length] = at_best(*by_rates, higher=True)
                     continue
                 for rate in ours:
                     differences = self.accuracies[arm, rate, length] - self.accuracies[self.baseline, rate, length]
                     comparisons[arm, rate, length] = Comparison(differences, higher=True)
         return verdicts(comparisons, self.matters)
-
-    def _over_rates(self, arm: str, ours: list[float], theirs: list[float], length: int) -> Comparison:
-        """The comparison of two arms that may have several rates, each judged at its best."""
-        base = np.array([self.accuracies[self.baseline, rate, length] for rate in theirs])
-        by_rates = np.array([self.accuracies[arm, rate, length] for rate in ours])[:, None] - base[None]
-        place = 0, theirs.index(self.rates(self.baseline)[0])
-        shared = sum(rate in ours for rate in theirs)
-        return Comparison(by_rates, place, shared=shared, higher=True)
 
     @cached_property
     def arms(self) -> list[str]:
@@ -139,7 +138,7 @@ class Recall:
         return _markdown([heads, *lines])
 
     def _row(self, row: float) -> str:
-        return f"{row:,}" if self.rows == "size" else f"{row:.1e}".replace("e-0", "e-").replace(".0e", "e")
+        return f"{row:,}" if self.rows == "size" else _rate(row)
 
     def head_table(self) -> str:
         """What the head that answers gives at the training length, and the lengths at which accuracy falls below one half, in Markdown.
@@ -180,7 +179,7 @@ class Recall:
             changes[name] = Comparison(np.polyfit(list(values), list(values.values()), 1)[0], higher=True)
         for name, verdict in verdicts(changes, self.matters).items():
             cells = [_spread(by_part[name][part]) if part in by_part[name] else "" for part in parts]
-            lines.append([name, *cells, _difference(replace(verdict, margin=f"{100 * self.matters:g}"))])
+            lines.append([name, *cells, _difference(verdict)])
         return _markdown(lines)
 
     def _cells(self, arm: str, rate: float) -> list[str]:
@@ -188,7 +187,7 @@ class Recall:
         cells = [_spread(self.accuracies[arm, rate, length]) for length in self.lengths]
         for length in self.deciding:
             verdict = self.verdicts.get((arm, rate, length))
-            cells.append(_difference(replace(verdict, margin=f"{100 * self.matters:g}")) if verdict else "")
+            cells.append(_difference(verdict) if verdict else "")
         return cells
 
     def overview(self) -> bytes:
@@ -240,6 +239,135 @@ class Recall:
             return saved(figure)
 
 
+@dataclass(frozen=True)
+class Losses:
+    """An experiment on text: a mean loss of each arm in some settings, in nats.
+
+    Attributes:
+        name: folder of results/.
+        page: of docs/, that holds its tables.
+        labels: words for the lines of the table, by the beginning of the names of their arms.
+        pairs: the lines that are compared, each with its baseline.
+        columns: words for the settings, each with the end of the names of its arms (if there is such an arm), the metric, the inference
+            setting and x.
+        deciding: the settings that are compared; all verdicts are one family.
+        tuned_on: the setting whose loss chose the rates. A verdict in another must hold at every rate that final seeds were trained at.
+        matters: smallest difference of interest, in nats.
+        size: whose runs they are; empty if there is one.
+        rows: rows of the picture, by their titles: pairs whose difference is drawn by position, a panel for each setting.
+        length: training length, in tokens.
+    """
+
+    name: str
+    page: str
+    labels: Mapping[str, str]
+    pairs: tuple[tuple[str, str], ...]
+    columns: Mapping[str, tuple[str, str, str, int]]
+    deciding: tuple[str, ...]
+    tuned_on: str
+    matters: float
+    size: str = ""
+    rows: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    length: int = 256
+
+    @property
+    def place(self) -> str:
+        """Name of the tables in the page, and of the picture, docs/PLACE.svg."""
+        return "-".join(filter(None, (self.name, self.size)))
+
+    @cached_property
+    def data(self) -> pd.DataFrame:
+        """The numbers of the final runs."""
+        data = pd.read_csv(RESULTS / self.name / "seeds.csv").query("stage == 'final'").fillna({"setting": ""})
+        return data[data["size"] == self.size] if self.size else data
+
+    def by_rate(self, line: str, column: str) -> dict[float, np.ndarray]:
+        """The losses (seeds,) of a line in a setting by rate, first the rate that is best in the setting that rates were tuned on."""
+        tuned = self._runs(line, self.tuned_on)
+        runs = self._runs(line, column)
+        return {rate: runs[rate] for rate in sorted(runs, key=lambda rate: tuned[rate].mean())}
+
+    def _runs(self, line: str, column: str) -> dict[float, np.ndarray]:
+        end, metric, setting, x = self.columns[column]
+        data = self.data[(self.data.metric == metric) & (self.data.setting == setting) & (self.data.x == x)]
+        runs = data[data.arm == (line + end if line + end in set(data.arm) else line)]
+        return {rate: run.sort_values("seed").value.to_numpy() for rate, run in runs.groupby("rate")}
+
+    @cached_property
+    def verdicts(self) -> dict[tuple[str, str, str], Verdict]:
+        """The verdicts by line, baseline and setting, as one family."""
+        comparisons = {
+            (*pair, column): at_best(*(self.by_rate(line, column) for line in pair), higher=False, every=column != self.tuned_on)
+            for pair, column in product(self.pairs, self.deciding)
+        }
+        return verdicts(comparisons, self.matters)
+
+    def table(self) -> str:
+        """The table in Markdown: the mean loss of each line in each setting, at its best rate, with the standard deviation of seeds."""
+        lines = [["", "learning rate", *self.columns]]
+        for line, label in self.labels.items():
+            cells = [next(iter(self.by_rate(line, column).values())) for column in self.columns]
+            rate = _rate(next(iter(self.by_rate(line, self.tuned_on))))
+            lines.append([label, rate, *(f"{losses.mean():.3f} ({losses.std(ddof=1):.3f})" for losses in cells)])
+        return _markdown(lines)
+
+    def verdict_table(self) -> str:
+        """The differences in the deciding settings with their verdicts, in Markdown."""
+        lines = [["", "minus", *self.deciding]]
+        for line, baseline in self.pairs:
+            cells = [_difference(self.verdicts[line, baseline, column], 1, 3) for column in self.deciding]
+            lines.append([self.labels[line], self.labels[baseline], *cells])
+        return _markdown(lines)
+
+    def drawn(self) -> bytes:
+        """The picture: the differences of pairs by position, means over seeds and their 95 % intervals at each position alone."""
+        columns = [column for column, (_, metric, *_) in self.columns.items() if metric.startswith("mean ")]
+        size, shared = (9.5, 0.8 + 2.4 * len(self.rows)), {"sharex": True, "sharey": True, "squeeze": False}
+        with plt.rc_context({"font.size": 9}), canvas(len(self.rows), len(columns), size, **shared) as (figure, panels):
+            for row, (title, pairs) in zip(panels, self.rows.items(), strict=True):
+                for axes, column in zip(row, columns, strict=True):
+                    axes.axhline(0, color="0.3", linewidth=0.8)
+                    axes.axvline(self.length, color="0.6", linewidth=1, linestyle=":")
+                    for line, baseline in pairs:
+                        curves = self._curves(line, column) - self._curves(baseline, column)
+                        estimate = over_seeds(curves.to_numpy())
+                        half, colour = estimate.half(), COLOURS[HUES.index(line.partition("_no")[0])]
+                        axes.plot(curves.index, estimate.mean, color=colour, linewidth=2, label=self.labels[line].partition(",")[0])
+                        axes.fill_between(curves.index, estimate.mean - half, estimate.mean + half, color=colour, alpha=0.2, linewidth=0)
+                    axes.set_xscale("log", base=2)
+                    axes.set_xlim(left=curves.index[0])
+                    ticks = [self.length * 2**power for power in range(-3, 4) if self.length * 2**power < curves.index[-1]]
+                    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+                    axes.spines[["top", "right"]].set_visible(False)
+                row[0].set_ylabel(f"{title}\nloss minus the baseline's, nats")
+            finish(panels[0, 0])
+            for axes, column in zip(panels[0], columns, strict=True):
+                axes.set_title(f"RoPE: {column}", fontsize=9)
+            figure.supxlabel(f"position (dotted: the training length, {self.length} tokens)", fontsize=9)
+            return saved(figure)
+
+    def _curves(self, line: str, column: str) -> pd.DataFrame:
+        """The losses by position (positions, seeds) of a line in a setting at its best rate, from an eighth of the training length on."""
+        _, metric, setting, _ = self.columns[column]
+        rate, data = next(iter(self.by_rate(line, column))), self.data
+        data = data[(data.arm == line) & (data.rate == rate) & (data.x >= self.length // 8)]
+        runs = data[(data.metric == metric.removeprefix("mean ")) & (data.setting == setting)]
+        return runs.pivot(index="x", columns="seed", values="value")
+
+
+def at_best(ours: Mapping[float, np.ndarray], theirs: Mapping[float, np.ndarray], higher: bool, every: bool = False) -> Comparison:
+    """The comparison of two arms by the values (seeds,) at each of their rates, of which the first is each arm's best.
+
+    Args:
+        higher: whether an arm is the better the higher its values are.
+        every: whether rates were chosen by other values, so that a verdict must hold at every pair of rates.
+    """
+    ordered = sorted(theirs, key=lambda rate: rate not in ours)
+    by_rates = np.stack([*ours.values()])[:, None] - np.stack([theirs[rate] for rate in ordered])
+    place, shared = (0, ordered.index(next(iter(theirs)))), sum(rate in ours for rate in theirs)
+    return Comparison(by_rates, place, shared=shared, every=every, higher=higher)
+
+
 HUES = ("softmax", "ssmax", "log_n", "ssmax_fixed", "half", "quarter")  # arms in the order of the palette that reports have
 LABELS = {
     "softmax": "softmax",
@@ -276,7 +404,23 @@ EVERY = {arm: LABELS[arm] for arm in ("softmax", "ssmax_fixed", "ssmax", "log_n"
     "softmax_gate": "softmax, output gate",
     "linear": "linear",
 }
+QK_NORM = {"ssmax_fixed": "SSMax, n fixed at 256", "softmax": "softmax", "ssmax": "SSMax", "log_n": "log n"}
+GROWTH = tuple((arm, "ssmax_fixed") for arm in ("softmax", "ssmax", "log_n"))
+GROWTH_ALONE = tuple((f"{arm}_no_qk_norm", f"{baseline}_no_qk_norm") for arm, baseline in GROWTH)
 SHOWN = (
+    Losses(
+        "eight-times",
+        "length.md",
+        QK_NORM | {f"{arm}_no_qk_norm": f"{label}, no QK-norm" for arm, label in QK_NORM.items()},
+        (*GROWTH, *GROWTH_ALONE, ("softmax_no_qk_norm", "softmax")),
+        {"at 256 tokens": ("", "val loss", "", 0)}
+        | {words: ("", "mean loss", words, 2048) for words in ("as trained", "theta x 50", "yarn")},
+        ("as trained", "theta x 50"),
+        "theta x 50",
+        0.02,
+        "speeches",
+        {"QK-norm": GROWTH, "no QK-norm": GROWTH_ALONE},
+    ),
     Recall("recall", "retrieval.md", {arm: LABELS[arm] for arm in ("softmax", "ssmax", "log_n")}, "softmax", (2048,), 0.1, picture=True),
     Recall("recall-control", "retrieval.md", LABELS, "ssmax_fixed", (2048, 8192), 0.1, picture=True),
     Recall("recall-tuned", "retrieval.md", LABELS, "ssmax_fixed", (16384,), 0.25, tuned=True, picture=True, ranked=True),
@@ -335,6 +479,11 @@ def observed_half_length(lengths: Sequence[int], accuracy: Sequence[float]) -> f
     return math.inf
 
 
+def _rate(rate: float) -> str:
+    """A learning rate with two digits."""
+    return f"{rate:.1e}".replace("e-0", "e-").replace(".0e", "e")
+
+
 def _tokens(length: float, never: str) -> str:
     """A length in tokens; `never` for an infinite one."""
     return never if math.isinf(length) else f"{length:,.0f}" if length < 1e6 else f"{length:.0e}".replace("e+0", "e")
@@ -351,11 +500,11 @@ def _spread(accuracies: np.ndarray) -> str:
     return f"{values.mean():.1f}" + (f" [{values.min():.0f}, {values.max():.0f}]" if np.ptp(values) > 2 else "")
 
 
-def _difference(verdict: Verdict) -> str:
-    """A verdict, its margin in per cent, with the difference and its interval; without interval where all seeds agree."""
-    mean, low, high = (100 * value for value in verdict.interval.listed())
-    interval = f"[{low:+.1f}, {high:+.1f}] " if math.isfinite(low) and low < high else ""
-    return f"{mean:+.1f} {interval}*{verdict.statement}*"
+def _difference(verdict: Verdict, factor: float = 100, digits: int = 1) -> str:
+    """A verdict, its margin times `factor`, with the difference and its interval; without interval where all seeds agree."""
+    mean, low, high = (factor * value for value in verdict.interval.listed())
+    interval = f"[{low:+.{digits}f}, {high:+.{digits}f}] " if math.isfinite(low) and low < high else ""
+    return f"{mean:+.{digits}f} {interval}*{replace(verdict, margin=f'{factor * float(verdict.margin):g}').statement}*"
 
 
 def filled(text: str, name: str, table: str) -> str:
@@ -374,7 +523,12 @@ def files() -> dict[Path, bytes]:
     pictures = {}
     for shown in SHOWN:
         page = ROOT / "docs" / shown.page
-        pages[page] = filled(pages.get(page) or page.read_text(encoding="utf-8"), shown.name, shown.table())
+        pages[page] = filled(pages.get(page) or page.read_text(encoding="utf-8"), shown.place, shown.table())
+        if isinstance(shown, Losses):
+            pages[page] = filled(pages[page], f"{shown.place} verdicts", shown.verdict_table())
+            if shown.rows:
+                pictures[ROOT / "docs" / f"{shown.place}.svg"] = shown.drawn()
+            continue
         if shown.heads:
             pages[page] = filled(pages[page], f"{shown.name} heads", shown.head_table())
         if shown.trends:
@@ -393,9 +547,12 @@ def collect(folder: Path, name: str) -> Path:
 
     lines = lm.results(folder).query("state == 'finished' and part == 'reports'").fillna({"x": 0, "stage": "final"})
     lines["metric"] = (lines.task + " " + lines.metric).str.strip()
-    lines["weighted"] = lines.weight * lines.value
     keys = KEYS if lines["size"].isna().all() else ["size", *KEYS]
-    sums = lines.groupby(keys, as_index=False).agg(weighted=("weighted", "sum"), weight=("weight", "sum"), sequences=("value", "size"))
+    bins = lines[lines.until.notna()]
+    means = bins.assign(metric="mean " + bins.metric, weight=bins.weight * (bins.until - bins.x), x=bins.until.max())
+    shown = lines[lines.until.isna() | (lines.stage == "final")]  # by position
+    lines = pd.concat([shown, means]).assign(weighted=lambda lines: lines.weight * lines.value)
+    sums = lines.groupby(keys, as_index=False).agg(weighted=("weighted", "sum"), weight=("weight", "sum"), sequences=("sample", "nunique"))
     sums["value"] = sums.weighted / sums.weight
     sums = pd.concat([sums, heads(lines[lines.stage == "final"], keys)])
     sums["value"], sums["x"] = sums.value.map("{:.6g}".format), sums.x.astype(int)

@@ -28,7 +28,7 @@ QUESTIONS = {
 }
 
 
-@pytest.mark.parametrize("shown", recompute.SHOWN, ids=lambda shown: shown.name)
+@pytest.mark.parametrize("shown", [shown for shown in recompute.SHOWN if shown.name in QUESTIONS], ids=lambda shown: shown.name)
 def test_committed_results_give_their_committed_verdicts(shown):
     options, lengths = QUESTIONS[shown.name]
     where = f"setting == 'as trained' and x in {lengths}"

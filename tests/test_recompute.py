@@ -61,6 +61,34 @@ def test_a_trend_is_the_slope_of_each_seed_s_line(monkeypatch, tmp_path):
     assert row.startswith("| swapped | 90.0 | 71.0 | 52.0 [50, 54] | -38.0 [-40.0, -36.0] *worse by more than 25* |")
 
 
+def test_losses_are_compared_in_pairs_and_hold_at_every_rate_in_settings_that_chose_none(monkeypatch, tmp_path):
+    def run(arm: str, rate: float, losses: tuple[float, float]) -> list[dict[str, object]]:
+        return [
+            {"size": "text", "arm": arm, "rate": rate, "stage": "final", "seed": seed, "metric": "mean loss", "setting": setting, "x": 512}
+            | {"value": loss + 0.001 * seed * (arm == "arm")}
+            for setting, loss in zip(("tuned", "other"), losses, strict=True)
+            for seed in range(5)
+        ]
+
+    lines = run("base", 0.1, (4.0, 5.0)) + run("base", 0.2, (4.1, 4.5)) + run("arm", 0.2, (3.9, 4.8)) + run("arm", 0.1, (3.95, 4.8))
+    (tmp_path / "made").mkdir()
+    pd.DataFrame(lines).to_csv(tmp_path / "made" / "seeds.csv", index=False)
+    monkeypatch.setattr(recompute, "RESULTS", tmp_path)
+    columns = {setting: ("", "mean loss", setting, 512) for setting in ("tuned", "other")}
+    labels = {"base": "a baseline", "arm": "an arm"}
+    shown = recompute.Losses("made", "", labels, (("arm", "base"),), columns, ("tuned", "other"), "tuned", 0.02, "text")
+    assert shown.table().splitlines()[2:] == [
+        "| a baseline | 1e-1 | 4.000 (0.000) | 5.000 (0.000) |",
+        "| an arm | 2e-1 | 3.902 (0.002) | 4.802 (0.002) |",
+    ]
+    (row,) = shown.verdict_table().splitlines()[2:]
+    cells = row.split(" | ")
+    assert cells[2].startswith("-0.098 [")
+    assert cells[2].endswith("*better by more than 0.02*")
+    assert cells[3].startswith("-0.198 [")  # at its own rate, but worse than the baseline at the other one
+    assert "undecided" in cells[3]
+
+
 def test_the_readme_says_what_its_first_experiment_found():
     runs = pd.read_csv(recompute.RESULTS / "first" / "seeds.csv").query(
         "metric == 'mqar accuracy' and setting == 'as trained' and x == 2048"
