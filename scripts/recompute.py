@@ -3,8 +3,7 @@
 Everything comes from results/NAME/seeds.csv, which holds each run's mean by metric, inference setting and length; nothing is trained and
 torch is not needed. A table stands in its page between `<!-- results: NAME -->` and `<!-- end of NAME -->`.
 `--check` changes nothing, and exits with status 1 where a page or a picture is another than its data say.
-`--collect FOLDER NAME` writes results/NAME/seeds.csv from the run folders of an experiment, with what the head that answers gives at the
-training length, of models that recall pairs (torch is needed).
+That file is written by scripts/collect.py.
 """
 
 import argparse
@@ -30,7 +29,6 @@ from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
-KEYS = ["arm", "rate", "stage", "seed", "metric", "setting", "x"]
 MOST = 100  # nats, of a margin that is shown: sparse weights leave filler nothing
 GUESSING = 100 * sum(1 / k for k in range(1, 9)) / 8  # of 8 questions about 8 values, each value once: H_8 / 8
 
@@ -541,42 +539,6 @@ def files() -> dict[Path, bytes]:
     return {page: text.encode() for page, text in pages.items()} | pictures
 
 
-def collect(folder: Path, name: str) -> Path:
-    """Write results/NAME/seeds.csv from the runs below a folder. Raises LMError: there are none."""
-    import lm
-
-    lines = lm.results(folder).query("state == 'finished' and part == 'reports'").fillna({"x": 0, "stage": "final"})
-    lines["metric"] = (lines.task + " " + lines.metric).str.strip()
-    keys = KEYS if lines["size"].isna().all() else ["size", *KEYS]
-    bins = lines[lines.until.notna()]
-    means = bins.assign(metric="mean " + bins.metric, weight=bins.weight * (bins.until - bins.x), x=bins.until.max())
-    shown = lines[lines.until.isna() | (lines.stage == "final")]  # by position
-    lines = pd.concat([shown, means]).assign(weighted=lambda lines: lines.weight * lines.value)
-    sums = lines.groupby(keys, as_index=False).agg(weighted=("weighted", "sum"), weight=("weight", "sum"), sequences=("sample", "nunique"))
-    sums["value"] = sums.weighted / sums.weight
-    sums = pd.concat([sums, heads(lines[lines.stage == "final"], keys)])
-    sums["value"], sums["x"] = sums.value.map("{:.6g}".format), sums.x.astype(int)
-    path = RESULTS / name / "seeds.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sums.sort_values(keys)[[*keys, "value", "sequences"]].to_csv(path, index=False, lineterminator="\n")
-    return path
-
-
-def heads(lines: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """What the head that answers gives at the training length (docs/half-length.md): each number of each run that recalls pairs."""
-    lines = lines[lines.metric == "mqar accuracy"]
-    runs, length = lines.drop_duplicates("folder"), lines.x.min()
-    if runs.empty:
-        return runs
-    from retrieving_heads import SEQUENCES, numbers
-
-    rows = []
-    for run in runs.to_dict("records"):
-        place = {key: run[key] for key in keys} | {"setting": "head", "x": length, "sequences": SEQUENCES}
-        rows += [place | {"metric": metric, "value": value} for metric, value in numbers(Path(run["folder"])).items()]
-    return pd.DataFrame(rows)
-
-
 def same(committed: bytes, content: bytes) -> bool:
     """Whether a file is what its data say; of a picture that another release of matplotlib drew, its words are compared alone."""
     releases, words = ([re.findall(part, file) for file in (committed, content)] for part in (rb">(Matplotlib v.*?),", rb"<!-- (.*?) -->"))
@@ -586,11 +548,7 @@ def same(committed: bytes, content: bytes) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--collect", nargs=2, metavar=("FOLDER", "NAME"))
     asked = parser.parse_args()
-    if asked.collect:
-        print(collect(Path(asked.collect[0]), asked.collect[1]))
-        return 0
     equal = same if asked.check else bytes.__eq__
     differing = {path: content for path, content in files().items() if not path.exists() or not equal(path.read_bytes(), content)}
     for path, content in differing.items():

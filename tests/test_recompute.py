@@ -11,6 +11,7 @@ from conftest import ROOT
 from lm.statistics.verdicts import Comparison, verdicts
 
 sys.path.insert(0, str(ROOT / "scripts"))
+import collect
 import recompute
 
 
@@ -87,6 +88,17 @@ def test_losses_are_compared_in_pairs_and_hold_at_every_rate_in_settings_that_ch
     assert cells[2].endswith("*better by more than 0.02*")
     assert cells[3].startswith("-0.198 [")  # at its own rate, but worse than the baseline at the other one
     assert "undecided" in cells[3]
+
+
+def test_means_over_positions_weigh_each_bin_by_its_tokens(monkeypatch, tmp_path):
+    shared = {"size": None, "arm": "a", "rate": 0.1, "stage": "final", "seed": 1, "task": "", "metric": "loss", "setting": "as trained"}
+    shared |= {"state": "finished", "part": "reports", "weight": 1.0, "folder": "run"}
+    lines = [shared | {"x": x, "until": end, "sample": n, "value": loss + n} for x, end, loss in ((0, 1, 9.0), (1, 4, 5.0)) for n in (0, 2)]
+    monkeypatch.setattr(collect.lm, "results", lambda folder: pd.DataFrame(lines))
+    monkeypatch.setattr(collect, "RESULTS", tmp_path)
+    written = pd.read_csv(collect.collect(tmp_path, "made"))
+    numbers = {(line.metric, line.x): (line.value, line.sequences) for line in written.itertuples()}
+    assert numbers == {("loss", 0): (10, 2), ("loss", 1): (6, 2), ("mean loss", 4): (7, 2)}
 
 
 def test_the_readme_says_what_its_first_experiment_found():

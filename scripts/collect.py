@@ -1,0 +1,57 @@
+"""Every run of an experiment as results/NAME/seeds.csv: python scripts/collect.py FOLDER NAME
+
+A line is a run's mean by metric, inference setting and length, on the documents that report. Of final runs losses stand by position, too,
+and of models that recall pairs what the head that answers gives at the training length.
+"""
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+from recompute import RESULTS
+
+import lm
+
+KEYS = ["arm", "rate", "stage", "seed", "metric", "setting", "x"]
+
+
+def collect(folder: Path, name: str) -> Path:
+    """Write results/NAME/seeds.csv from the runs below a folder. Raises LMError: there are none."""
+    lines = lm.results(folder).query("state == 'finished' and part == 'reports'").fillna({"x": 0, "stage": "final"})
+    lines["metric"] = (lines.task + " " + lines.metric).str.strip()
+    keys = KEYS if lines["size"].isna().all() else ["size", *KEYS]
+    bins = lines[lines.until.notna()]
+    means = bins.assign(metric="mean " + bins.metric, weight=bins.weight * (bins.until - bins.x), x=bins.until.max())
+    shown = lines[lines.until.isna() | (lines.stage == "final")]  # by position
+    lines = pd.concat([shown, means]).assign(weighted=lambda lines: lines.weight * lines.value)
+    sums = lines.groupby(keys, as_index=False).agg(weighted=("weighted", "sum"), weight=("weight", "sum"), sequences=("sample", "nunique"))
+    sums["value"] = sums.weighted / sums.weight
+    sums = pd.concat([sums, heads(lines[lines.stage == "final"], keys)])
+    sums["value"], sums["x"] = sums.value.map("{:.6g}".format), sums.x.astype(int)
+    path = RESULTS / name / "seeds.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sums.sort_values(keys)[[*keys, "value", "sequences"]].to_csv(path, index=False, lineterminator="\n")
+    return path
+
+
+def heads(lines: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """What the head that answers gives at the training length (docs/half-length.md): each number of each run that recalls pairs."""
+    lines = lines[lines.metric == "mqar accuracy"]
+    runs, length = lines.drop_duplicates("folder"), lines.x.min()
+    if runs.empty:
+        return runs
+    from retrieving_heads import SEQUENCES, numbers  # which takes torch
+
+    rows = []
+    for run in runs.to_dict("records"):
+        place = {key: run[key] for key in keys} | {"setting": "head", "x": length, "sequences": SEQUENCES}
+        rows += [place | {"metric": metric, "value": value} for metric, value in numbers(Path(run["folder"])).items()]
+    return pd.DataFrame(rows)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("name")
+    asked = parser.parse_args()
+    print(collect(asked.folder, asked.name))
