@@ -61,7 +61,6 @@ class WindowNormalizer(SoftmaxNormalizer):
         return layout.visible() & (layout.distance() < self.options.size)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-
         if not layout.causal:
             return super().forward(q, k, v, layout)
         (b, _, t, _), w = q.shape, self.options.size

@@ -38,7 +38,6 @@ class ElementwiseNormalizer(DividedNormalizer):
         return out if factor is None else (out * factor.unsqueeze(-1)).to(v.dtype)
 
     def kernel_description(self, device: str = "cpu") -> str:
-
         why = elementwise_sums.why_tiles(torch.device(device), torch.float32, self.layer.head_size)
         kernel = f"causal tiles of keys and queries, backward by hand ({why})" if why else "Triton, tiles that stay on the chip"
         return f"{kernel}: elementwise attention needs no row statistics"

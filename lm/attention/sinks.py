@@ -34,7 +34,6 @@ class SinkBase(SoftmaxNormalizer):
         return torch.cat((b, z), -1).softmax(-1)[..., 1:]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-
         size = q.size(-1)
         # Eight more dimensions (the kernel's granularity), of which two carry b: 1 in queries, b sqrt(D) and what rounding left of it
         # in the sink.
