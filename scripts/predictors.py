@@ -80,14 +80,11 @@ class Prediction:
 
     def in_order(self, runs: pd.DataFrame) -> float:
         """The part of pairs of runs of two arms that is in the order observed, those that are level counted half."""
-        order = self.order[runs.index]
-        ends = runs["half-length"].where(np.isfinite(runs["half-length"]), runs.longest)  # a run that doesn't fall ends later than this
-        right = total = 0.0
-        for index, run in fell(runs).iterrows():
-            later = (runs.arm != run.arm) & (ends > ends[index])
-            right += float((order[later] > order[index]).sum() + 0.5 * (order[later] == order[index]).sum())
-            total += float(later.sum())
-        return right / total if total else float("nan")
+        arms, order, fallen = runs.arm.to_numpy(), self.order[runs.index].to_numpy(), np.isfinite(runs["half-length"].to_numpy())
+        ends = np.where(fallen, runs["half-length"], runs.longest)  # a run that doesn't fall ends later than this
+        later = (arms != arms[fallen, None]) & (ends > ends[fallen, None])  # (runs that fall, runs)
+        above, level = order > order[fallen, None], order == order[fallen, None]
+        return float((later & above).sum() + 0.5 * (later & level).sum()) / later.sum() if later.any() else float("nan")
 
 
 def predictions(runs: pd.DataFrame) -> Iterator[Prediction]:
