@@ -217,7 +217,7 @@ class Recall:
         with style, canvas(len(rates), len(self.labels), size, **shared) as (figure, panels):
             for row, rate in zip(panels, rates, strict=True):
                 for axes, arm in zip(row, self.labels, strict=True):
-                    colour = COLOURS[HUES.index(arm.removeprefix("after_").removeprefix("tau_"))]
+                    colour = COLOURS[HUES[arm.removeprefix("after_").removeprefix("tau_")]]
                     values = 100 * np.array([self.accuracies[arm, rate, length] for length in self.lengths])
                     axes.axhline(GUESSING, color="0.6", linewidth=1, linestyle=":")
                     axes.plot(self.lengths, values, color=colour, linewidth=0.8, alpha=0.6)
@@ -244,7 +244,8 @@ class Losses:
     Attributes:
         name: folder of results/.
         page: of docs/, that holds its tables.
-        labels: words for the lines of the table, by the beginning of the names of their arms.
+        labels: words for the lines of the table, by the beginning of the names of their arms, and after a comma what a setting changes of
+            the normalizer, such as `ssmax, n=fixed:753`.
         pairs: the lines that are compared, each with its baseline.
         columns: words for the settings, each with the end of the names of its arms (if there is such an arm), the metric, the inference
             setting and x.
@@ -287,9 +288,14 @@ class Losses:
 
     def _runs(self, line: str, column: str) -> dict[float, np.ndarray]:
         end, metric, setting, x = self.columns[column]
-        data = self.data[(self.data.metric == metric) & (self.data.setting == setting) & (self.data.x == x)]
-        runs = data[data.arm == (line + end if line + end in set(data.arm) else line)]
+        data, arm = self._measured(line, metric, setting)
+        runs = data[(data.arm == (arm + end if arm + end in set(data.arm) else arm)) & (data.x == x)]
         return {rate: run.sort_values("seed").value.to_numpy() for rate, run in runs.groupby("rate")}
+
+    def _measured(self, line: str, metric: str, setting: str) -> tuple[pd.DataFrame, str]:
+        """A metric of all arms in a setting, with what a line changes of the normalizer, and the line's arm."""
+        arm, comma, changed = line.partition(", ")
+        return self.data[(self.data.metric == metric) & (self.data.setting == setting + comma + changed)], arm
 
     @cached_property
     def verdicts(self) -> dict[tuple[str, str, str], Verdict]:
@@ -329,8 +335,8 @@ class Losses:
                     for line, baseline in pairs:
                         curves = self._curves(line, column) - self._curves(baseline, column)
                         estimate = over_seeds(curves.to_numpy())
-                        half, colour = estimate.half(), COLOURS[HUES.index(line.partition("_no")[0])]
-                        axes.plot(curves.index, estimate.mean, color=colour, linewidth=2, label=self.labels[line].partition(",")[0])
+                        half, colour = estimate.half(), COLOURS[HUES[line.partition("_no")[0]]]
+                        axes.plot(curves.index, estimate.mean, color=colour, linewidth=2, label=self.labels[line].partition(", ")[0])
                         axes.fill_between(curves.index, estimate.mean - half, estimate.mean + half, color=colour, alpha=0.2, linewidth=0)
                     axes.set_xscale("log", base=2)
                     axes.set_xlim(left=curves.index[0])
@@ -347,9 +353,8 @@ class Losses:
     def _curves(self, line: str, column: str) -> pd.DataFrame:
         """The losses by position (positions, seeds) of a line in a setting at its best rate, from an eighth of the training length on."""
         _, metric, setting, _ = self.columns[column]
-        rate, data = next(iter(self.by_rate(line, column))), self.data
-        data = data[(data.arm == line) & (data.rate == rate) & (data.x >= self.length // 8)]
-        runs = data[(data.metric == metric.removeprefix("mean ")) & (data.setting == setting)]
+        data, arm = self._measured(line, metric.removeprefix("mean "), setting)
+        runs = data[(data.arm == arm) & (data.rate == next(iter(self.by_rate(line, column)))) & (data.x >= self.length // 8)]
         return runs.pivot(index="x", columns="seed", values="value")
 
 
@@ -366,7 +371,8 @@ def at_best(ours: Mapping[float, np.ndarray], theirs: Mapping[float, np.ndarray]
     return Comparison(by_rates, place, shared=shared, every=every, higher=higher)
 
 
-HUES = ("softmax", "ssmax", "log_n", "ssmax_fixed", "half", "quarter")  # arms in the order of the palette that reports have
+HUES = {"softmax": 0, "ssmax": 1, "log_n": 2, "ssmax_fixed": 3, "half": 4, "quarter": 5}  # an arm's colour in the reports' palette
+HUES |= {"ssmax_fixed, n=fixed:753": 4, "ssmax_fixed, n=fixed:2048": 5, "ssmax_fixed, n=visible": 2}
 LABELS = {
     "softmax": "softmax",
     "tau_half": "softmax, temperature 1/2",
@@ -404,6 +410,14 @@ EVERY = {arm: LABELS[arm] for arm in ("softmax", "ssmax_fixed", "ssmax", "log_n"
 }
 QK_NORM = {"ssmax_fixed": "SSMax, n fixed at 256", "softmax": "softmax", "ssmax": "SSMax", "log_n": "log n"}
 GROWTH = tuple((arm, "ssmax_fixed") for arm in ("softmax", "ssmax", "log_n"))
+PUT_IN = {
+    f"ssmax_fixed, n={n}": label
+    for n, label in (
+        ("fixed:753", "n fixed at 753 after training"),
+        ("fixed:2048", "n fixed at 2,048 after training"),
+        ("visible", "growth after training"),
+    )
+}
 GROWTH_ALONE = tuple((f"{arm}_no_qk_norm", f"{baseline}_no_qk_norm") for arm, baseline in GROWTH)
 SHOWN = (
     Losses(
@@ -418,6 +432,21 @@ SHOWN = (
         0.02,
         "speeches",
         {"QK-norm": GROWTH, "no QK-norm": GROWTH_ALONE},
+    ),
+    Losses(
+        "eight-times-after",
+        "length.md",
+        {"ssmax_fixed": "SSMax, n fixed at 256", **PUT_IN, "ssmax": "SSMax", "ssmax, n=fixed:256": "SSMax, n fixed at 256 after training"},
+        (
+            ("ssmax", "ssmax_fixed"),
+            *((line, baseline) for baseline in ("ssmax_fixed", "ssmax") for line in PUT_IN),
+            ("ssmax, n=fixed:256", "ssmax"),
+        ),
+        {words: ("", "mean loss", words, 2048) for words in ("as trained", "theta x 50")},
+        ("as trained", "theta x 50"),
+        "theta x 50",
+        0.02,
+        rows={"QK-norm": (("ssmax", "ssmax_fixed"), *((line, "ssmax_fixed") for line in PUT_IN))},
     ),
     Recall("recall", "retrieval.md", {arm: LABELS[arm] for arm in ("softmax", "ssmax", "log_n")}, "softmax", (2048,), 0.1, picture=True),
     Recall("recall-control", "retrieval.md", LABELS, "ssmax_fixed", (2048, 8192), 0.1, picture=True),

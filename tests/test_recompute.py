@@ -90,6 +90,25 @@ def test_losses_are_compared_in_pairs_and_hold_at_every_rate_in_settings_that_ch
     assert "undecided" in cells[3]
 
 
+def test_a_line_may_be_an_arm_whose_normalizer_a_setting_changes(monkeypatch, tmp_path):
+    lines = [
+        {"arm": "arm", "rate": 0.1, "stage": "final", "seed": seed, "metric": "mean loss", "setting": setting, "x": 512}
+        | {"value": loss + spread * seed}
+        for setting, loss, spread in (("as trained", 4.0, 0.01), ("as trained, n=fixed:512", 3.5, 0.02))
+        for seed in range(5)
+    ]
+    (tmp_path / "made").mkdir()
+    pd.DataFrame(lines).to_csv(tmp_path / "made" / "seeds.csv", index=False)
+    monkeypatch.setattr(recompute, "RESULTS", tmp_path)
+    labels = {"arm": "an arm", "arm, n=fixed:512": "at 512"}
+    columns = {"as trained": ("", "mean loss", "as trained", 512)}
+    shown = recompute.Losses("made", "", labels, (("arm, n=fixed:512", "arm"),), columns, ("as trained",), "as trained", 0.02)
+    assert shown.table().splitlines()[2:] == ["| an arm | 1e-1 | 4.020 (0.016) |", "| at 512 | 1e-1 | 3.540 (0.032) |"]
+    (row,) = shown.verdict_table().splitlines()[2:]
+    assert row.startswith("| at 512 | an arm | -0.480 [")
+    assert row.endswith("*better by more than 0.02* |")
+
+
 def test_means_over_positions_weigh_each_bin_by_its_tokens(monkeypatch, tmp_path):
     shared = {"size": None, "arm": "a", "rate": 0.1, "stage": "final", "seed": 1, "task": "", "metric": "loss", "setting": "as trained"}
     shared |= {"state": "finished", "part": "reports", "weight": 1.0, "folder": "run"}
