@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 
 import pandas as pd
-from recompute import RESULTS
+from committed_results import RESULTS
 
 import lm
 

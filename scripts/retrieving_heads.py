@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from recompute import observed_half_length
+from recall_results import observed_half_length
 
 from lm.data.batches import Batch
 from lm.data.tasks import example

@@ -12,21 +12,24 @@ from lm.statistics.verdicts import Comparison, verdicts
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import collect
+import committed_results
 import recompute
+from loss_results import Losses
+from recall_results import Recall
 
 
 @pytest.mark.usefixtures("painted")
 def test_pages_and_pictures_are_what_their_results_say(monkeypatch, tmp_path):
     assert [path.name for path, content in recompute.files().items() if not recompute.same(path.read_bytes(), content)] == []
 
-    data = (recompute.RESULTS / "recall-tuned" / "seeds.csv").read_text().splitlines()
+    data = (committed_results.RESULTS / "recall-tuned" / "seeds.csv").read_text().splitlines()
     place = next(i for i, line in enumerate(data) if line.startswith("tau_half,0.003,final,21,mqar accuracy,as trained,16384,"))
     line = data[place].split(",")
     line[-2] = "0.5"
     altered = [*data[:place], ",".join(line), *data[place + 1 :]]
     (tmp_path / "recall-tuned").mkdir()
     (tmp_path / "recall-tuned" / "seeds.csv").write_text("\n".join(altered))
-    monkeypatch.setattr(recompute, "RESULTS", tmp_path)
+    monkeypatch.setattr(committed_results, "RESULTS", tmp_path)
     (tuned,) = (replace(shown) for shown in recompute.SHOWN if shown.name == "recall-tuned")  # nothing read yet
     page = (ROOT / "docs" / "retrieval.md").read_text()
     changed = recompute.filled(page, "recall-tuned", tuned.table())
@@ -54,9 +57,9 @@ def test_a_trend_is_the_slope_of_each_seed_s_line(monkeypatch, tmp_path):
     ]
     (tmp_path / "made").mkdir()
     pd.DataFrame(lines).to_csv(tmp_path / "made" / "seeds.csv", index=False)
-    monkeypatch.setattr(recompute, "RESULTS", tmp_path)
+    monkeypatch.setattr(committed_results, "RESULTS", tmp_path)
     parts = {"early": 0.0, "half": 0.5, "late": 1.0}
-    shown = recompute.Recall("made", "", dict.fromkeys(parts, "an arm"), "early", (256,), 0.25, trends={"swapped": parts})
+    shown = Recall("made", "", dict.fromkeys(parts, "an arm"), "early", (256,), 0.25, trends={"swapped": parts})
     heads, _, row = shown.trend_table().splitlines()
     assert heads == "|  | 0 % | 50 % | 100 % | change from 0 to 100 % |"
     assert row.startswith("| swapped | 90.0 | 71.0 | 52.0 [50, 54] | -38.0 [-40.0, -36.0] *worse by more than 25* |")
@@ -74,10 +77,10 @@ def test_losses_are_compared_in_pairs_and_hold_at_every_rate_in_settings_that_ch
     lines = run("base", 0.1, (4.0, 5.0)) + run("base", 0.2, (4.1, 4.5)) + run("arm", 0.2, (3.9, 4.8)) + run("arm", 0.1, (3.95, 4.8))
     (tmp_path / "made").mkdir()
     pd.DataFrame(lines).to_csv(tmp_path / "made" / "seeds.csv", index=False)
-    monkeypatch.setattr(recompute, "RESULTS", tmp_path)
+    monkeypatch.setattr(committed_results, "RESULTS", tmp_path)
     columns = {setting: ("", "mean loss", setting, 512) for setting in ("tuned", "other")}
     labels = {"base": "a baseline", "arm": "an arm"}
-    shown = recompute.Losses("made", "", labels, (("arm", "base"),), columns, ("tuned", "other"), "tuned", 0.02, "text")
+    shown = Losses("made", "", labels, (("arm", "base"),), columns, ("tuned", "other"), "tuned", 0.02, "text")
     assert shown.table().splitlines()[2:] == [
         "| a baseline | 1e-1 | 4.000 (0.000) | 5.000 (0.000) |",
         "| an arm | 2e-1 | 3.902 (0.002) | 4.802 (0.002) |",
@@ -99,10 +102,10 @@ def test_a_line_may_be_an_arm_whose_normalizer_a_setting_changes(monkeypatch, tm
     ]
     (tmp_path / "made").mkdir()
     pd.DataFrame(lines).to_csv(tmp_path / "made" / "seeds.csv", index=False)
-    monkeypatch.setattr(recompute, "RESULTS", tmp_path)
+    monkeypatch.setattr(committed_results, "RESULTS", tmp_path)
     labels = {"arm": "an arm", "arm, n=fixed:512": "at 512"}
     columns = {"as trained": ("", "mean loss", "as trained", 512)}
-    shown = recompute.Losses("made", "", labels, (("arm, n=fixed:512", "arm"),), columns, ("as trained",), "as trained", 0.02)
+    shown = Losses("made", "", labels, (("arm, n=fixed:512", "arm"),), columns, ("as trained",), "as trained", 0.02)
     assert shown.table().splitlines()[2:] == ["| an arm | 1e-1 | 4.020 (0.016) |", "| at 512 | 1e-1 | 3.540 (0.032) |"]
     (row,) = shown.verdict_table().splitlines()[2:]
     assert row.startswith("| at 512 | an arm | -0.480 [")
@@ -121,7 +124,7 @@ def test_means_over_positions_weigh_each_bin_by_its_tokens(monkeypatch, tmp_path
 
 
 def test_the_readme_says_what_its_first_experiment_found():
-    runs = pd.read_csv(recompute.RESULTS / "first" / "seeds.csv").query(
+    runs = pd.read_csv(committed_results.RESULTS / "first" / "seeds.csv").query(
         "metric == 'mqar accuracy' and setting == 'as trained' and x == 2048"
     )
     accuracies = {arm: lines.sort_values("seed")["value"].to_numpy() for arm, lines in runs.groupby("arm")}

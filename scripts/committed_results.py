@@ -1,0 +1,51 @@
+"""The runs of results/NAME/seeds.csv, their comparisons, and what both are called in docs/."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from lm.statistics.verdicts import Comparison, Verdict
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "results"
+HUES = {"softmax": 0, "ssmax": 1, "log_n": 2, "ssmax_fixed": 3, "half": 4, "quarter": 5}  # an arm's colour in the reports' palette
+HUES |= {"ssmax_fixed, n=fixed:753": 4, "ssmax_fixed, n=fixed:2048": 5, "ssmax_fixed, n=visible": 2}
+
+
+def final_runs(name: str) -> pd.DataFrame:
+    """The numbers of an experiment's final runs, as scripts/collect.py writes them."""
+    return pd.read_csv(RESULTS / name / "seeds.csv").query("stage == 'final'")
+
+
+def at_best(ours: Mapping[float, np.ndarray], theirs: Mapping[float, np.ndarray], higher: bool, every: bool = False) -> Comparison:
+    """The comparison of two arms by the values (seeds,) at each of their rates, of which the first is each arm's best.
+
+    Args:
+        higher: whether an arm is the better the higher its values are.
+        every: whether rates were chosen by other values, so that a verdict must hold at every pair of rates.
+    """
+    ordered = sorted(theirs, key=lambda rate: rate not in ours)
+    by_rates = np.stack([*ours.values()])[:, None] - np.stack([theirs[rate] for rate in ordered])
+    place, shared = (0, ordered.index(next(iter(theirs)))), sum(rate in ours for rate in theirs)
+    return Comparison(by_rates, place, shared=shared, every=every, higher=higher)
+
+
+def rate_words(rate: float) -> str:
+    """A learning rate with two digits."""
+    return f"{rate:.1e}".replace("e-0", "e-").replace(".0e", "e")
+
+
+def markdown(lines: list[list[str]]) -> str:
+    """A table of cells, the first line its headings."""
+    return "\n".join("| " + " | ".join(line) + " |" for line in (lines[0], ["---"] * len(lines[0]), *lines[1:])) + "\n"
+
+
+def verdict_words(verdict: Verdict, factor: float = 100, digits: int = 1) -> str:
+    """A verdict, its margin times `factor`, with the difference and its interval; without interval where all seeds agree."""
+    mean, low, high = (factor * value for value in verdict.interval.listed())
+    interval = f"[{low:+.{digits}f}, {high:+.{digits}f}] " if math.isfinite(low) and low < high else ""
+    return f"{mean:+.{digits}f} {interval}*{replace(verdict, margin=f'{factor * float(verdict.margin):g}').statement}*"

@@ -1,0 +1,146 @@
+"""An experiment on text in docs/: its tables, its picture and its verdicts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from committed_results import HUES, at_best, final_runs, markdown, rate_words, verdict_words
+from pages import canvas, finish, saved
+
+from lm.report.pictures import COLOURS
+from lm.statistics.intervals import over_seeds
+from lm.statistics.verdicts import Verdict, verdicts
+
+
+@dataclass(frozen=True)
+class Losses:
+    """An experiment on text: a mean loss of each arm in some settings, in nats.
+
+    Attributes:
+        name: folder of results/.
+        page: of docs/, that holds its tables.
+        labels: words for the lines of the table, by the beginning of the names of their arms, and after a comma what a setting changes of
+            the normalizer, such as `ssmax, n=fixed:753`.
+        pairs: the lines that are compared, each with its baseline.
+        columns: words for the settings, each with the end of the names of its arms (if there is such an arm), the metric, the inference
+            setting and x.
+        deciding: the settings that are compared; all verdicts are one family.
+        tuned_on: the setting whose loss chose the rates. A verdict in another must hold at every rate that final seeds were trained at.
+        matters: smallest difference of interest, in nats.
+        size: whose runs they are; empty if there is one.
+        rows: rows of the picture, by their titles: pairs whose difference is drawn by position, a panel for each setting.
+        length: training length, in tokens.
+    """
+
+    name: str
+    page: str
+    labels: Mapping[str, str]
+    pairs: tuple[tuple[str, str], ...]
+    columns: Mapping[str, tuple[str, str, str, int]]
+    deciding: tuple[str, ...]
+    tuned_on: str
+    matters: float
+    size: str = ""
+    rows: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    length: int = 256
+
+    @property
+    def place(self) -> str:
+        """Name of the tables in the page, and of the picture, docs/PLACE.svg."""
+        return "-".join(filter(None, (self.name, self.size)))
+
+    @cached_property
+    def data(self) -> pd.DataFrame:
+        """The numbers of the final runs."""
+        data = final_runs(self.name).fillna({"setting": ""})
+        return data[data["size"] == self.size] if self.size else data
+
+    def by_rate(self, line: str, column: str) -> dict[float, np.ndarray]:
+        """The losses (seeds,) of a line in a setting by rate, first the rate that is best in the setting that rates were tuned on."""
+        tuned = self._runs(line, self.tuned_on)
+        runs = self._runs(line, column)
+        return {rate: runs[rate] for rate in sorted(runs, key=lambda rate: tuned[rate].mean())}
+
+    def _runs(self, line: str, column: str) -> dict[float, np.ndarray]:
+        end, metric, setting, x = self.columns[column]
+        data, arm = self._measured(line, metric, setting)
+        runs = data[(data.arm == (arm + end if arm + end in set(data.arm) else arm)) & (data.x == x)]
+        return {rate: run.sort_values("seed").value.to_numpy() for rate, run in runs.groupby("rate")}
+
+    def _measured(self, line: str, metric: str, setting: str) -> tuple[pd.DataFrame, str]:
+        """A metric of all arms in a setting, with what a line changes of the normalizer, and the line's arm."""
+        arm, comma, changed = line.partition(", ")
+        return self.data[(self.data.metric == metric) & (self.data.setting == setting + comma + changed)], arm
+
+    @cached_property
+    def verdicts(self) -> dict[tuple[str, str, str], Verdict]:
+        """The verdicts by line, baseline and setting, as one family."""
+        comparisons = {
+            (*pair, column): at_best(*(self.by_rate(line, column) for line in pair), higher=False, every=column != self.tuned_on)
+            for pair, column in product(self.pairs, self.deciding)
+        }
+        return verdicts(comparisons, self.matters)
+
+    def tables(self) -> dict[str, str]:
+        """The tables of the page, by their places."""
+        return {self.place: self.table(), f"{self.place} verdicts": self.verdict_table()}
+
+    def table(self) -> str:
+        """The table in Markdown: the mean loss of each line in each setting, at its best rate, with the standard deviation of seeds."""
+        lines = [["", "learning rate", *self.columns]]
+        for line, label in self.labels.items():
+            cells = [next(iter(self.by_rate(line, column).values())) for column in self.columns]
+            rate = rate_words(next(iter(self.by_rate(line, self.tuned_on))))
+            lines.append([label, rate, *(f"{losses.mean():.3f} ({losses.std(ddof=1):.3f})" for losses in cells)])
+        return markdown(lines)
+
+    def verdict_table(self) -> str:
+        """The differences in the deciding settings with their verdicts, in Markdown."""
+        lines = [["", "minus", *self.deciding]]
+        for line, baseline in self.pairs:
+            cells = [verdict_words(self.verdicts[line, baseline, column], 1, 3) for column in self.deciding]
+            lines.append([self.labels[line], self.labels[baseline], *cells])
+        return markdown(lines)
+
+    def drawn(self) -> bytes | None:
+        """The picture, docs/PLACE.svg, of the differences of pairs by position; None without rows.
+
+        Lines are means over seeds, bands their 95 % intervals at each position alone.
+        """
+        if not self.rows:
+            return None
+        columns = [column for column, (_, metric, *_) in self.columns.items() if metric.startswith("mean ")]
+        size, shared = (9.5, 0.8 + 2.4 * len(self.rows)), {"sharex": True, "sharey": True, "squeeze": False}
+        with plt.rc_context({"font.size": 9}), canvas(len(self.rows), len(columns), size, **shared) as (figure, panels):
+            for row, (title, pairs) in zip(panels, self.rows.items(), strict=True):
+                for axes, column in zip(row, columns, strict=True):
+                    axes.axhline(0, color="0.3", linewidth=0.8)
+                    axes.axvline(self.length, color="0.6", linewidth=1, linestyle=":")
+                    for line, baseline in pairs:
+                        curves = self._curves(line, column) - self._curves(baseline, column)
+                        estimate = over_seeds(curves.to_numpy())
+                        half, colour = estimate.half(), COLOURS[HUES[line.partition("_no")[0]]]
+                        axes.plot(curves.index, estimate.mean, color=colour, linewidth=2, label=self.labels[line].partition(", ")[0])
+                        axes.fill_between(curves.index, estimate.mean - half, estimate.mean + half, color=colour, alpha=0.2, linewidth=0)
+                    axes.set_xscale("log", base=2)
+                    axes.set_xlim(left=curves.index[0])
+                    ticks = [self.length * 2**power for power in range(-3, 4) if self.length * 2**power < curves.index[-1]]
+                    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+                    axes.spines[["top", "right"]].set_visible(False)
+                row[0].set_ylabel(f"{title}\nloss minus the baseline's, nats")
+            finish(panels[0, 0])
+            for axes, column in zip(panels[0], columns, strict=True):
+                axes.set_title(f"RoPE: {column}", fontsize=9)
+            figure.supxlabel(f"position (dotted: the training length, {self.length} tokens)", fontsize=9)
+            return saved(figure)
+
+    def _curves(self, line: str, column: str) -> pd.DataFrame:
+        """The losses by position (positions, seeds) of a line in a setting at its best rate, from an eighth of the training length on."""
+        _, metric, setting, _ = self.columns[column]
+        data, arm = self._measured(line, metric.removeprefix("mean "), setting)
+        runs = data[(data.arm == arm) & (data.rate == next(iter(self.by_rate(line, column)))) & (data.x >= self.length // 8)]
+        return runs.pivot(index="x", columns="seed", values="value")

@@ -1,0 +1,259 @@
+"""An experiment on recall in docs/: its tables, its picture and its verdicts."""
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from committed_results import HUES, at_best, final_runs, markdown, rate_words, verdict_words
+from pages import canvas, finish, saved
+
+from lm.report.pictures import COLOURS
+from lm.statistics.verdicts import Comparison, Verdict, verdicts
+
+MOST = 100  # nats, of a margin that is shown: sparse weights leave filler nothing
+GUESSING = 100 * sum(1 / k for k in range(1, 9)) / 8  # of 8 questions about 8 values, each value once: H_8 / 8
+
+
+@dataclass(frozen=True)
+class Recall:
+    """An experiment on recall: accuracy by sequence length.
+
+    Attributes:
+        name: folder of results/.
+        page: of docs/, that holds its table.
+        labels: words for the arms, by name, in the order of the table.
+        baseline: the arm that all others are compared with.
+        deciding: sequence lengths at which they are.
+        matters: smallest difference of interest, as a fraction.
+        tuned: whether each arm has its own rate, the best of those that its final seeds have; else all rates are compared.
+        picture: whether accuracy by length is drawn, docs/NAME.svg.
+        task: whose accuracy it is.
+        layers: heading of the arms' column, the layers that differ.
+        rows: column whose values are judged apart, as one family, of arms that are not tuned: rate or size.
+        heading: of that column.
+        heads: whether a table says what the head that answers gives at the training length.
+        ranked: whether arms are in the order of their accuracy, each at its best rate, in the tables and in a picture of all of them.
+        trends: arms over a part of training, from 0 to 1, by the name of the trend: a line through the runs of each seed.
+    """
+
+    name: str
+    page: str
+    labels: dict[str, str]
+    baseline: str
+    deciding: tuple[int, ...]
+    matters: float
+    tuned: bool = False
+    picture: bool = False
+    task: str = "mqar"
+    layers: str = "layer 2"
+    rows: str = "rate"
+    heading: str = "learning rate"
+    heads: bool = False
+    ranked: bool = False
+    trends: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    @property
+    def place(self) -> str:
+        """Name of the tables in the page, and of the picture, docs/PLACE.svg."""
+        return self.name
+
+    @cached_property
+    def data(self) -> pd.DataFrame:
+        """The numbers of the final runs; a size is the number at the end of its name."""
+        data = final_runs(self.name)
+        return data.assign(size=data["size"].str.rpartition("-")[2].astype(int)) if "size" in data else data
+
+    @cached_property
+    def accuracies(self) -> dict[tuple[str, float, int], np.ndarray]:
+        """(seeds,) the accuracy of the final runs by arm, rate and length."""
+        lines = self.data.query(f"metric == '{self.task} accuracy' and setting == 'as trained'")
+        return {key: run.sort_values("seed").value.to_numpy() for key, run in lines.groupby(["arm", self.rows, "x"])}
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The sequence lengths, ascending."""
+        return sorted({length for *_, length in self.accuracies})
+
+    def rates(self, arm: str) -> list[float]:
+        """The rates of an arm's final seeds, ascending; of tuned arms the best comes first."""
+        rates = sorted({rate for name, rate, _ in self.accuracies if name == arm})
+        return sorted(rates, key=lambda rate: -self.accuracies[arm, rate, self.deciding[0]].mean()) if self.tuned else rates
+
+    @cached_property
+    def verdicts(self) -> dict[tuple[str, float, int], Verdict]:
+        """The verdicts by arm, rate and length, as one family."""
+        comparisons = {}
+        for arm in self.labels:
+            ours = self.rates(arm)
+            for length in self.deciding if arm != self.baseline else ():
+                if self.tuned:
+                    by_rates = [{rate: self.accuracies[one, rate, length] for rate in self.rates(one)} for one in (arm, self.baseline)]
+                    comparisons[arm, ours[0], length] = at_best(*by_rates, higher=True)
+                    continue
+                for rate in ours:
+                    differences = self.accuracies[arm, rate, length] - self.accuracies[self.baseline, rate, length]
+                    comparisons[arm, rate, length] = Comparison(differences, higher=True)
+        return verdicts(comparisons, self.matters)
+
+    @cached_property
+    def arms(self) -> list[str]:
+        """The arms in the order shown: as they are named, or from the highest accuracy at the deciding length to the lowest."""
+        return sorted(self.labels, key=lambda arm: tuple(-self._best(arm).mean(0)[::-1])) if self.ranked else list(self.labels)
+
+    def _best(self, arm: str) -> np.ndarray:
+        """(seeds, lengths) accuracy of an arm at its best rate."""
+        return np.stack([self.accuracies[arm, self.rates(arm)[0], length] for length in self.lengths], 1)
+
+    def tables(self) -> dict[str, str]:
+        """The tables of the page, by their places."""
+        tables = {self.place: self.table()}
+        if self.heads:
+            tables[f"{self.place} heads"] = self.head_table()
+        if self.trends:
+            tables[f"{self.place} trends"] = self.trend_table()
+        return tables
+
+    def drawn(self) -> bytes | None:
+        """The picture, docs/PLACE.svg; None if there is to be none."""
+        return (self.overview() if self.ranked else self.curves()) if self.picture else None
+
+    def table(self) -> str:
+        """The table in Markdown: a line for each arm and rate, accuracies in per cent and the verdicts."""
+        against = f"minus {self.labels[self.baseline].partition(' at ')[0]}"
+        heads = [self.heading, self.layers, *(f"{length:,}" for length in self.lengths)]
+        heads += [f"{against}, at {length:,}" for length in self.deciding]
+        places = [(arm, rate) for arm in self.arms for rate in (self.rates(arm)[:1] if self.ranked else self.rates(arm))]
+        lines = [
+            [self._row(rate), self.labels[arm], *self._cells(arm, rate)]
+            for arm, rate in (places if self.tuned else sorted(places, key=lambda place: place[1]))
+        ]
+        return markdown([heads, *lines])
+
+    def _row(self, row: float) -> str:
+        return f"{row:,}" if self.rows == "size" else rate_words(row)
+
+    def head_table(self) -> str:
+        """What the head that answers gives at the training length, and the lengths at which accuracy falls below one half, in Markdown.
+
+        Means over seeds with the lowest and highest, of lengths medians.
+        """
+        lines = [[self.heading, self.layers, "margin, nats", "slope", "half-length, predicted", "observed"]]
+        heads = self.data[self.data.setting == "head"]
+        rows = sorted(set(heads[self.rows]))
+        for row, arm in (
+            [(self.rates(arm)[0], arm) for arm in self.arms] if self.tuned else [(row, arm) for row in rows for arm in self.labels]
+        ):
+            run = heads[(heads.arm == arm) & (heads[self.rows] == row)].pivot(index="seed", columns="metric", values="value")
+            margin = run["margin"].clip(upper=MOST)
+            cells = [f"{margin.mean():.1f} [{margin.min():.1f}, {margin.max():.1f}]" if margin.min() < MOST else f"more than {MOST}"]
+            by_length = np.array([self.accuracies[arm, row, length] for length in self.lengths])
+            observed = [observed_half_length(self.lengths, accuracy) for accuracy in by_length.T]
+            fell, median = int(np.isfinite(observed).sum()), float(np.median(observed))
+            counted = f" ({fell} of {len(observed)} fall)" if 0 < fell < len(observed) else ""
+            predicted = _tokens(float(run["predicted half-length"].median()), "never")
+            cells += [f"{run['slope'].mean():.2f}", predicted] if run["formula holds"].all() else ["", ""]
+            up_to = f"not up to {self.lengths[-1]:,}"
+            cells += ["not learned" if median <= self.lengths[0] else _tokens(median, up_to) + counted]
+            lines.append([self._row(row), self.labels[arm], *cells])
+        return markdown(lines)
+
+    def trend_table(self) -> str:
+        """Accuracy at the deciding length by part of training, and its change from a part of 0 to 1, in Markdown.
+
+        A change is the slope of a line through the runs of a seed; the verdicts are one family.
+        """
+        parts = sorted({part for arms in self.trends.values() for part in arms.values()})
+        lines = [["", *(f"{100 * part:g} %" for part in parts), "change from 0 to 100 %"]]
+        by_part, changes = {}, {}
+        for name, arms in self.trends.items():
+            values = {part: self.accuracies[arm, self.rates(arm)[0], self.deciding[0]] for arm, part in arms.items()}
+            by_part[name] = values
+            changes[name] = Comparison(np.polyfit(list(values), list(values.values()), 1)[0], higher=True)
+        for name, verdict in verdicts(changes, self.matters).items():
+            cells = [_spread(by_part[name][part]) if part in by_part[name] else "" for part in parts]
+            lines.append([name, *cells, verdict_words(verdict)])
+        return markdown(lines)
+
+    def _cells(self, arm: str, rate: float) -> list[str]:
+        """The accuracies of an arm at a rate, and its verdicts."""
+        cells = [_spread(self.accuracies[arm, rate, length]) for length in self.lengths]
+        for length in self.deciding:
+            verdict = self.verdicts.get((arm, rate, length))
+            cells.append(verdict_words(verdict) if verdict else "")
+        return cells
+
+    def overview(self) -> bytes:
+        """The picture of all arms at their best rates: mean accuracy by length as coloured cells, and verdicts."""
+        values = np.stack([100 * self._best(arm).mean(0) for arm in self.arms])
+        with plt.rc_context({"font.size": 9}), canvas(1, 1, (7.2, 0.8 + 0.235 * len(self.arms))) as (figure, axes):
+            axes.imshow(values, cmap="viridis", vmin=0, vmax=100, aspect="auto")
+            for (row, column), value in np.ndenumerate(values):
+                axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=8, color="w" if value < 60 else "0.1")
+            for row, arm in enumerate(self.arms):
+                verdict = self.verdicts.get((arm, self.rates(arm)[0], self.deciding[0]))
+                said = "baseline" if verdict is None else replace(verdict, margin=f"{100 * self.matters:g}").statement.partition(":")[0]
+                axes.text(len(self.lengths) - 0.4, row, said, va="center", fontsize=8, color="0.5")
+            axes.set_yticks(range(len(self.arms)), [self.labels[arm] for arm in self.arms])
+            axes.set_xticks(range(len(self.lengths)), [f"{length:,}" for length in self.lengths])
+            axes.set_xlabel(
+                f"accuracy, %, by sequence length (training: {self.lengths[0]} tokens), and against {self.labels[self.baseline]}"
+            )
+            axes.tick_params(length=0)
+            axes.spines[:].set_visible(False)
+            return saved(figure)
+
+    def curves(self) -> bytes:
+        """The picture: accuracy by length, a row for each rate, a panel for each arm, so that no arm lies on another."""
+        rates = sorted({row for _, row, _ in self.accuracies})
+        size = max(6.5, 1.6 * len(self.labels)), 1.4 + 1.7 * len(rates)  # inches; shown about 700 pixels wide
+        factors = {length: f"{length // self.lengths[0]:,}" for length in (self.lengths[0], *self.lengths[:0:-2])}  # with room for words
+        style, shared = plt.rc_context({"font.size": 9}), {"sharex": True, "sharey": True, "squeeze": False}
+        with style, canvas(len(rates), len(self.labels), size, **shared) as (figure, panels):
+            for row, rate in zip(panels, rates, strict=True):
+                for axes, arm in zip(row, self.labels, strict=True):
+                    colour = COLOURS[HUES[arm.removeprefix("after_").removeprefix("tau_")]]
+                    values = 100 * np.array([self.accuracies[arm, rate, length] for length in self.lengths])
+                    axes.axhline(GUESSING, color="0.6", linewidth=1, linestyle=":")
+                    axes.plot(self.lengths, values, color=colour, linewidth=0.8, alpha=0.6)
+                    axes.plot(self.lengths, values.mean(1), color=colour, linewidth=2.4)
+                    axes.set_xscale("log", base=2)
+                    axes.set_xticks([*factors], factors.values())
+                    axes.set_xticks(self.lengths, [], minor=True)
+                    axes.set_ylim(-3, 103)
+                    finish(axes)
+                row[0].set_ylabel(
+                    f"{self._row(rate)} steps\naccuracy, %" if self.rows == "size" else f"learning rate {self._row(rate)}\naccuracy, %"
+                )
+                row[0].annotate("dotted:\na guess", (self.lengths[0], 3), fontsize=8, color="0.35")
+            for axes, label in zip(panels[0], self.labels.values(), strict=True):
+                axes.set_title(textwrap.fill(label, 16, break_long_words=False), fontsize=9)
+            figure.supxlabel(f"sequence length, in training lengths ({self.lengths[0]} tokens)", fontsize=9)
+            return saved(figure)
+
+
+def observed_half_length(lengths: Sequence[int], accuracy: Sequence[float]) -> float:
+    """Where accuracy first falls below 1/2, interpolated in the logarithm of the length; infinite if it does at none of the lengths."""
+    for index, right in enumerate(accuracy):
+        if right < 0.5:
+            if index == 0:
+                return float(lengths[0])
+            before = accuracy[index - 1]
+            part = (before - 0.5) / (before - right)
+            return float(lengths[index - 1] * (lengths[index] / lengths[index - 1]) ** part)
+    return math.inf
+
+
+def _tokens(length: float, never: str) -> str:
+    """A length in tokens; `never` for an infinite one."""
+    return never if math.isinf(length) else f"{length:,.0f}" if length < 1e6 else f"{length:.0e}".replace("e+0", "e")
+
+
+def _spread(accuracies: np.ndarray) -> str:
+    """The mean over seeds in per cent, with the lowest and highest where they are more than 2 apart."""
+    values = 100 * accuracies
+    return f"{values.mean():.1f}" + (f" [{values.min():.0f}, {values.max():.0f}]" if np.ptp(values) > 2 else "")
