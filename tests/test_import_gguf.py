@@ -29,13 +29,20 @@ CASES["qwen3"][1]["head_dim"] = 128  # transformers reads no other from GGUF
 
 
 def write(path: Path, model: PreTrainedModel, kind: str, metadata: dict[str, object], divisors: list[float] | None = None) -> Path:
-    """A GGUF file of a model, as llama.cpp's converter writes it: a matrix in Q8_0, the rest in F32; divisors: of RoPE's frequencies."""
+    """A GGUF file of a model, as llama.cpp's converter writes it: a matrix in Q8_0, the rest in F32; divisors: of RoPE's frequencies.
+
+    metadata: more of it; None: what is left out.
+    """
     writer, config = gguf.GGUFWriter(path, kind), model.config.to_dict()
     config["rope_theta"] = model.config.rope_parameters["rope_theta"]
     for name, field in FIELDS.items():
+        if f"{kind}.{name}" in metadata:
+            continue
         add = writer.add_float32 if isinstance(config[field], float) else writer.add_uint32
         add(f"{kind}.{name}", config[field])
     for name, value in metadata.items():
+        if value is None:
+            continue
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
         add[type(value)](name, value)
     layer, whole = {theirs: ours for ours, theirs in LAYER.items()}, {theirs: ours for ours, theirs in WHOLE.items()}
@@ -75,6 +82,15 @@ def test_a_file_computes_what_transformers_computes_from_it(case: str, tmp_path:
     assert (ours.decoder.logits(tokens) - whole(tokens).logits).abs().max() < 0.1  # of the original but for eight bits in a matrix
     assert ours.origin["tensor_types"]["Q8_0"] == 3
     assert ours.spec.model.norm_eps == fields["rms_norm_eps"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_absent_metadata_has_the_default_of_gguf(kind: str, tmp_path: Path):
+    """As many heads of keys as of queries, which share the width: not what transformers takes absent fields for."""
+    model = save(tmp_path / "hf", kind, CASES["smollm2"][1] | {"num_key_value_heads": 4})
+    absent = {f"{kind}.{name}": None for name in ("attention.head_count_kv", "attention.key_length", "vocab_size")}
+    ours = imported(write(tmp_path / "model.gguf", model, kind, absent), tmp_path / "out")
+    assert ours.spec == imported(tmp_path / "hf", tmp_path / "same").spec
 
 
 def converted(rope: dict[str, float], size: int) -> list[float]:
@@ -126,6 +142,12 @@ MALFORMED = {
         },
         "its tokenizer is damaged: it lists a token twice",
     ),
+    "no heads": ({"llama.attention.head_count": None}, "there is no metadata llama.attention.head_count: damaged?"),
+    "a number for tokens": (
+        {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": 5},
+        "its tokenizer has no tokenizer.ggml.token_type",
+    ),
+    "two ways to cut": ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": ["qwen2"]}, "pre = ['qwen2']: not a tokenizer that is read"),
     "no tokens": ({"tokenizer.ggml.model": "llama"}, "its tokenizer has no tokenizer.ggml.tokens; name its tokenizer.json with --tok"),
 }
 

@@ -89,6 +89,7 @@ FIELDS = {
     "rope.freq_base": "rope_theta",
     "vocab_size": "vocab_size",
 }
+OPTIONAL = ("attention.head_count_kv", "attention.key_length", "rope.freq_base", "vocab_size")  # the others every file has
 SCALING = {"type": "rope_type", "factor": "factor", "original_context_length": "original_max_position_embeddings"}  # after rope.scaling.
 ABOUT = ("general.", "tokenizer.", "GGUF.", "quantize.", "split.")  # metadata that is not about the model's function
 # Tensors of a layer, and the names of transformers after `model.layers.N.`.
@@ -184,15 +185,16 @@ class GGUF:
                 same[name] = value
             else:
                 raise RunError(f"{self.path}: {name} = {value!r}: metadata that is not known here: the model may compute something else")
-        tokens = self._metadata.get("tokenizer.ggml.tokens", [])
-        config.setdefault("vocab_size", self.shapes.get("model.embed_tokens.weight", (len(tokens),))[0])
-        if scaling.get("rope_type", "none") != "none":
-            config["rope_scaling"] = scaling
+        if missing := [name for name, field in FIELDS.items() if field not in config and name not in OPTIONAL]:
+            raise RunError(f"{self.path}: there is no metadata {kind}.{missing[0]}: damaged?")
         size = _head_size(config)
         for name, value in same.items():
             if value != size:
                 raise RunError(f"{self.path}: {name} = {value!r}: is not the size of a head, {size}")
-        return config
+        rows, *_ = self.shapes.get("model.embed_tokens.weight") or (len(self._tokens()),)
+        # What GGUF says of absent metadata, which is not what transformers says of absent fields.
+        defaults = {"num_key_value_heads": config["num_attention_heads"], "head_dim": size, "vocab_size": rows}
+        return {**defaults, **config, **({"rope_scaling": scaling} if scaling.get("rope_type", "none") != "none" else {})}
 
     def _llama3(self) -> dict[str, Plain]:
         """The rescaling of RoPE in Llama 3.1 to 3.3 that divides frequencies by the numbers in the file: it does not name its type.
@@ -211,9 +213,13 @@ class GGUF:
         del self._tensors[FREQUENCIES], self.shapes[FREQUENCIES]
         return write_rope(rope)
 
+    def _tokens(self) -> list[str]:
+        """The tokens of its tokenizer; [] if it lists none."""
+        tokens = self._metadata.get("tokenizer.ggml.tokens")
+        return tokens if isinstance(tokens, list) else []
+
     def _token(self, index: Plain) -> str | None:
-        tokens = self._metadata.get("tokenizer.ggml.tokens", [])
-        return tokens[index] if isinstance(index, int) and 0 <= index < len(tokens) else None
+        return self._tokens()[index] if isinstance(index, int) and 0 <= index < len(self._tokens()) else None
 
     def read(self, name: str) -> Tensor:
         """A tensor, dequantised to fp32, with heads' dimensions in transformers' order. Raises RunError: it can't be read."""
@@ -227,8 +233,7 @@ class GGUF:
         part = name.rpartition(".self_attn.")[2]
         if self.config["model_type"] == "llama" and part.startswith(("q_proj", "k_proj")):
             # The converter puts the pairs that RoPE rotates side by side.
-            heads = self.config["num_attention_heads"]
-            heads = heads if part.startswith("q_") else self.config.get("num_key_value_heads", heads)
+            heads = self.config["num_attention_heads" if part.startswith("q_") else "num_key_value_heads"]
             value = value.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
         return value
 
@@ -242,7 +247,7 @@ class GGUF:
         kind, pre = own.get("model"), own.get("pre")
         if kind is None:
             return None
-        if kind != "llama" and (kind != "gpt2" or pre not in CUTS):
+        if kind != "llama" and (kind != "gpt2" or pre not in tuple(CUTS)):
             what = f"tokenizer.ggml.model = {kind!r}, pre = {pre!r}"
             raise RunError(f"{self.path}: {what}: not a tokenizer that is read from GGUF; name its tokenizer.json with --tokenizer")
         try:
