@@ -154,7 +154,7 @@ def test_shards_and_older_names_are_read(tmp_path: Path):
 def test_files_of_the_released_gpt2_have_no_prefix_and_hold_masks(tmp_path: Path):
     save(tmp_path / "hf", *OTHERS["gpt2 as released"])
     weights = {name.removeprefix("transformer."): value for name, value in load_file(tmp_path / "hf" / "model.safetensors").items()}
-    weights |= {f"h.{n}.attn.bias": torch.ones(1, 1, 600, 600).tril() for n in range(2)}
+    weights |= {f"h.{n}.attn.bias": torch.ones(1, 1, 600, 600, dtype=kind).tril() for n, kind in enumerate((torch.float32, torch.bool))}
     first = imported(tmp_path / "hf", tmp_path / "one")
     save_file(weights, tmp_path / "hf" / "model.safetensors")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
@@ -330,6 +330,11 @@ def _tokenizer_json(added: list):
     return change
 
 
+def _odd_start(folder: Path) -> None:
+    _tokenizer_json([{"id": 0, "content": 5, "special": True}])(folder)
+    _config(bos_token_id=[[0]], eos_token_id=[{}])(folder)
+
+
 EMBEDDING, NORM, Q = "model.embed_tokens.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"
 MALFORMED = {
     "missing shard": (_missing_shard, r"1\.safetensors: no such file, which model\.safetensors\.index\.json lists"),
@@ -366,6 +371,7 @@ MALFORMED = {
     "deep config": (lambda folder: (folder / "config.json").write_text('{"a":' * 9999), r"config\.json: not readable as JSON: maximum rec"),
     "damaged tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), r"tokenizer\.json: its tokenizer is not a tok"),
     "no special token": (_tokenizer_json([]), r"no token that starts a document is known \(it has no special tokens\); name one: --end"),
+    "odd start": (_odd_start, r"no token that starts a document is known \(its special tokens: 5\); name one: --end"),
     "deep tokenizer": (lambda folder: (folder / "tokenizer.json").write_text('{"a":' * 9999), r"tokenizer\.json: its tokenizer is not a"),
 }  # fmt: skip
 

@@ -39,12 +39,12 @@ class Shards:
         shapes: of each tensor, by its name in transformers.
 
     Raises:
-        RunError: none there, a shard that is missing, cut short, damaged or not as the index says; tensors of a type that is not read.
+        RunError: none there, or a shard that is missing, cut short, damaged or not as the index says.
     """
 
     def __init__(self, folder: Path):
         self.path, self.shapes = folder, dict[str, tuple[int, ...]]()
-        self._files: dict[str, Path] = {}
+        self._stored: dict[str, tuple[Path, str]] = {}  # the file of each tensor, and the type that it has there
         for file, names in _files(folder).items():
             self._describe(file, names)
 
@@ -62,14 +62,16 @@ class Shards:
         if names is not None and names != held.keys():
             name = min(names ^ held.keys())
             raise RunError(f"{file}: {name} is {'missing, ' if name in names else 'not '}listed for it in {INDEX}; fetch the model again")
-        for name, kind in types.items():
-            if kind not in READ_TYPES:
-                raise RunError(f"{file}: {name} has type {kind}; only {', '.join(READ_TYPES)} are read")
-            self._files[name] = file
+        self._stored |= {name: (file, kind) for name, kind in types.items()}
 
     def read(self, name: str) -> Tensor:
-        """A tensor, fp32. The file is opened for it alone: of mapped memory no more stays than that of this tensor."""
-        file = self._files[name]
+        """A tensor, fp32. The file is opened for it alone: of mapped memory no more stays than that of this tensor.
+
+        Raises RunError: it has a type that is not read, or can't be read.
+        """
+        file, kind = self._stored[name]
+        if kind not in READ_TYPES:
+            raise RunError(f"{file}: {name} has type {kind}; only {', '.join(READ_TYPES)} are read")
         try:
             with safe_open(file, "pt") as opened:
                 return opened.get_tensor(name).to(torch.float32)

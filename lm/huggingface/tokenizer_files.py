@@ -29,10 +29,11 @@ def start_token(content: str, config: dict[str, Plain], tokenizer_config: dict[s
         named = tokenizer_config.get(f"{kind}_token")
         named = named.get("content") if isinstance(named, dict) else named
         ids = config.get(f"{kind}_token_id")
-        for token in (named, special.get(ids[0] if isinstance(ids, list) and ids else ids if isinstance(ids, int) else None)):
+        index = ids[0] if isinstance(ids, list) and ids else ids
+        for token in (named, special.get(index) if isinstance(index, int) else None):
             if isinstance(token, str) and token in special.values():
                 return token
-    known = f"its special tokens: {', '.join(list(special.values())[:8])}" if special else "it has no special tokens"
+    known = f"its special tokens: {', '.join(map(str, [*special.values()][:8]))}" if special else "it has no special tokens"
     raise RunError(f"{path}: no token that starts a document is known ({known}); name one: --end-of-text TOKEN")
 
 
