@@ -14,17 +14,21 @@ import yaml
 from conftest import ROOT, lm
 from huggingface_hub import HfApi
 from test_import import CASES, T, V, imported, save
+from tokenizers import Tokenizer
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lm.attention import catalogue as opt
 from lm.attention.catalogue import Layers
 from lm.attention.layout import AttentionLayout
+from lm.config.data_config import TrainedTokenizer
 from lm.config.model_config import GAUBlock, Learned, LinearScaling, ModelConfig, NoPosition, Rope
 from lm.data.batches import Batch
+from lm.data.tokenizer import train_tokenizer
 from lm.evaluation.generation import Sampling, generate
 from lm.huggingface.exporting import COMPUTED
 from lm.huggingface.modeling_lm import ELEMENTWISE, FACTORS, eager_attention
+from lm.huggingface.tokenizer_files import starting_documents
 from lm.model.decoder import Decoder
 from lm.runs.loading import load, save_model
 from lm.training.train import train
@@ -96,6 +100,14 @@ def test_a_run_is_exported_with_its_tokenizer_and_a_card(tiny, tmp_path: Path):
         "normalizer:",
     ):
         assert told in card, card
+
+
+@pytest.mark.parametrize("start", ["<|endoftext|>", "<|end of text|>", "[START:1]", "\n", "$A"])
+def test_any_token_can_start_documents(start: str):
+    tokenizer = train_tokenizer(iter(["some words of text"] * 3), TrainedTokenizer(vocab_size=260))
+    tokenizer.add_special_tokens([start])
+    made = Tokenizer.from_str(starting_documents(tokenizer.to_str(), start))
+    assert made.encode("some words").ids == [tokenizer.token_to_id(start), *tokenizer.encode("some words").ids]
 
 
 MODERN = yaml.safe_load((ROOT / "configs" / "recipes" / "modern.yaml").read_text())["model"]

@@ -56,12 +56,18 @@ def checked(content: str, end_of_text: str, vocabulary: int, path: Path) -> int:
 
 def starting_documents(content: str, end_of_text: str) -> str:
     """A tokenizer.json whose tokenizer puts the token that starts a document before each text, and no other special token."""
-    from tokenizers.processors import TemplateProcessing
+    from tokenizers import Tokenizer
 
     tokenizer = parse_tokenizer(content, end_of_text)
-    start = (end_of_text, tokenizer.token_to_id(end_of_text))
-    tokenizer.post_processor = TemplateProcessing(single=f"{end_of_text} $A", pair=f"{end_of_text} $A $B", special_tokens=[start])
-    return tokenizer.to_str()
+    start = {"SpecialToken": {"id": end_of_text, "type_id": 0}}
+    texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
+    # Not by TemplateProcessing, whose templates have a meaning of their own for spaces, colons and dollars in a token.
+    plain = json.loads(tokenizer.to_str())
+    plain["post_processor"] = {
+        "type": "TemplateProcessing", "single": [start, texts[0]], "pair": [start, *texts],
+        "special_tokens": {end_of_text: {"id": end_of_text, "ids": [tokenizer.token_to_id(end_of_text)], "tokens": [end_of_text]}},
+    }  # fmt: skip
+    return Tokenizer.from_str(json.dumps(plain)).to_str()
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Plain]:
