@@ -287,6 +287,14 @@ def test_bad_parquet_columns_are_named_with_the_row(tmp_path: Path):
     latin = pyarrow.array([b"ok", b"\xff"]).cast(pyarrow.string(), safe=False).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": latin}), path)
     assert "row 2: column 'text' is not UTF-8" in one_line_error(Files(paths=[str(path)]))
+    for within in (pyarrow.ListArray.from_arrays([0, 0, 2], latin), pyarrow.StructArray.from_arrays([latin], ["of"])):
+        pyarrow.parquet.write_table(pyarrow.table({"text": within[1:]}), path)
+        assert "row 1: column 'text' is not UTF-8" in one_line_error(Files(paths=[str(path)]))
+    categories = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0, 1, 0], pyarrow.int32()), latin)
+    pyarrow.parquet.write_table(pyarrow.table({"text": categories}), path)
+    assert "row 2: column 'text' is not UTF-8" in one_line_error(Files(paths=[str(path)]))
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([2**62], pyarrow.timestamp("us"))}), path)
+    assert "row 1: column 'text' can't be read: date value out of range; remove the row" in one_line_error(Files(paths=[str(path)]))
     pyarrow.parquet.write_table(pyarrow.table([["a"], ["b"]], names=["text", "text"]), path)
     assert f"{path}: 2 columns are named 'text'; rename all but one" in one_line_error(Files(paths=[str(path)]))
 

@@ -226,6 +226,10 @@ def refused_files(folder: Path, ids: list[list[int]]) -> dict[str, tuple[str, Ca
     def index(change: Callable[[bytes], bytes]) -> Callable[[], Path]:
         return lambda: changed(megatron(folder, ids), change)
 
+    def beside_empty() -> Path:
+        (nanogpt(folder, ids).parent / "more.bin").touch()
+        return folder
+
     def without_ids() -> Path:
         path = megatron(folder, ids)
         (folder / "train.bin").unlink()
@@ -246,6 +250,7 @@ def refused_files(folder: Path, ids: list[list[int]]) -> dict[str, tuple[str, Ca
     strange, inside = [*ids[:3], [5, 291, 292, 7]], [*ids[:3], [5, END, 7]]
     return {
         "empty": ("nanogpt", lambda: changed(nanogpt(folder, ids), lambda content: b""), "is empty"),
+        "empty in a folder": ("nanogpt", beside_empty, "more.bin: is empty; remove it"),
         "odd": ("nanogpt", lambda: changed(nanogpt(folder, ids), lambda content: content[:-1]), "not 2 for each id"),
         "headed": ("nanogpt", lambda: modded(folder, ids), "set that"),
         "indexed": ("nanogpt", lambda: megatron(folder, ids).with_suffix(".bin"), "set data.source.format=megatron"),

@@ -35,7 +35,7 @@ class Unreadable(DataError):
     """A file, document or row that can't be read.
 
     Attributes:
-        n_bytes: size of what is lost: bytes of the document or row, or of the rest of the file on disk; None: as `LeavingOut` says.
+        n_bytes: size of what is lost: bytes of the document or row, or of the rest of the file on disk; None: `LeavingOut` fills it in.
     """
 
     def __init__(self, reason: str, n_bytes: int | None = None):
@@ -49,7 +49,7 @@ Parse = Callable[[Plain | np.ndarray, str], str | np.ndarray]  # a document of a
 
 @dataclass
 class LeavingOut:
-    """A context for reading documents, which ends at what can't be read, with which `on_error` is called.
+    """A context in which documents are read: it ends at an `Unreadable`, which goes to `on_error` and no further.
 
     Attributes:
         n_bytes: size of what is read.
@@ -107,13 +107,19 @@ def column_texts(
 
 
 def _value(scalar: "pyarrow.Scalar", where: str) -> Plain | np.ndarray:
-    """The value of a table's cell; of a list of whole numbers an array, (numbers,). Raises Unreadable: a text that is not UTF-8."""
+    """The value of a table's cell; of a list of whole numbers an array, (numbers,).
+
+    Raises Unreadable: a text that is not UTF-8, also within another value, or a value that Python has not, such as a date after 9999.
+    """
     items = getattr(scalar, "values", None)  # of a struct a method
     whole = str(getattr(items, "type", "")).startswith(("int", "uint"))
     try:
         return items.to_numpy(zero_copy_only=False) if whole else scalar.as_py()
     except UnicodeDecodeError:
-        raise Unreadable(f"{where} is not UTF-8; {TO_UTF8}", scalar.as_buffer().size) from None
+        n_bytes = scalar.as_buffer().size if hasattr(scalar, "as_buffer") else None
+        raise Unreadable(f"{where} is not UTF-8; {TO_UTF8}", n_bytes) from None
+    except (ValueError, OverflowError) as error:
+        raise Unreadable(f"{where} can't be read: {one_line(error)}; remove the row or set data.source.column") from None
 
 
 def check_column(where: str, column: str, names: list[str]) -> None:

@@ -157,7 +157,9 @@ def _nanogpt(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnErr
         raise Unreadable(f"{path}: has the header of data.source.format=modded-nanogpt; set that")
     if path.with_suffix(".idx").exists():
         raise Unreadable(f"{path}: lies beside {path.stem}.idx; set data.source.format=megatron")
-    if (size := path.stat().st_size) % 2:
+    if not (size := path.stat().st_size):
+        raise Unreadable(f"{path}: is empty; remove it")
+    if size % 2:
         raise Unreadable(f"{path}: has {size:,} bytes, not 2 for each id: damaged, or of another format")
     ids = np.memmap(path, "<u2", "r")
     low, high = ids[:_BLOCK:2], ids[1:_BLOCK:2]
