@@ -1,5 +1,6 @@
 """`lm data inspect`: what it says is what is in the store."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from conftest import lm
 from texts import TEXTS, files_config, write_texts
 
-from lm.config.data_config import DataConfig
+from lm.config.data_config import DataConfig, TokenizerFile
 from lm.data.inspect import N_GRAM, describe, length_histogram, n_gram_hashes, overlap, sample_documents
 from lm.data.prepare import prepare
 from lm.data.store import Split, Store
@@ -21,6 +22,15 @@ def test_a_store_is_checked_and_described(data: DataConfig):
     for figure in (store.fingerprint, f"{store.train.n_tokens:,}", f"{store.val.n_documents:,}", "not stated", "left out     blank 0"):
         assert figure in result.stdout
     assert result.stdout.count("training document") == 3
+
+
+def test_a_store_of_held_out_text_alone_is_described(data: DataConfig):
+    """As `eval.texts` makes it."""
+    tokenizer = TokenizerFile(path=str(prepare(data).path / "tokenizer.json"))
+    store = prepare(dataclasses.replace(data, tokenizer=tokenizer, val_fraction=1.0, deduplicate=False))
+    lines = list(describe(store, 2))
+    assert f"tokens       uint16 in 1 shard(s), vocabulary of {store.vocab_size:,}, bytes per token: exact" in lines
+    assert "train: no documents" in lines
 
 
 def test_a_configuration_stands_for_its_store(arguments: list[str], tmp_path: Path):

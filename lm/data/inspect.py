@@ -101,7 +101,7 @@ def describe(store: Store, samples: int) -> Iterator[str]:
     yield f"{store.path}"
     yield f"fingerprint  {store.fingerprint}; the sha256 of all {len(manifest['files'])} files ({n_bytes / 1e6:,.1f} MB) is verified"
     exact = f"vocabulary of {store.vocab_size:,}, bytes per token: {manifest['token_bytes']}"
-    yield f"tokens       {store.train.shards[0].dtype} in {shards} shard(s), {exact}"
+    yield f"tokens       {np.dtype(store.train.dtype)} in {shards} shard(s), {exact}"
     yield f"left out     {', '.join(f'{name} {count:,}' for name, count in manifest['left_out'].items())}"
     yield f"unreadable   {manifest['unreadable']['count']:,} files, documents or rows, {manifest['unreadable']['bytes']:,} bytes"
     yield from (f"             {line}" for line in manifest["unreadable"]["first"])
@@ -138,6 +138,9 @@ def describe(store: Store, samples: int) -> Iterator[str]:
 
 def histogram(name: str, split: Split) -> Iterator[str]:
     """Lines: the number of documents, and the fraction of tokens, with lengths from one power of two to the next."""
+    if not split.n_documents:
+        yield f"{name}: no documents"
+        return
     edges, documents, tokens = length_histogram(split.lengths)
     median = int(np.median(split.lengths))
     yield f"{name}: tokens in a document (median {median:,}, longest {split.longest:,}), documents, fraction of all tokens"
