@@ -317,11 +317,19 @@ def test_bad_rank_files_are_one_line(trained, tmp_path: Path):
     (tmp_path / "cut.tiktoken").write_bytes((tmp_path / "r50k_base.tiktoken").read_bytes()[100:])
     (tmp_path / "text.txt").write_text("hello world again\n")
     encoder, merges, cut, text = (str(tmp_path / name) for name in ("encoder.json", "vocab.bpe", "cut.tiktoken", "text.txt"))
+    negative, empty, vocabularies = str(tmp_path / "negative.tiktoken"), str(tmp_path / "empty"), []
+    Path(negative).write_bytes((tmp_path / "r50k_base.tiktoken").read_bytes() + b"\nYWFhYWFhYWE= -1")
+    Path(empty).touch()
+    for number, content in enumerate(("{}", '{"a": -1}', '{"a": 1e3}', '{"a": 4294967296}', '{"a": 0, "b": 0}', '{"a":' * 9999)):
+        vocabularies.append(str(tmp_path / f"{number}.json"))
+        Path(vocabularies[-1]).write_text(content)
     cases = [
         (GPT2Tokenizer(text, merges), "not an encoder.json"),
+        *((GPT2Tokenizer(vocabulary, empty), "not an encoder.json") for vocabulary in vocabularies),
         (GPT2Tokenizer(encoder, text), "not a vocab.bpe"),
         (GPT2Tokenizer(encoder, "nowhere"), "No such file"),
         (TiktokenTokenizer(cut, "r50k_base"), "not the rank file of r50k_base"),
+        (TiktokenTokenizer(negative, "r50k_base"), "not the rank file of r50k_base"),
         (TiktokenTokenizer("nowhere", "r50k_base"), "No such file"),
     ]
     for spec, expected in cases:

@@ -9,8 +9,9 @@ import binascii
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import MISSING
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +31,7 @@ from lm.config.data_config import (
     TrainedTokenizer,
 )
 from lm.errors import DataError, LMError, one_line, panicked
-from lm.schema import Plain, to_plain
+from lm.schema import Plain, convert, to_plain
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -311,10 +312,11 @@ ENCODINGS = {"r50k_base": (_R50K, 50256), "cl100k_base": (_CL100K, 100257), "o20
 def gpt2_tokenizer(vocab: Path, merges: Path) -> "Tokenizer":
     """The tokenizer of encoder.json and vocab.bpe. Raises DataError if a file is missing or of another kind."""
     try:
-        ids = json.loads(read(vocab, "data.tokenizer.vocab"))
-        assert all(isinstance(index, int) for index in ids.values())
-    except (ValueError, AttributeError, AssertionError):
-        raise DataError(f"{vocab}: not an encoder.json, which holds {{token: id}} (data.tokenizer.vocab)") from None
+        ids = convert(dict[str, int], json.loads(read(vocab, "data.tokenizer.vocab")))
+    except (ValueError, RecursionError):
+        ids = MISSING
+    if ids is MISSING or not _are_ids(ids.values()):
+        raise DataError(f"{vocab}: not an encoder.json, which holds {{token: id}} (data.tokenizer.vocab)")
     try:
         lines = read(merges, "data.tokenizer.merges").decode().split("\n")
         pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
@@ -341,7 +343,7 @@ def tiktoken_tokenizer(path: Path, encoding: str) -> "Tokenizer":
     except (ValueError, binascii.Error):
         ranks = {}
     pattern, end = ENCODINGS[encoding]
-    if not {bytes([byte]) for byte in range(256)} <= ranks.keys() or max(ranks.values()) >= end:
+    if not {bytes([byte]) for byte in range(256)} <= ranks.keys() or not _are_ids(ranks.values()) or max(ranks.values()) >= end:
         raise DataError(f"{path}: not the rank file of {encoding}, or damaged (data.tokenizer.path)")
     pairs = []
     for token, _ in sorted(ranks.items(), key=lambda item: item[1]):
@@ -356,10 +358,16 @@ def tiktoken_tokenizer(path: Path, encoding: str) -> "Tokenizer":
     return _byte_level(ids, [(spelled[first], spelled[second]) for first, second in pairs], end, cutter, ignore_merges=True)
 
 
+def _are_ids(ids: Collection[int]) -> bool:
+    """Whether these can be the ids of a vocabulary: some, all different, from 0 on, within `MAX_VOCAB`."""
+    return len(ids) > 0 and len({*ids}) == len(ids) and min(ids) >= 0 and max(ids) < MAX_VOCAB
+
+
 def _byte_level(ids: dict[str, int], pairs: list[tuple[str, str]], end: int, cutter: object, ignore_merges: bool = False) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models
 
-    tokenizer = Tokenizer(models.BPE({**ids, END_OF_TEXT: end}, pairs, ignore_merges=ignore_merges))
+    with library_errors("data.tokenizer: not a vocabulary that the `tokenizers` library takes"):
+        tokenizer = Tokenizer(models.BPE({**ids, END_OF_TEXT: end}, pairs, ignore_merges=ignore_merges))
     tokenizer.pre_tokenizer = cutter
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([END_OF_TEXT])
