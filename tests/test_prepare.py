@@ -324,6 +324,24 @@ def test_an_unfinished_store_of_another_configuration_is_kept_and_named(data: Da
     assert other.exists()
 
 
+def test_half_a_file_of_a_killed_prepare_is_not_part_of_the_store(data: DataConfig):
+    path = prepare(data).path
+    shutil.rmtree(path)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.mkdir()
+    (partial / "journal.json.new").write_bytes(b"{")
+    names = {name.name for name in prepare(data).path.iterdir()}
+    assert names == {*json.loads((path / "manifest.json").read_bytes())["files"], "manifest.json"}
+
+
+def test_a_manifest_of_many_levels_is_one_line_and_no_other_stores_matter(data: DataConfig):
+    (folder := Path(data.root, "deep")).mkdir(parents=True)
+    (folder / "manifest.json").write_text('{"a":' * 99999)
+    with pytest.raises(DataError, match=r"deep/manifest\.json: is not valid JSON; delete the folder"):
+        Store.open(folder)
+    assert prepare(data, progress=True).path != folder
+
+
 def test_a_full_disk_is_one_line_and_leaves_nothing(large: Path, tmp_path: Path):
     script = (
         "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"

@@ -215,7 +215,7 @@ def build(data: DataConfig, spec: dict[str, Plain], target: Path, shown: Progres
         partial.mkdir(exist_ok=True)
         facts = _build_symbol_store(data, partial) if data.symbolic else _build_text_store(data, partial, shown)
         write_manifest(partial, spec | facts)
-        for path in (partial / SCAN, partial / JOURNAL, *partial.glob(f"{SPOOL}-*")):
+        for path in (partial / SCAN, partial / JOURNAL, *partial.glob(f"{SPOOL}-*"), *partial.glob("*.new")):
             path.unlink(missing_ok=True)
         sync_folder(partial)
         os.rename(partial, target)

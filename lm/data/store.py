@@ -127,7 +127,7 @@ def shard_path(split: Path, number: int) -> Path:
 def manifests(root: Path, folders: str = "*") -> Iterator[tuple[Path, dict[str, Plain]]]:
     """The manifests, with their paths, of stores in `root` whose folders match; without damaged ones, of which `Store.open` tells."""
     for path in sorted(root.glob(f"{folders}/{MANIFEST}")):
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RecursionError):
             if isinstance(manifest := json.loads(path.read_bytes()), dict):
                 yield path, manifest
 
@@ -221,7 +221,7 @@ def _read_manifest(folder: Path) -> dict[str, Plain]:
         manifest = json.loads(path.read_bytes())
     except OSError as error:
         raise _damaged(path, f"can't be read: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise _damaged(path, "is not valid JSON") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise _damaged(path, f"is not a token store of format {FORMAT}")
