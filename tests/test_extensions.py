@@ -202,6 +202,46 @@ def test_a_task_without_a_method_that_every_task_has_is_refused_in_one_line(mine
     assert "is not whole: it has no entropy; see docs/extending.md" in checked.stderr
 
 
+IN_TEXT = """
+from dataclasses import dataclass
+from lm.config.task_config import Task
+from lm.data.tasks import Example, span
+
+@dataclass
+class Last(Task):
+    def entropy(self, length):
+        return 0.0
+
+    def make(self, draw, length, text):
+        return Example(text.filler(draw, length + 1), span(length), span(0, 0), 1, span(0, 0))
+"""
+
+
+def test_a_task_in_text_is_checked_on_text(mine: Path):
+    (mine / "last.py").write_text(IN_TEXT)
+    checked = lm("check-extension", "task", "mine.last:Last")
+    assert (checked.returncode, checked.stdout.count("kept: ")) == (0, len(KINDS["task"][2])), checked.stdout + checked.stderr
+
+
+def test_what_is_no_extension_is_not_checked():
+    checked = lm("check-extension", "source", "package")
+    said = "error: source = 'package': is lm's own, and promises nothing to others; name yours: package.module:Class\n"
+    assert (checked.returncode, checked.stdout, checked.stderr) == (2, "", said)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [("5", "document 2 is int, not a text; check"), ('"\\ud800"', "document 2 holds a lone surrogate")]
+)
+def test_a_document_that_is_no_text_is_one_line(mine: Path, arguments: list[str], given: str, said: str):
+    code, loop = (mine / "source.py").read_text(), "        for number in range(self.count):"
+    assert loop in code
+    (mine / "source.py").write_text(code.replace(loop, f"        yield 'a text'\n        yield {given}\n{loop}"))
+    others = [argument for argument in arguments if not argument.startswith("data.source")]
+    ended = lm("prepare", *others, "data.source=mine.source:Sums")
+    assert (ended.returncode, ended.stderr.count("error")) == (1, 1), ended.stderr
+    assert f"data.source: mine.source:Sums: {said}" in ended.stderr
+
+
 def test_a_failure_inside_names_function_and_check(mine: Path, arguments: list[str]):
     code = mine / "optimizer.py"
     code.write_text(code.read_text().replace("        for group in", "        raise ValueError('no')\n        for group in"))

@@ -24,8 +24,9 @@ from lm.config.training_config import OPTIMIZERS, OptimConfig, Optimizer
 from lm.config.tree import Config
 from lm.data.batches import Batch
 from lm.data.prepare import prepare
-from lm.data.tasks import example
-from lm.errors import ConfigError
+from lm.data.store import Store
+from lm.data.tasks import Text, example
+from lm.errors import ConfigError, Problem
 from lm.evaluation.evaluation_kind import measurements
 from lm.model.decoder import Decoder
 from lm.model.device import Device
@@ -144,12 +145,14 @@ def pure_sequences(task: Task) -> None:
 
     take all random numbers from `draw`
     """
-    for subset in ("train", "test"):
-        for index in range(20):
-            first, again = (example(task, 1, index, 256, subset) for _ in range(2))
-            require(bool((first.tokens == again.tokens).all()), f"{subset} sequence {index} differs the second time")
-            inside = (first.tokens >= 0) & (first.tokens < task.vocab_size)
-            require(bool(inside.all()), f"{subset} sequence {index} has tokens outside 0 to {task.vocab_size - 1}")
+    with _text_of(task) as text:
+        size = text.vocab_size if text else task.vocab_size
+        for subset in ("train", "test"):
+            for index in range(20):
+                first, again = (example(task, 1, index, 256, subset, text) for _ in range(2))
+                require(bool((first.tokens == again.tokens).all()), f"{subset} sequence {index} differs the second time")
+                inside = (first.tokens >= 0) & (first.tokens < size)
+                require(bool(inside.all()), f"{subset} sequence {index} has tokens outside 0 to {size - 1}")
 
 
 def answers_in_place(task: Task) -> None:
@@ -157,8 +160,9 @@ def answers_in_place(task: Task) -> None:
 
     spans are [start, stop) in `tokens`; evidence of (0, 0) says that the sequence does not show it
     """
-    for index in range(20):
-        sample = example(task, 1, index, 256)
+    with _text_of(task) as text:
+        samples = [example(task, 1, index, 256, text=text) for index in range(20)]
+    for sample in samples:
         require(len(sample.questions) == len(sample.evidence) == len(sample.needles) > 0, "questions, evidence and needles are not as many")
         for (start, stop), (first, last) in zip(sample.questions, sample.evidence, strict=True):
             require(0 < start < stop <= len(sample.tokens), f"the question [{start}, {stop}) is not in the sequence")
@@ -171,19 +175,31 @@ def different_sequences(task: Task) -> None:
 
     `entropy` is that of a sequence, in nats, or less
     """
-    sequences = [example(task, 1, index, 256, subset).tokens.tobytes() for subset in ("train", "test") for index in range(20)]
+    with _text_of(task) as text:
+        sequences = [example(task, 1, index, 256, subset, text).tokens.tobytes() for subset in ("train", "test") for index in range(20)]
     require(len(set(sequences)) == len(sequences) or task.distinct(256, "test") < len(sequences), "two of 40 sequences are the same")
 
 
-def _measured(options: EvaluationConfig) -> Iterator[tuple[Decoder, list[Plain]]]:
-    """The decoder and what the evaluation gives on made-up text, twice."""
+@contextlib.contextmanager
+def _text_of(task: Task) -> Iterator[Text | None]:
+    """Made-up text for a task in text; None for one over symbols of its own."""
+    if task.vocab_size is not None:
+        yield None
+        return
+    with _made_up_text([]) as (_, store):
+        yield Text(store)
+
+
+@contextlib.contextmanager
+def _made_up_text(evaluations: list[EvaluationConfig]) -> Iterator[tuple[Config, Store]]:
+    """A configuration of made-up text with these evaluations, and its token store."""
     words = ["a short text", "of words that are made up", "for an evaluation", "to be measured on"]
     with tempfile.TemporaryDirectory() as folder:
         for number in range(12):
             Path(folder, f"{number}.txt").write_text(" ".join(words[(number + place) % 4] + f" {place % 7}." for place in range(120)))
         config = parse(
             {
-                "name": "check", "eval": {"others": [to_plain(options)]},
+                "name": "check", "eval": {"others": [to_plain(options) for options in evaluations]},
                 "data": {
                     "source": {"name": "files", "paths": [folder]}, "root": str(Path(folder, "stores")), "seq_len": LENGTH,
                     "tokenizer": {"name": "train", "vocab_size": 280}, "val_fraction": 0.3,
@@ -192,6 +208,12 @@ def _measured(options: EvaluationConfig) -> Iterator[tuple[Decoder, list[Plain]]
         )  # fmt: skip
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             store = prepare(config.data)
+        yield config, store
+
+
+def _measured(options: EvaluationConfig) -> Iterator[tuple[Decoder, list[Plain]]]:
+    """The decoder and what the evaluation gives on made-up text, twice."""
+    with _made_up_text([options]) as (config, store):
         decoder = _decoder(vocabulary=store.vocab_size).eval()
         (measurement,) = measurements(config, store, [options.kind])
         for seed in range(2):
@@ -236,7 +258,8 @@ def used_source(source: OutsideSource) -> None:
 
 def used_task(task: Task) -> None:
     """`make` gives a sequence"""
-    example(task, 1, 0, 256)
+    with _text_of(task) as text:
+        example(task, 1, 0, 256, text=text)
 
 
 def used_evaluation(options: EvaluationConfig) -> None:
@@ -263,7 +286,7 @@ def check_extension(noun: str, name: str, overrides: list[str]) -> Iterator[tupl
         overrides: `option=value`.
 
     Raises:
-        ConfigError: it can't be imported, is of another kind, or has no such options.
+        ConfigError: it can't be imported, is of another kind or lm's own, or has no such options.
     """
     table, use, checks = KINDS[noun]
     problems = []
@@ -273,4 +296,6 @@ def check_extension(noun: str, name: str, overrides: list[str]) -> Iterator[tupl
     if problems := problems or own_problems(named):
         raise ConfigError(problems)
     (options,) = getattr(named, noun)
+    if not isinstance(options, table.kind.base):
+        raise ConfigError([Problem(noun, name, "is lm's own, and promises nothing to others", "name yours: package.module:Class")])
     return checked_promises(options, checks, use)

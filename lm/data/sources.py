@@ -29,7 +29,7 @@ import numpy as np
 from lm.config.data_config import DataConfig, Files, Hub, OutsideSource, Package, Source, Tokens
 from lm.data import text_files, token_files
 from lm.data.store import manifests
-from lm.data.text_files import ROWS, OnError, Unreadable, check_column, column_texts, files_in
+from lm.data.text_files import ROWS, LeavingOut, OnError, Unreadable, check_column, column_texts, files_in, text_of
 from lm.data.token_files import Vocabulary
 from lm.errors import DataError, one_line
 from lm.files import FileHashes, plain_sha256, unfinished
@@ -421,11 +421,21 @@ def _library_errors(source: Hub) -> Iterator[None]:
         raise DataError(text) from None
 
 
+def _outside_documents(source: OutsideSource, root: Path, on_error: OnError, vocabulary: None) -> Documents:
+    """The texts that code from outside gives."""
+    for number, text in enumerate(source.documents(), 1):
+        where = f"data.source: {source.name}: document {number}"
+        with LeavingOut(on_error):
+            if not isinstance(text, str):
+                raise Unreadable(f"{where} is {type(text).__name__}, not a text; check the source with lm check-extension source")
+            yield text_of(text, where)
+
+
 def _outside_identity(source: OutsideSource, root: Path, hashes: FileHashes) -> dict[str, Plain]:
     return {"options": to_plain(source), "identity": source.identity(), "code": PLUGINS.code([source.name])}
 
 
-OUTSIDE = SourceReader(lambda source, root, on_error, vocabulary: source.documents(), _outside_identity, lambda source: source.licence())
+OUTSIDE = SourceReader(_outside_documents, _outside_identity, lambda source: source.licence())
 SOURCE_READERS: dict[type, SourceReader] = {
     Package: SourceReader(_package_documents, _package_identity, lambda source: PACKAGES[source.package].licence),
     Files: SourceReader(text_files.documents, text_files.identity, description=text_files.description),
