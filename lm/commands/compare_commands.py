@@ -63,6 +63,8 @@ def compare(
     modes |= {"--jobs": jobs, "--jobs-per-gpu": jobs_per_gpu > 1} if submit else {"--out": out} if commands else {}
     if len(given := [name for name, on in modes.items() if on]) > 1:
         raise ConfigError(f"{' and '.join(given)} exclude each other")
+    if not submit and (of_jobs := [name for name, given in {"--workers": workers > 1, "--job-options": job_options}.items() if given]):
+        raise ConfigError(f"{of_jobs[0]} goes with --submit; how many runs train at a time on this machine is --jobs")
     if as_json and not report_only:
         raise ConfigError("--json goes with --report-only: training prints its progress")
     if commands:
