@@ -45,7 +45,7 @@ class Architecture(ABC):
     classes: ClassVar[tuple[str, ...]]  # that write such weights; the first is that of a language model
     base: ClassVar[str]
     blocks: ClassVar[str]  # the name of the list of layers
-    modules: ClassVar[dict[str, str]]  # theirs by our names, those of a layer from there on; of a fused matrix maybe one each projection
+    modules: ClassVar[dict[str, str]]  # our modules' names: theirs, within the layer; several of a matrix that they store by projection
     stores_inputs_first = False  # matrices of layers are stored as (inputs, outputs)
     buffers: ClassVar[tuple[str, ...]] = ()  # ends of the names of tensors that are no parameters
 
@@ -61,11 +61,11 @@ class Architecture(ABC):
 
     @abstractmethod
     def spec(self, fields: Fields) -> ModelSpec:
-        """The fields of its own, taken."""
+        """The model that the fields of this architecture describe, each of them taken; the base class checks those that all have."""
 
     @abstractmethod
     def write(self, spec: ModelSpec) -> dict[str, Plain]:
-        """The configuration of the model that is nearest to one of ours: `read` of it says what that is."""
+        """A configuration of the model that comes nearest to `spec`; `read` of it says which model that is."""
 
     def fits(self, spec: ModelSpec) -> bool:
         """Whether transformers can build a model that `read` and `write` describe."""
