@@ -57,6 +57,23 @@ def test_a_file_that_is_there_comes_first_and_what_is_nowhere_is_said_as_before(
             load([name])
 
 
+@pytest.mark.parametrize("base", ["recall", "recall.yaml", "configs/recall.yaml"])
+def test_a_base_is_a_file_beside_its_heir_else_a_preset(tmp_path, monkeypatch, base):
+    monkeypatch.chdir(tmp_path)
+    (mine := tmp_path / "mine").mkdir()
+    (mine / "run.yaml").write_text(f"base: {base}\n")
+    primary = "primary: {metric: recall/mqar 2048, better: higher}"
+    (mine / "asked.yaml").write_text(f"base: {base}\narms: {{a: {{}}, b: {{model.normalizer: ssmax}}}}\n{primary}\n")
+    assert load(["mine/run.yaml"]).data.seq_len == load(["recall"]).data.seq_len == 64
+    assert read_experiment(mine / "asked.yaml", []).base == read_experiment(Path("recall"), []).base
+    (beside := mine / base).parent.mkdir(exist_ok=True)
+    beside.write_text(f"base: {presets.folder() / 'recall.yaml'}\ndata: {{seq_len: 128}}\n")
+    assert read_experiment(mine / "asked.yaml", []).base["data"]["seq_len"] == 128
+    (mine / "run.yaml").write_text("base: recal\n")
+    with pytest.raises(ConfigError, match=r"recal: no such configuration file \(a base of run\.yaml\)"):
+        load(["mine/run.yaml"])
+
+
 def test_every_preset_is_listed_and_can_be_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     listed = dict(presets.names())

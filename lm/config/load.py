@@ -274,7 +274,7 @@ def to_yaml(config: Config) -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Plain]:
-    """The file's keys merged over those of its `base:` files (paths relative to the file).
+    """The file's keys merged over those of its `base:` files (paths relative to the file, else names of presets).
 
     Raises:
         ConfigError: naming the file that can't be read or is not a configuration.
@@ -319,7 +319,7 @@ def _read(path: Path, heirs: tuple[Path, ...], known: dict[Path, dict[str, Plain
         raise ConfigError(f"{path}: is inherited from through more than {MAX_BASES} files by `base:`")
     merged: dict[str, Plain] = {}
     for base in bases:
-        merged = merge(merged, _read(path.parent / base, (*heirs, where), known))
+        merged = merge(merged, _read(presets.base(path, base), (*heirs, where), known))
     known[where] = merge(merged, plain)
     return known[where]
 

@@ -26,10 +26,19 @@ def find(argument: str | Path, kind: str = "") -> Path:
     Args:
         kind: `experiments` for one of these, empty for a configuration.
     """
-    path = Path(argument)
-    if (path.exists() and not path.is_dir()) or path.is_absolute() or ".." in path.parts or not path.name:
+    return _or_preset(Path(argument), Path(argument), kind)
+
+
+def base(heir: Path, name: str) -> Path:
+    """The file that `base: name` in the file `heir` names: one relative to its folder, else the preset of that name, as `find`."""
+    return _or_preset(heir.parent / name, Path(name))
+
+
+def _or_preset(path: Path, name: Path, kind: str = "") -> Path:
+    """The file `path` if it is there, else the preset `name`; if that is none either, `path`."""
+    if (path.exists() and not path.is_dir()) or name.is_absolute() or ".." in name.parts or not name.name:
         return path
-    below = Path(*path.parts[1:]) if len(path.parts) > 1 and path.parts[0] == "configs" else path
+    below = Path(*name.parts[1:]) if len(name.parts) > 1 and name.parts[0] == "configs" else name
     below = below if below.suffix in (".yaml", ".yml") else below.with_name(f"{below.name}.yaml")
     return next((file for place in _FIRST[kind] if (file := folder() / place / below).is_file()), path)
 

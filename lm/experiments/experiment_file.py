@@ -305,13 +305,13 @@ def _with_files(path: Path, where: str, changes: dict[str, Plain]) -> dict[str, 
 
 
 def _files(path: Path, where: str, given: Plain, forms: str) -> dict[str, Plain]:
-    """Configuration files by their paths relative to the experiment's, the later over the earlier."""
+    """Configuration files by their paths relative to the experiment's, or names of presets, the later over the earlier."""
     names = given if isinstance(given, list) else [given]
     if not names or not all(isinstance(name, str) for name in names):
         raise ConfigError([Problem(where, given, f"must be a configuration file{forms}")])
     merged: dict[str, Plain] = {}
     for name in names:
-        merged = merge(merged, read_yaml(path.parent / name))
+        merged = merge(merged, read_yaml(presets.base(path, name)))
     return merged
 
 
