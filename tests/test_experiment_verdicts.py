@@ -15,7 +15,7 @@ from lm.errors import ConfigError, RunError
 from lm.experiments.engine import Jobs
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import open_experiment
-from lm.experiments.page import SizeResults, crossed_table
+from lm.experiments.page import SizeResults, _lost, crossed_table
 from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, Run, next_look
 from lm.experiments.slots import Slots
@@ -395,6 +395,19 @@ def test_the_page_of_crossed_rates_has_arms_that_are_not_trained(tmp_path):
     procedure = finish_all(experiment(tmp_path, arms=arms, tune=GRID), lambda run: misled(run) - 0.001 * run.seed)
     assert procedure.choice("").crossed
     assert "as-it-is" not in str(crossed_table(SizeResults(procedure, "", procedure.judged())).rows)
+
+
+def test_there_is_a_page_while_final_seeds_are_trained_at_the_rates_of_both_arms_before_others_start_from_them(tmp_path):
+    arms = {"softmax": {}, "ssmax": {"model.normalizer": "ssmax"}, "as-it-is": {"from": "softmax", "swap": {"to": "ssmax"}, "train": False}}
+    procedure = experiment(tmp_path, arms=arms, tune=GRID)
+    for run in procedure.known():
+        finish(run, misled(run))
+    assert (procedure.choice("").rates, len(procedure.choice("").crossed)) == (None, 2)
+    results = SizeResults(procedure, "", procedure.judged())
+    assert [seeds for _, cells in crossed_table(results).contents[3:4] for seeds in cells] == ["0 of 3"] * 4
+    assert (
+        "tuning runs known so far have ended; final runs at the rates of several arms have not all ended" in _lost(procedure, [results])[0]
+    )
 
 
 def test_tuned_arms_that_start_from_others_take_no_second_look(tmp_path):

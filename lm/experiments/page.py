@@ -232,7 +232,8 @@ def _lost(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
         if each.choice.rates is None:
             ended = sum(value is not None for _, value in values)
             so_far = f"{ended} of the {len(values)} tuning runs known so far have ended"
-            lines.append(f"{of}tuning goes on: {so_far}; there are no final runs yet")
+            final = "final runs at the rates of several arms have not all ended" if each.choice.crossed else "there are no final runs yet"
+            lines.append(f"{of}tuning goes on: {so_far}; {final}")
             continue
         if at_edge := _joined([name for name in each.arm_names if name not in each.choice.rates]):
             why = "the best is at an edge of a grid that may not grow again, or every rate diverged"
@@ -306,8 +307,9 @@ def crossed_table(results: SizeResults) -> Table | None:
         return digits(float(np.mean([*numbers]))) if numbers else None
 
     used = {arm: {rates[0]: "chosen by tuning"} for arm, rates in choice.final.items()}
-    for arm, rate in ((arm, rate) for arm, rate in choice.rates.items() if choice.settled and arm in used):
-        used[arm][rate] = ", ".join(filter(None, (used[arm].get(rate), "judged")))
+    for arm, rate in (choice.rates or {}).items() if choice.settled else ():
+        if arm in used:
+            used[arm][rate] = ", ".join(filter(None, (used[arm].get(rate), "judged")))
     chosen_by = [mean([procedure.choosing(run.outcome) for run in runs]) for runs in finished.values()]
     columns: list[Filled] = [
         (Column("arm", kind="label"), [arm for arm, _ in finished]),
