@@ -414,3 +414,25 @@ def test_tuned_arms_that_start_from_others_take_no_second_look(tmp_path):
     arms = {"softmax": {}, "more": {"from": "softmax"}}
     with pytest.raises(ConfigError, match=r"more_seeds = \[4, 5\]: a second look may choose another rate"):
         experiment(tmp_path, arms=arms, tune=GRID, more_seeds=[4, 5])
+
+
+def test_an_arm_is_tuned_that_starts_from_one_without_a_rate_of_its_own(tmp_path):
+    arms = {
+        "softmax": {},
+        "swapped": {"from": "softmax", "swap": {"to": "ssmax"}, "train": False},
+        "more": {"from": "swapped", "model.normalizer": "ssmax"},
+        "cooled": {"from": "softmax", "step": 4, "trainer.max_steps": 6},
+        "longer": {"from": "cooled"},
+    }
+    procedure, seen = experiment(tmp_path, arms=arms, tune={"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]}), set[Path]()
+    planned = procedure.n_runs("")
+    while left := [run for run in procedure.known() if not run.outcome.ended]:
+        assert all(run.before is None or run.before in seen or run.before in {one.config.run_folder for one in left} for run in left)
+        seen |= {run.config.run_folder for run in left}
+        for run in left:
+            finish(run, 5 + abs((run.rate or 0) - 2e-2) + 0.001 * run.seed)
+    assert procedure.choice("").rates == dict.fromkeys(arms, 2e-2)
+    assert {run.arm for run in procedure.tried("")} == {"softmax", "more", "longer"}, "others choose no rate"
+    assert procedure.n_runs("") == {"softmax": 9, "swapped": 5, "more": 9, "cooled": 5, "longer": 9}
+    assert sum(procedure.n_runs("").values()) == len(procedure.known())
+    assert planned == procedure.n_runs("")

@@ -55,7 +55,7 @@ class Choice:
     """The learning rates of a size, as far as they are known.
 
     Attributes:
-        runs: the tuning runs by arm and rate; none with a table.
+        runs: the tuning runs by arm and rate, and those that they start from of arms without a rate of their own; none with a table.
         final: by trained arm, the rates that its final seeds are trained at, first the one that tuning chose (`crossed_rates`).
         rates: by arm, the one that it is judged at; arms still at an edge of the grid have none. None: not known yet.
         settled: False while final runs at several rates have not ended: then `rates` are those that tuning chose.
@@ -188,6 +188,9 @@ class Procedure:
             losses = experiment.costs_of(experiment.table, size)
             return chosen({arm.name: losses[arm.name] for arm in arms})
         outcome, missing = Tuned({}), tuple(experiment.tune.rates) if arms else ()
+        for source in self._untuned_sources(arms):
+            at = rates[source.name]
+            runs.setdefault(source.name, {})[at] = [self.run(size, source, "tune", at, seed, rates) for seed in experiment.tune.seeds]
         while missing:
             for arm, rate in product(arms, missing):
                 runs.setdefault(arm.name, {})[rate] = [self.run(size, arm, "tune", rate, seed, rates) for seed in experiment.tune.seeds]
@@ -200,6 +203,11 @@ class Procedure:
             outcome = tuned(experiment.tune.axes, losses, partial(self._possible, size, arms))
             missing = outcome.missing
         return outcome
+
+    def _untuned_sources(self, arms: Iterable[Arm]) -> list[Arm]:
+        """The arms without a rate of their own that some arms start from, which the tuning seeds take, too; each after its own source."""
+        names = {name for arm in arms for name in self.sources(arm)}
+        return [arm for arm in self.experiment.arms if arm.name in names and not arm.tuned]
 
     def _best(self, size: str, crossed: dict[str, tuple[Rate, ...]]) -> dict[str, Rate] | None:
         """The rate that each arm is judged at: of those that its final seeds are trained at, the best on the selection text, as in
@@ -232,8 +240,8 @@ class Procedure:
         if experiment.table:
             mine = (run for run in experiment.table if run.size == size and run.arm in names)
             return sorted(mine, key=lambda run: names.index(run.arm))
-        starts, tune, lines = {arm.name: arm.start for arm in experiment.arms}, experiment.tune, []
-        for arm, by_rate in self.choice(size).runs.items():
+        starts, tune, lines = {arm.name: arm.start for arm in experiment.arms if arm.tuned}, experiment.tune, []
+        for arm, by_rate in ((arm, by_rate) for arm, by_rate in self.choice(size).runs.items() if arm in starts):
             for tried, run in ((rate, run) for rate in sorted(by_rate) for run in by_rate[rate]):
                 ended = run.outcome.ended
                 selection = run.outcome.mean(SELECTION, selection=True) if ended else None
@@ -362,8 +370,9 @@ class Procedure:
         """Runs of each arm in a size, as far as its grid and its rates are known; before tuning has ended, as if it chose two rates."""
         choice, tune, counts = self.choice(size), self.experiment.tune, {}
         crossed = {arm.name for arm in self.experiment.arms if arm.trained and not arm.start} if tune.grid else set()
+        untuned = self._untuned_sources(arm for arm in self.experiment.arms if arm.tuned) if tune.grid else []
         for arm in self.experiment.arms:
-            grid = self._distinct(size, arm, {*tune.rates, *choice.runs.get(arm.name, ())}) if arm.tuned else 0
+            grid = self._distinct(size, arm, {*tune.rates, *choice.runs.get(arm.name, ())}) if arm.tuned else int(arm in untuned)
             rates = self._distinct(size, arm, choice.final.get(arm.name, ())) or (2 if len(crossed) > 1 and arm.name in crossed else 1)
             counts[arm.name] = len(self.experiment.seeds) * rates + grid * len(tune.seeds)
         return counts
