@@ -67,6 +67,21 @@ def test_a_run_is_swapped_trained_and_measured_once(tmp_path, arguments):
     assert [one.outcome.state for one in again.known()] == ["finished"] * 3
 
 
+@pytest.mark.parametrize(
+    ("to", "options"),
+    [
+        ("ssmax", [{}, {"n": "fixed:64"}, {"bias": True}]),
+        ("layers", [{"of": ["window", "softmax"]}, {"of": ["window", "ssmax"]}]),
+    ],
+)
+def test_weights_that_were_swapped_with_other_options_are_not_taken(tmp_path, to, options):
+    swapped = {}
+    for each in options:
+        arms = {"softmax": {}, "more": {"from": "softmax", "swap": {"to": to}, "model.normalizer": each}}
+        swapped[str(each)] = next(run.config.init_from for run in experiment(tmp_path, arms=arms).known() if run.arm == "more")
+    assert len(set(swapped.values())) == len(options), swapped
+
+
 def test_what_was_measured_otherwise_is_measured_again(tmp_path):
     procedure = experiment(tmp_path, evaluate={"eval.sequences": 4})
     softmax = procedure.known()[0]

@@ -15,7 +15,7 @@ from lm.experiments.experiment import Arm, Experiment, Swap, Tried, config_hash,
 from lm.experiments.judging import ByRate, Judged, JudgedRun, Place
 from lm.experiments.run_outcome import SELECTION, Outcome, unequal
 from lm.runs.folder import CHECKPOINTS, SWAPPED, step_path
-from lm.schema import Plain
+from lm.schema import Plain, to_plain
 from lm.statistics.tuning import Rate, Tuned, best_rate, chosen, crossed_rates, rate_cell, rate_words, tuned
 
 
@@ -118,7 +118,7 @@ class Procedure:
             values = "_".join(f"{value:g}" for value in tuned_keys.values())
             at = "-".join(filter(None, (arm.name, values, f"seed{seed}")))
             if start and arm.swap and arm.trained:
-                digest = hashlib.sha256(f"{start.name} {arm.swap}".encode()).hexdigest()[:8]
+                digest = hashlib.sha256(" ".join([start.name, str(arm.swap), *self._options(size, arm, rate)]).encode()).hexdigest()[:8]
                 changes["init_from"] = str(self._folder / size / SWAPPED / f"{at}-{digest}")
             elif start and arm.step is not None:
                 changes |= {"branch_from": str(step_path(start / CHECKPOINTS, arm.step)), "init_from": before.init_from}
@@ -134,6 +134,12 @@ class Procedure:
             place = ExperimentConfig(self.experiment.name, arm.name, size or None, stage, cell)
             self._configs[known] = replace(config, name=f"{at}-{config_hash(unmoved)}", experiment=place)
         return self._configs[known]
+
+    def _options(self, size: str, arm: Arm, rate: Rate | None) -> list[str]:
+        """The options of an arm's normalizer that are not at their defaults, but for `init`, which its swap says."""
+        normalizer = self.experiment.config(size, arm, self.experiment.seeds[0], rate, {"name": "any"}).model.normalizer
+        own, defaults = to_plain(normalizer), to_plain(type(normalizer)())
+        return [f"{key}={value}" for key, value in sorted(own.items()) if key not in ("name", "init") and value != defaults.get(key)]
 
     def _asked(self, size: str, arm: Arm, config: Config) -> dict[str, dict[str, Plain]]:
         """The options with which the evaluations of an arm's runs must have been asked for; {} where those in training will do."""
