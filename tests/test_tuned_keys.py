@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT
-from fabricated import finish_all
+from fabricated import finish, finish_all
 from test_experiment_page import FILE as PAGE_FILE
 from test_experiment_page import finish_all as build_all
 from test_experiment_page import rows, text_of
@@ -166,6 +166,25 @@ def test_an_arm_without_parameters_of_a_normalizer_has_one_run_for_all_their_rat
         procedure, lambda run: 5 + abs(math.log(run.config.optim.groups.normalizer.lr_factor / 10)) + abs(run.config.optim.lr - 2e-2)
     )
     assert procedure.choice("").rates == {"softmax": (2e-2, 10), "ssmax": (2e-2, 10)}
+
+
+def test_runs_of_other_tuned_keys_are_no_error(tmp_path):
+    one = {"key": "optim.lr", "grid": TUNE["grid"][0], "seeds": TUNE["seeds"]}
+    for before, now in ((one, TUNE), (TUNE, one)):
+        (folder := tmp_path / str(now is one)).mkdir()
+        for run in experiment(folder, tune=before).known():
+            finish(run, 5.0)
+            (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
+        assert other_runs(open_experiment(written(folder, tune=now), [*given(folder), "trainer.max_steps=6"], anew=True)) == ""
+
+
+def test_runs_of_an_arm_that_lacks_a_tuned_key_are_of_another_configuration_too(tmp_path):
+    tune = TUNE | {"key": ["optim.lr", "optim.groups.normalizer.lr_factor"], "grid": [[1e-2, 2e-2], [1, 10]]}
+    for run in experiment(tmp_path, tune=tune).known():
+        finish(run, 5.0)
+        (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
+    changed = open_experiment(written(tmp_path, tune=tune), [*given(tmp_path), "trainer.max_steps=6"], anew=True)
+    assert other_runs(changed).startswith("12 ended runs here are of another configuration: trainer.max_steps=8 (asked for: 6)")
 
 
 @pytest.mark.parametrize("baseline", ["softmax", pytest.param("ssmax", marks=pytest.mark.slow)])

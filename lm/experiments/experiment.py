@@ -269,10 +269,14 @@ class Experiment:
         """Each size with each arm."""
         return [*product(self.sizes, self.arms)]
 
+    @property
+    def any_rate(self) -> Rate | None:
+        """A rate of the grid or of the table; None without tuning."""
+        return self.tune.rates[0] if self.tune.grid else self.table[0].rate if self.table else None
+
     def config_of(self, size: str, arm: Arm) -> Config:
         """The configuration of an arm's run of the first seed and rate, but for its name. Raises ConfigError."""
-        rate = self.tune.rates[0] if self.tune.grid else self.table[0].rate if self.table else None
-        return self.config(size, arm, self.seeds[0], rate, {"name": "any"})
+        return self.config(size, arm, self.seeds[0], self.any_rate, {"name": "any"})
 
     def config(self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]) -> Config:
         """The configuration of one run; `rate` is the value of the tuned key. Runs that differ in `_OWN` alone share one that was parsed

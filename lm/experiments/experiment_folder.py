@@ -21,7 +21,7 @@ from lm.files import write_new
 from lm.machine import threads_each
 from lm.runs.folder import CHECKPOINTS, CONFIG, EVALUATIONS, RESOLVED, json_bytes, read_json, step_path, write_json
 from lm.schema import Plain, build, convert, to_plain
-from lm.statistics.tuning import rate_of
+from lm.statistics.tuning import coordinates, rate_of
 
 if TYPE_CHECKING:
     from lm.model.device import Resolved
@@ -96,17 +96,20 @@ def other_runs(procedure: Procedure) -> str:
     which keys, and the command that goes on with them; empty if there are none. Arms that start from others are left out, as these tell."""
     experiment, known = procedure.experiment, {run.config.run_folder for run in procedure.known()}
     count, differences = 0, list[dict[str, tuple[Plain, Plain]]]()
-    number = r"[\d.]+(?:e[+-]\d+)?"
-    name = re.compile(r"(.+?)" + (rf"-({number}(?:_{number})*)" if experiment.tuned else "()") + r"-seed(\d+)-[0-9a-f]{8}")
-    arms = {arm.name: arm for arm in experiment.arms if not arm.start}
-    for size in experiment.sizes:
-        by_rate: dict[tuple[str, str], list[tuple[Path, int]]] = {}
+    any_rate, number = experiment.any_rate, r"[\d.]+(?:e[+-]\d+)?"
+    for size, arm in ((size, arm) for size, arm in experiment.places if not arm.start):
+        keys = experiment.tuned_keys(size, arm, any_rate)  # whose values its folders are named with
+        values = f"-{'_'.join([number] * len(keys))}" if keys else ""
+        name = re.compile(rf"{re.escape(arm.name)}({values})-seed(\d+)-[0-9a-f]{{8}}")
+        by_rate: dict[str, list[tuple[Path, int]]] = {}
         for folder in sorted((experiment.folder / size).glob("*-seed*")):
-            if (match := name.fullmatch(folder.name)) and match[1] in arms and folder not in known and (folder / CONFIG).is_file():
-                by_rate.setdefault((match[1], match[2]), []).append((folder, int(match[3])))
-        for (arm, rate), runs in by_rate.items():
-            value = rate_of(map(float, rate.split("_"))) if rate else None
-            configs = [procedure.run(size, arms[arm], "final", value, seed, {}).config for _, seed in runs]
+            if (match := name.fullmatch(folder.name)) and folder not in known and (folder / CONFIG).is_file():
+                by_rate.setdefault(match[1], []).append((folder, int(match[2])))
+        for at, runs in by_rate.items():
+            own = dict(zip(keys, map(float, filter(None, at[1:].split("_"))), strict=True))
+            every = zip(experiment.tune.keys, coordinates(any_rate), strict=True) if any_rate else ()
+            rate = rate_of(own.get(key, value) for key, value in every) if any_rate else None
+            configs = [procedure.run(size, arm, "final", rate, seed, {}).config for _, seed in runs]
             others = [(run[0], config) for run, config in zip(runs, configs, strict=True) if run[0] != config.run_folder]
             ended, differing = _ended_otherwise(others, experiment.tune.keys)
             count, differences = count + ended, [*differences, differing] if differing else differences
