@@ -78,6 +78,18 @@ def test_what_was_changed_after_final_runs_were_measured_is_exploratory(tmp_path
         assert not procedure.exploratory("", "ssmax")
 
 
+def test_a_second_look_that_is_made_a_part_of_the_first_is_exploratory(tmp_path, overrides):
+    planned = {"tune": None, "seeds": [1, 2], "more_seeds": [3]}
+    procedure = Procedure(read_experiment(written(tmp_path, **planned), overrides))
+    write_json(procedure.experiment.folder / RESOLVED, SETTLED | {PLAN: plan_of(procedure.experiment)})
+    for run in finish_all(procedure, lambda run: 5 - 0.1 * run.seed * (run.arm == "ssmax")).known():
+        (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
+    assert not any("exploratory" in note for note in open_experiment(written(tmp_path, **planned), overrides).notes())
+    merged = open_experiment(written(tmp_path, **SEEDS), overrides)
+    assert any(re.search(r"exploratory: the number of looks was 2 when .*, it is 1", note) for note in merged.notes()), merged.notes()
+    assert merged.exploratory("", "ssmax")
+
+
 def test_an_arm_that_is_left_out_makes_all_exploratory(tmp_path, overrides):
     started(tmp_path, overrides, arms=MORE)
     procedure = open_experiment(written(tmp_path, **SEEDS), overrides)
@@ -105,6 +117,29 @@ def test_before_anything_is_measured_the_plan_may_change(arguments, tmp_path):
     folder = start(written(tmp_path, tune=None), arguments[1:]).experiment.folder
     start(written(tmp_path, tune=None, primary={"matters": 0.2}), arguments[1:])
     assert read_json(folder / RESOLVED)[PLAN]["primary"]["matters"] == 0.2
+
+
+def test_so_may_the_seeds(arguments, tmp_path):
+    from lm.experiments.experiment_folder import start
+
+    start(written(tmp_path, tune=None), arguments[1:])
+    assert start(written(tmp_path, tune=None, seeds=[2, 3], more_seeds=[4]), arguments[1:]).notes()[1:] == []
+    assert read_json(tmp_path / "runs" / "trial" / RESOLVED)["seeds"] == [2, 3, 4]
+
+
+def test_that_runs_are_compiled_after_they_were_timed_is_part_of_the_plan(arguments, tmp_path, monkeypatch):
+    from lm.experiments import experiment_folder
+    from lm.model.device import Resolved
+
+    given = [*arguments[1:], "trainer.compile=auto"]
+    decided = lambda experiment, seconds=None: Resolved("true" if seconds else "false", "by seconds")  # noqa: E731
+    monkeypatch.setattr(experiment_folder, "_compiled", decided)
+    procedure = experiment_folder.start(written(tmp_path, **SEEDS), given, timed=lambda procedure: {("", "softmax"): 1e6})
+    assert procedure.experiment.first_config.trainer.compile is True
+    finish_all(procedure, lambda run: 5.0 - 1e-3 * run.seed * (run.arm == "ssmax"))
+    for run in procedure.known():
+        (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
+    assert exploratory(open_experiment(procedure.experiment.file, given)) == []
 
 
 def edited(key: str, value: object) -> Callable[[Path], None]:

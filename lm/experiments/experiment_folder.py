@@ -76,15 +76,20 @@ def start(
     experiment = procedure.experiment
     trainer, kept = experiment.first_config.trainer, experiment.folder / RESOLVED
     settled = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED}
-    late, plan = is_measured(experiment), plan_of(experiment)
     undecided = read_experiment(path, overrides)
     if timed and not kept.exists() and undecided.first_config.trainer.compile == "auto":
         compiled = _compiled(undecided, timed(procedure).get((next(iter(undecided.sizes)), undecided.arms[0].name)))
         settled["compile"] = compiled.value == "true"
         print(f"trainer.compile of all runs: {compiled}", flush=True)
+        experiment = replace(experiment, base=merge(experiment.base, {"trainer": {"compile": settled["compile"]}}))
+    late, plan = is_measured(experiment), plan_of(experiment)
     settled |= {"seeds": list(experiment.all_seeds), _OVERRIDES: list(overrides), PLAN: None if late else plan}
-    if not write_new(kept, json_bytes(settled)) and not late and is_another(read_json(kept).get(PLAN), plan):
-        write_json(kept, read_json(kept) | {PLAN: plan})  # nothing that it could be chosen by was measured yet
+    if not write_new(kept, json_bytes(settled)) and not late:  # nothing that a plan could be chosen by was measured yet
+        before = read_json(kept)
+        now = before | ({PLAN: plan} if is_another(before.get(PLAN), plan) else {})
+        now |= {"seeds": settled["seeds"]} if "seeds" in before else {}
+        if now != before:
+            write_json(kept, now)
     if read_json(kept).get("data_fingerprint") != store.fingerprint:
         reason = "the text is not what the first runs were trained on"
         raise RunError(f"{kept}: {reason}; give the experiment's file another name, or set runs=...")
@@ -191,11 +196,11 @@ def _compiled(experiment: Experiment, seconds: float | None = None) -> "Resolved
 
 
 def plan_of(experiment: Experiment) -> dict[str, Plain]:
-    """The plan of an experiment as it is settled now: primary metric, tuning, and a hash of each arm's configuration, by size."""
+    """The plan of an experiment as it is settled now: primary metric, tuning, looks, and a hash of each arm's configuration, by size."""
     arms = {size: {arm.name: _hash(experiment, size, arm) for arm in experiment.arms} for size in experiment.sizes}
     at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     primary = {key: value for key, value in vars(experiment.primary).items() if key != "spread"}  # which the plan's power alone is from
-    return {"at": at, "primary": primary, "tune": dict(vars(experiment.tune)), "arms": arms}
+    return {"at": at, "primary": primary, "tune": dict(vars(experiment.tune)), "looks": experiment.looks, "arms": arms}
 
 
 def _hash(experiment: Experiment, size: str, arm: Arm) -> str:
@@ -233,6 +238,9 @@ def departures(experiment: Experiment, settled: dict[str, Plain] | None) -> tupl
                 if key in plan[block] and plan[block][key] != value:
                     words = f"{block}.{key} was {shown(plan[block][key])} when it was settled ({at}), it is {shown(value)}"
                     changes.append(Departure(words, exploratory))
+        if (looks := plan.get("looks", now["looks"])) != now["looks"]:
+            words = f"the number of looks was {looks} when it was settled ({at}), it is {now['looks']} (more_seeds)"
+            changes.append(Departure(words))
         return tuple(changes + _changed_arms(plan["arms"], now["arms"], experiment.arms[0].name, at))
     except (KeyError, TypeError, AttributeError):
         raise RunError(f"{experiment.folder / RESOLVED}: its `{PLAN}` is damaged; bring it back") from None
