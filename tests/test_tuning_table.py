@@ -63,6 +63,11 @@ def test_a_table_chooses_the_rates_that_the_grid_chose(tmp_path, table, on_a_gri
     assert {one["seed"] for one in tuning_table(on_a_grid)} == {101, 102}
 
 
+def test_seeds_of_a_second_look_choose_no_rates_either(tmp_path, table):
+    with pytest.raises(ConfigError, match=r"tune.table = \[102\]: are final seeds; the runs that choose a rate must not judge it"):
+        experiment(tmp_path, tune={"table": "rates.csv"}, more_seeds=[102, 103])
+
+
 def test_an_arm_may_be_left_out(tmp_path, table):
     arms = {name: FILE["arms"][name] for name in ("softmax", "ssmax")}
     (scalable,) = summary_lines(finish_all(experiment(tmp_path, arms=arms, tune={"table": "rates.csv"}), loss))[1:]

@@ -475,7 +475,7 @@ def _check_table(experiment: Experiment) -> Iterator[Problem]:
     """Check that a tuning table has a finished run of every arm and size, at several rates, with several seeds that are the same of all
     arms and none of them final."""
     where = experiment.tune.table
-    if both := sorted({*experiment.seeds} & {run.seed for run in experiment.table}):
+    if both := sorted({*experiment.all_seeds} & {run.seed for run in experiment.table}):
         yield Problem("tune.table", both, "are final seeds", "the runs that choose a rate must not judge it")
     remedy, base = "make it again by `lm compare` with a grid: it writes tuning.csv", experiment.arms[0].name
     tried: dict[tuple[str, str], dict[Rate, set[int]]] = {}  # seeds of each arm and size at each rate
