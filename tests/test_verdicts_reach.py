@@ -13,7 +13,7 @@ from fabricated import finish, validate
 
 from lm.errors import ConfigError
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.page import SizeResults, answers, differences_picture, question, rates_picture, seeds_table
+from lm.experiments.page import SizeResults, _lost, answers, differences_picture, question, rates_picture, seeds_table
 from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_lines, summary_table, tuning_table
@@ -183,3 +183,19 @@ def test_the_plan_counts_seeds_for_a_factor(tmp_path):
     assert any(
         "seeds to find a factor of 1.1 in tokens to val/loss 4.6 with probability" in line for line in plan(experiment(tmp_path), None, "")
     )
+
+
+def test_a_tuning_run_that_did_not_reach_the_value_did_not_diverge(tmp_path):
+    tune = {"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102], "metric": "primary"}
+    procedure = experiment(tmp_path, tune=tune)
+    for run in procedure.known():
+        trained(run, 1000.0 if run.rate == 2e-2 else 1e6)
+    table = tuning_table(procedure)
+    assert {line["tokens to val/loss 4.6"] for line in table if line["rate"] != 2e-2} == {"not reached"}
+    said = _lost(procedure, [SizeResults(procedure, "", procedure.judged())])
+    runs = ", ".join(f"{arm} at {rate} seed {seed}" for arm in ("softmax", "ssmax") for rate in (0.01, 0.04) for seed in (101, 102))
+    assert f"tuning runs that did not reach val/loss 4.6: {' and '.join(runs.rsplit(', ', 1))}" in said
+    assert not any("diverged" in line for line in said)
+    (tmp_path / "rates.csv").write_text(csv_text(table))
+    again = experiment(tmp_path, tune={"table": "rates.csv", "metric": "primary"})
+    assert again.tried("") == procedure.tried("")

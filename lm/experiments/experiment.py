@@ -23,6 +23,7 @@ from lm.plugins import PLUGINS
 from lm.schema import Plain, build, flatten, is_block, key, to_plain
 from lm.statistics.tuning import FEWEST_TUNING_SEEDS, Rate, coordinates, rates_of
 
+NOT_REACHED = "not reached"  # in place of the number of tokens of a run that never reached `primary.reach`
 SHARED = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
 _OF_NORMALIZER = "optim.groups.normalizer."
 _OWN = ("name", "runs", "seed")  # keys of a run that no other key of its configuration depends on
@@ -141,8 +142,8 @@ class Tried:
 
     Attributes:
         key: the configuration keys that are tuned, as `Tune.heading` gives them.
-        selection, primary: means of SELECTION and of the primary metric on the selection text; infinite if the run diverged; None: not
-            known.
+        selection, primary: the mean of SELECTION and the primary quantity on the selection text; infinite if the run diverged, or did not
+            reach its level; None: not known.
         configuration: what was tuned, as `described` gives it.
     """
 
@@ -154,6 +155,11 @@ class Tried:
     selection: float | None
     primary: float | None
     configuration: str
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the run diverged."""
+        return self.selection == math.inf
 
 
 @dataclass(frozen=True)
@@ -235,7 +241,7 @@ class Experiment:
         return -value if higher and math.isfinite(value) else value
 
     def choosing(self, tried: Tried) -> float | None:
-        """The value of a tuning run that chooses rates; infinite if it diverged; None: not known."""
+        """The value of a tuning run that chooses rates; infinite if it diverged, or did not reach its level; None: not known."""
         return tried.selection if self.tune.metric == SELECTION else tried.primary
 
     def costs_of(self, tried: Iterable[Tried], size: str) -> dict[str, dict[Rate, list[float]]]:

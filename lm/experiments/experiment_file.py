@@ -17,7 +17,7 @@ from lm.config.yaml_text import MAX_BYTES, parse_yaml
 from lm.data.prepare import vocabulary
 from lm.data.sources import labels
 from lm.errors import ConfigError, DataError, Problem, shown
-from lm.experiments.experiment import Arm, Experiment, Primary, Swap, Tried, Tune, config_hash, nested
+from lm.experiments.experiment import NOT_REACHED, Arm, Experiment, Primary, Swap, Tried, Tune, config_hash, nested
 from lm.experiments.run_outcome import SELECTION
 from lm.runs.folder import CONFIG, DIVERGED, SWAPPED
 from lm.schema import Plain, Unavailable, build, flatten, is_block, key, own_problems, section, suggest, to_plain
@@ -246,7 +246,7 @@ def read_table(path: Path, metric: str) -> tuple[Tried, ...]:
 
 
 def _number(text: str) -> float:
-    value = math.inf if text == DIVERGED else float(text)
+    value = math.inf if text in (DIVERGED, NOT_REACHED) else float(text)
     if math.isnan(value):
         raise ValueError
     return value

@@ -227,8 +227,10 @@ def _lost(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
     experiment, lines, infinite = procedure.experiment, [], []
     for each in sizes:
         of, values = f"{each.size}: " if each.size else "", [(run, experiment.choosing(run)) for run in each.tried]
-        if diverged := _joined([f"{run.arm} at {rate_words(run.rate)} seed {run.seed}" for run, value in values if value == float("inf")]):
-            infinite.append(f"{of}tuning runs that diverged: {diverged}")
+        for what, diverged in (("diverged", True), (f"did not reach {experiment.chosen_by.removeprefix('tokens to ')}", False)):
+            lost = [run for run, value in values if value == math.inf and run.diverged == diverged]
+            if names := _joined([f"{run.arm} at {rate_words(run.rate)} seed {run.seed}" for run in lost]):
+                infinite.append(f"{of}tuning runs that {what}: {names}")
         if each.choice.rates is None:
             ended = sum(value is not None for _, value in values)
             so_far = f"{ended} of the {len(values)} tuning runs known so far have ended"
@@ -344,7 +346,8 @@ def rates_picture(results: SizeResults) -> Picture | None:
     of_key = " of the best other values" if len(experiment.tune.keys) > 1 else ""
     caption = f"Left: dots are single tuning seeds, lines their means{of_key}, rings the rates that were chosen."
     if any(trace.kind == "diverged" for panel in panels for trace in panel.traces):
-        caption += " Crosses at the top: a seed diverged there, and the rate is not chosen."
+        unreached = ", or did not reach the value" if primary.reach is not None and experiment.chosen_by != SELECTION else ""
+        caption += f" Crosses at the top: a seed diverged there{unreached}, and the rate is not chosen."
     caption += " Right: of the tuning seeds, once every tuning run has ended."
     small = 0.0 if primary.learned is not None else primary.matters
     caption += f" Shaded: differences below {small:g}." if small else ""

@@ -6,7 +6,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from lm.experiments.experiment import Arm, Primary, by_arm_and_rate
+from lm.experiments.experiment import NOT_REACHED, Arm, Primary, by_arm_and_rate
 from lm.experiments.judging import Judged, finite
 from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import SELECTION
@@ -107,7 +107,7 @@ def amount(primary: Primary, value: float | None) -> str | None:
     """The number by which a run is compared, in digits; tokens in whole numbers."""
     if primary.reach is None or value is None:
         return digits(value)
-    return f"{value:,.0f}" if has_reached(value) else "at the first evaluation" if value == 0 else "not reached"
+    return f"{value:,.0f}" if has_reached(value) else "at the first evaluation" if value == 0 else NOT_REACHED
 
 
 def measured_words(procedure: Procedure) -> str:
@@ -171,14 +171,15 @@ def trend_table(judged: Judged, lines: list[dict[str, Plain]]) -> Table | None:
 
 def tuning_table(procedure: Procedure) -> list[dict[str, Plain]]:
     """One line for each tuning run, as `tuning.csv` holds them and `tune.table` reads them; of runs that have not ended without numbers."""
-    metric = procedure.experiment.primary.quantity
+    primary = procedure.experiment.primary
+    metric = primary.quantity
 
-    def cell(value: float | None) -> Plain:
-        return value if value is None or math.isfinite(value) else DIVERGED
+    def cell(value: float | None, infinite: str = DIVERGED) -> Plain:
+        return value if value is None or math.isfinite(value) else infinite
 
     return [
         {"size": size, "arm": run.arm, "key": run.key, "rate": rate_cell(run.rate), "seed": run.seed, SELECTION: cell(run.selection)}
-        | ({} if metric == SELECTION else {metric: cell(run.primary)})
+        | ({} if metric == SELECTION else {metric: cell(run.primary, DIVERGED if run.diverged or primary.reach is None else NOT_REACHED)})
         | {"configuration": run.configuration}
         for size in procedure.experiment.sizes
         for run in procedure.tried(size)
