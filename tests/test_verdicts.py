@@ -156,6 +156,14 @@ def test_words_hold_for_one_situation_and_name_the_margin(comparison: Comparison
     assert replace(verdict, exploratory=True).words == f"exploratory: {words}"
 
 
+def test_seeds_that_agree_are_not_called_too_few_where_another_rate_leaves_it_open():
+    by_rates = np.array([[[0.1] * 8], [[0.1, -0.5, 0.3, 0.2, -0.4, 0.6, 0.1, -0.2]]])
+    verdict = verdicts({"a": Comparison(by_rates)}, 0.05)["a"]
+    assert (verdict.kind, verdict.interval.high) == ("undecided", 0.1)
+    assert verdict.open == "the interval is too wide"
+    assert verdict.reason == "the interval, over all rates that the arms were trained at, holds 0, and differences of more than 0.05"
+
+
 def test_words_of_a_ratio_name_the_factor():
     verdict = verdicts({"a": Comparison(spread(0.0, 0.001, 5))}, 0.1, ratio=True)["a"]
     assert verdict.words == "no difference above a factor of 1.1 (5 seeds)"

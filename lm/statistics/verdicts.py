@@ -236,12 +236,14 @@ def _verdict(comparison: Comparison, margin: float, amount: str, comparisons: in
         return verdict(kind, f"the interval leaves out 0{more} (p = {p:.2g}{by})", beyond=beyond)
     if within:
         return verdict("no difference above margin", f"the interval holds 0 and lies within {amount}{by}")
-    if tied:
+    if tied and not interval.bounded:
         few = "" if interval.mean == 0 else f", which so few can't bring to {ALPHA:g}"
         same = f"all {seeds} seeds differ by the same: p = {p:.2g} by the sign-flip test{few}"
         return verdict("undecided", same, "all seeds agree, and are too few")
     rates = ", over all rates that the arms were trained at," if comparison.at_rates[..., 0].size > 1 else ""
     beyond = f"the interval{rates} holds 0, and differences of more than {amount}"
+    if tied:  # at the rates that are judged, where no spread says how many seeds it takes
+        return verdict("undecided", beyond, "the interval is too wide")
     by_spread, fewest, most = (f"more than {MOST_SEEDS:,}" if number is None else f"{number:,}" for number in needed)
     more = f" ({fewest} to {most}, as the spread itself is known from few)" if fewest != most else ""
     finding = f"to find one of {amount} 4 times in 5 takes {by_spread} seeds{more}"
