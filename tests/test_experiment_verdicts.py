@@ -11,6 +11,7 @@ from conftest import ROOT
 from fabricated import FINGERPRINT, evaluated, finish, finish_all, logged
 from scipy.stats import t
 
+from lm.config.load import to_yaml
 from lm.errors import ConfigError, RunError
 from lm.experiments.engine import Jobs
 from lm.experiments.experiment_file import read_experiment
@@ -20,9 +21,10 @@ from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, Run, next_look
 from lm.experiments.slots import Slots
 from lm.experiments.summary import measured_words, summary_lines, tuning_means, tuning_table
+from lm.report.frame import results
 from lm.report.tables import csv_text
 from lm.runs.evaluations import Axis, Sample, Series, evaluation_path, selects, validation_series
-from lm.runs.folder import write_json
+from lm.runs.folder import CONFIG, ENVIRONMENT, write_json
 from lm.statistics.intervals import over_seeds_and_documents
 from lm.statistics.verdicts import power
 
@@ -194,6 +196,11 @@ def test_runs_whose_loss_rose_or_is_not_finite_have_diverged(tmp_path, training_
     assert (found["verdict"], found["runs"]) == ("unstable", 0)
     assert found["reason"].startswith(f"3 final runs diverged: ssmax seed 1: {how}"), found["reason"]
     assert "did not learn" not in found["reason"]
+    for run in procedure.known():
+        (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
+        write_json(run.config.run_folder / ENVIRONMENT, {"starts": [{"step": 0}]})
+    states = results(procedure.experiment.folder).groupby("arm")["state"].unique().map(list).to_dict()
+    assert states == {"softmax": ["finished"], "ssmax": ["diverged"]}, "in the long table, which lm judge takes, too"
 
 
 def test_a_loss_that_rose_and_stayed_below_the_unigram_cross_entropy_is_a_loss(tmp_path):

@@ -7,19 +7,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from lm.errors import RunError
 from lm.plugins import PLUGINS
-from lm.runs.evaluations import UNIGRAM, Evaluation, Series, Units, evaluation_files, evaluation_in, measuring_code
-from lm.runs.folder import CHECKPOINTS, DIVERGED, ENVIRONMENT, METRICS, Log, curve, read_json, read_metrics, step_path
-from lm.runs.record import RunRecord, read_run, used
+from lm.runs.evaluations import Evaluation, Series, Units, evaluation_files, evaluation_in, measuring_code
+from lm.runs.folder import CHECKPOINTS, DIVERGED, ENVIRONMENT, METRICS, Log, read_json, read_metrics, step_path
+from lm.runs.record import RunRecord, divergence, not_learned, read_run, used
 from lm.runs.same_run import check_measured
 from lm.schema import Plain
 from lm.statistics.learned import tokens_to_reach
 
 SELECTION = "val/loss"  # what chooses learning rates, whatever the primary metric
-RISE = 0.5  # nats per token: from the lowest training loss to the last one, of a run that diverged and stayed finite
 _FACTS = {"git commit": "git_commit", "torch": "versions.torch", "device": "device", "precision": "precision", "compile": "compile"}
 
 RunStatus = Literal["unfinished", "finished", "diverged"]
@@ -64,30 +61,21 @@ class Outcome:
 
     @cached_property
     def divergence(self) -> str:
-        """How the run diverged, in words; empty if it didn't.
-
-        It stopped at values that are not finite, or its final loss isn't; or it learned nothing that was left at its end: its final loss
-        is above the unigram cross-entropy, and its training loss ended more than `RISE` above the lowest that it had logged.
-        """
-        lines = self.log.lines
-        if reason := next((str(line[DIVERGED]) for line in lines if DIVERGED in line), ""):
-            if self.checkpoint.exists():
-                raise RunError(f"{self.folder / METRICS}: says that the run diverged, but {self.checkpoint} is there: bring it back")
-            return reason
-        if self.trained and not math.isfinite(self.series(SELECTION).means[0]):
-            return f"final {SELECTION} is not finite"
-        logged = curve(lines, "train/loss").loss
-        logged = logged[np.isfinite(logged)]
-        if not self.not_learned or not len(logged) or logged[-1] - logged.min() <= RISE:
-            return ""
-        return f"{self.not_learned}, training loss rose from {logged.min():.4f} to {logged[-1]:.4f}"
+        """How the run diverged, in words (`lm.runs.record.divergence`); empty if it didn't. Raises RunError: it is said to have, but has a
+        last checkpoint."""
+        if any(DIVERGED in line for line in self.log.lines) and self.checkpoint.exists():
+            raise RunError(f"{self.folder / METRICS}: says that the run diverged, but {self.checkpoint} is there: bring it back")
+        return divergence(self.log.lines, self._final)
 
     @cached_property
     def not_learned(self) -> str:
         """Words for a final loss above the unigram cross-entropy; empty if it is below."""
-        series = self.series(SELECTION) if self.trained else None
-        loss, level = (series.means[0], series.references.get(UNIGRAM, math.inf)) if series else (0.0, math.inf)
-        return f"final loss above the unigram cross-entropy ({loss:.4f} > {level:.4f})" if loss > level else ""
+        return not_learned(self._final)
+
+    @property
+    def _final(self) -> Series | None:
+        """The validation loss at the last step of a run that is trained."""
+        return self.series(SELECTION) if self.trained else None
 
     @property
     def checkpoint(self) -> Path:

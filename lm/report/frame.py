@@ -11,7 +11,7 @@ import pandas as pd
 from lm.errors import RunError
 from lm.runs.evaluations import Evaluation, Series, evaluation_files, evaluation_in, selects
 from lm.runs.folder import CONFIG, DIVERGED, ENVIRONMENT, SWAPPED
-from lm.runs.record import RunRecord, read_run
+from lm.runs.record import RunRecord, divergence, read_run
 
 RUN_COLUMNS = ("run", "folder", "experiment", "arm", "size", "stage", "rate", "seed", "commit", "state")
 MEASURED = ("step", "tokens", "kind", "metric", "task", "setting", "unit", "better", "x", "until", "sequences", "sample", "group")
@@ -109,8 +109,12 @@ def run_columns(record: RunRecord) -> Lines:
     place, steps_planned = record.config.get("experiment"), record.flat.get("trainer.max_steps")
     place = place if isinstance(place, dict) else {}
     steps = [evaluation.step for evaluation in record.evaluations]
-    ended = max(steps, default=-1) >= (steps_planned if isinstance(steps_planned, int) else 0)
-    state = "diverged" if any(DIVERGED in line for line in record.logged) else "finished" if ended else "unfinished"
+    last = max(steps, default=-1)
+    ended = last >= (steps_planned if isinstance(steps_planned, int) else 0)
+    at_last = (each for evaluation in record.evaluations if evaluation.step == last for each in evaluation.series)
+    final = next((each for each in at_last if "val/loss" in each.logged), None)
+    diverged = divergence(record.logged, final if ended else None)
+    state = DIVERGED if diverged else "finished" if ended else "unfinished"
     return {
         "run": record.name,
         "folder": str(record.folder),

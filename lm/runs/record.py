@@ -2,19 +2,35 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
+
 from lm.config.eval_config import EvalConfig
 from lm.config.task_config import TASKS
 from lm.config.tree import canonical, is_learned, recorded_per_start
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, RunError, one_line
-from lm.runs.evaluations import KIND, Evaluation, Series, last_evaluations, validation_series
-from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, METRICS, Curve, Log, curve, read_json, read_metrics, require_run
+from lm.runs.evaluations import KIND, UNIGRAM, Evaluation, Series, last_evaluations, validation_series
+from lm.runs.folder import (
+    CHECKPOINTS,
+    CONFIG,
+    DIVERGED,
+    ENVIRONMENT,
+    LAST,
+    METRICS,
+    Curve,
+    Log,
+    curve,
+    read_json,
+    read_metrics,
+    require_run,
+)
 from lm.runs.same_run import check_measured
 from lm.schema import Plain, flatten, yaml_scalar
 
@@ -89,6 +105,38 @@ def seeds(config: dict[str, Plain], environment: dict[str, Plain]) -> tuple[int,
     if isinstance(of_data := (config.get("data") or {}).get("seed"), int):
         every.append(of_data)
     return tuple(seed for number, seed in enumerate(every) if number == 0 or seed != every[number - 1])
+
+
+# ---------------------------------------------------------------- how a run came to its end
+
+RISE = 0.5  # nats per token: from the lowest training loss to the last one, of a run that diverged and stayed finite
+
+
+def divergence(logged: list[dict[str, Plain]], final: Series | None) -> str:
+    """How a run diverged, in words; empty if it didn't.
+
+    It stopped at values that are not finite, or its final loss isn't; or it learned nothing that was left at its end: its final loss is
+    above the unigram cross-entropy, and its training loss ended more than `RISE` above the lowest that it had logged.
+
+    Args:
+        logged: lines of its metrics.jsonl.
+        final: its validation loss at its last step; None: it has not come to it.
+    """
+    if reason := next((str(line[DIVERGED]) for line in logged if DIVERGED in line), ""):
+        return reason
+    if final and not math.isfinite(final.means[0]):
+        return "final val/loss is not finite"
+    losses = curve(logged, "train/loss").loss
+    losses = losses[np.isfinite(losses)]
+    if not (words := not_learned(final)) or not len(losses) or losses[-1] - losses.min() <= RISE:
+        return ""
+    return f"{words}, training loss rose from {losses.min():.4f} to {losses[-1]:.4f}"
+
+
+def not_learned(final: Series | None) -> str:
+    """Words for a final validation loss above the unigram cross-entropy; empty if it is below, or not known."""
+    loss, level = (final.means[0], final.references.get(UNIGRAM, math.inf)) if final else (0.0, math.inf)
+    return f"final loss above the unigram cross-entropy ({loss:.4f} > {level:.4f})" if loss > level else ""
 
 
 # ---------------------------------------------------------------- the record of a run folder
