@@ -167,8 +167,8 @@ class Departure:
     """How an experiment differs from what was planned, in words.
 
     Attributes:
-        exploratory: whether verdicts are therefore exploratory.
-        place: the size and arm whose verdict is; None: all.
+        exploratory: whether it makes verdicts exploratory; else it is a note alone.
+        place: the size and arm whose verdict it concerns; None: all.
     """
 
     words: str

@@ -90,7 +90,7 @@ def _differences(comparison: RunComparison, section: Section, rows: list[tuple[A
         name = ", ".join(filter(None, (f"difference to {base}", metric if several else "", place)))
         here = [by_row.get((arm.label, line)) for arm, line in rows]
         intervals = [each.interval if each and each.place == place else None for each in here]
-        columns += [(Column(name, _with_interval(unit, over), "difference"), _of_cover(over, intervals)) for over in covered(intervals)]
+        columns += [(Column(name, _with_interval(unit, over), "difference"), _covering(over, intervals)) for over in covered(intervals)]
     return columns
 
 
@@ -99,8 +99,8 @@ def covered(intervals: Iterable[Interval | None]) -> list[str]:
     return list(dict.fromkeys(each.over for each in intervals if each))
 
 
-def _of_cover(over: str, intervals: list[Interval | None]) -> list[Cell]:
-    """The cells of a column of intervals over `over`, with None in place of all others."""
+def _covering(over: str, intervals: list[Interval | None]) -> list[Cell]:
+    """The cells of a column that has only the intervals that cover `over`, with None in place of all others."""
     return [each if each and each.over == over else None for each in intervals]
 
 
@@ -121,7 +121,7 @@ def difference_table(comparison: RunComparison) -> Table:
     columns.append((Column("of", kind="label"), [each.what for each in every]))
     for over in covered(intervals) or [""]:
         column = Column(f"mean [{_with_interval('', over).removeprefix(', ')}]", kind="difference")
-        columns.append((column, _of_cover(over, intervals)))
+        columns.append((column, _covering(over, intervals)))
     units = []
     for section, metric in dict.fromkeys((each.section, each.line.metric) for each in every):
         series = section.example(metric)

@@ -9,7 +9,7 @@ import numpy as np
 
 from lm.runs.evaluations import Series
 
-ALPHA = 0.05  # the chance that an interval, or any of several that hold together, does not hold what it is of
+ALPHA = 0.05  # the chance that an interval, or any of several that hold together, misses the true value
 FEWEST_DOCUMENTS = 3  # documents; below, an interval over them says nothing
 FEWEST_CROSSED = 8  # documents, for an interval over seeds and documents at once
 _Z = 1.959963984540054  # 97.5 % quantile of the normal distribution
@@ -50,8 +50,8 @@ class Estimate:
 
     Attributes:
         mean, error, degrees: (...,), the standard errors of the means, and degrees of freedom of Student's t.
-        over: as of `Interval`.
-        floors: estimates of the same means whose intervals are not longer than this one's.
+        over: what the intervals cover, as of `Interval`.
+        floors: estimates of the same means; this one's intervals are at least as long as theirs.
     """
 
     mean: np.ndarray

@@ -36,7 +36,7 @@ class Comparison:
     Attributes:
         by_rates: arm minus baseline on the report text, one value a seed that both were trained with: (seeds,), or of several learning
             rates (the arm's rates, the baseline's rates, seeds). The claim is on both at their best (`hardest`).
-        place: of the pair of rates that are judged.
+        place: indices in `by_rates` of the pair of rates that are judged.
         diverged: final runs of either that diverged; they are counted, never dropped.
         shared: how many of the baseline's rates, the first, the arm was trained at, too: it is worse only if it is so against the baseline
             at one of these. None: all.
@@ -168,8 +168,8 @@ def verdicts(comparisons: Mapping[Name, Comparison], matters: float, ratio: bool
     """The verdict on each arm (or arm and size), all taken as one family.
 
     Each comparison has one interval, Student's t over seeds at a level of 0.05 / comparisons (Bonferroni), and its word follows from that
-    interval alone: with 95 % all intervals hold what they are of, and then no word is false, of whatever kind. A comparison that can't be
-    tested counts in the family.
+    interval alone: with 95 % all intervals hold the true differences, and then no word is false, of whatever kind. A comparison that
+    can't be tested counts in the family.
 
     Args:
         comparisons: by name.
