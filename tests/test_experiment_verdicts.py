@@ -404,17 +404,22 @@ def test_the_page_of_crossed_rates_has_arms_that_are_not_trained(tmp_path):
     assert "as-it-is" not in str(crossed_table(SizeResults(procedure, "", procedure.judged())).rows)
 
 
-def test_there_is_a_page_while_final_seeds_are_trained_at_the_rates_of_both_arms_before_others_start_from_them(tmp_path):
-    arms = {"softmax": {}, "ssmax": {"model.normalizer": "ssmax"}, "as-it-is": {"from": "softmax", "swap": {"to": "ssmax"}, "train": False}}
-    procedure = experiment(tmp_path, arms=arms, tune=GRID)
-    for run in procedure.known():
-        finish(run, misled(run))
-    assert (procedure.choice("").rates, len(procedure.choice("").crossed)) == (None, 2)
-    results = SizeResults(procedure, "", procedure.judged())
-    assert [seeds for _, cells in crossed_table(results).contents[3:4] for seeds in cells] == ["0 of 3"] * 4
-    assert (
-        "tuning runs known so far have ended; final runs at the rates of several arms have not all ended" in _lost(procedure, [results])[0]
-    )
+def test_there_is_a_page_and_a_plan_at_each_step_where_arms_start_from_others_that_are_trained_at_the_rates_of_both(tmp_path):
+    arms = {"softmax": {}, "ssmax": {"model.normalizer": "ssmax"}, "more": {"from": "softmax", "trainer.max_steps": 6}}
+    procedure, said = experiment(tmp_path, arms=arms, tune=GRID), []
+    while left := [run for run in procedure.known() if not run.outcome.ended]:
+        choice, results = procedure.choice(""), SizeResults(procedure, "", procedure.judged())
+        seeds = [cells for column, cells in crossed_table(results).contents if column.name == "seeds"] if choice.crossed else []
+        said.append((choice.rates is None, [*map(str, seeds)], _lost(procedure, [results])[0].partition("; ")[2]))
+        assert list(plan(procedure, None, "unknown"))
+        for run in left:
+            finish(run, misled(run))
+    assert said == [
+        (True, [], "there are no final runs yet"),
+        (True, [str(["0 of 3"] * 4)], "final runs at the rates of several arms have not all ended"),
+        (True, [str(["3 of 3"] * 4)], "arms that start from others have no final runs yet"),
+        (False, [str(["3 of 3"] * 4)], ""),
+    ]
 
 
 def test_tuned_arms_that_start_from_others_take_no_second_look(tmp_path):

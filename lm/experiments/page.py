@@ -234,7 +234,8 @@ def _lost(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
         if each.choice.rates is None:
             ended = sum(value is not None for _, value in values)
             so_far = f"{ended} of the {len(values)} tuning runs known so far have ended"
-            final = "final runs at the rates of several arms have not all ended" if each.choice.crossed else "there are no final runs yet"
+            final = "arms that start from others have no final runs yet" if each.choice.crossed else "there are no final runs yet"
+            final = final if each.choice.settled else "final runs at the rates of several arms have not all ended"
             lines.append(f"{of}tuning goes on: {so_far}; {final}")
             continue
         if at_edge := _joined([name for name in each.arm_names if name not in each.choice.rates]):

@@ -283,7 +283,7 @@ class Procedure:
             choice, seeds = self.choice(size), {arm.name: [] for arm in experiment.arms}
             for arm, tried in choice.crossed.items():
                 name, rates = ", ".join(filter(None, (arm, size))), " and ".join(map(rate_words, sorted(tried)))
-                at = f"; judged at {rate_words(choice.rates[arm])}" if choice.settled else ""
+                at = f"; judged at {rate_words(choice.rates[arm])}" if choice.settled and choice.rates else ""
                 notes.append(f"{name}: final seeds are trained at {rates}, as tuning chose different rates for the arms{at}")
             for run in self.final(size):
                 seeds[run.arm] += [str(run.seed)] if run.outcome.state == "finished" else []
