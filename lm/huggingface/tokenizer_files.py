@@ -56,8 +56,6 @@ def checked(content: str, end_of_text: str, vocabulary: int, path: Path) -> int:
 
 def starting_documents(content: str, end_of_text: str) -> str:
     """A tokenizer.json whose tokenizer puts the token that starts a document before each text, and no other special token."""
-    from tokenizers import Tokenizer
-
     tokenizer = parse_tokenizer(content, end_of_text)
     start = {"SpecialToken": {"id": end_of_text, "type_id": 0}}
     texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
@@ -67,7 +65,7 @@ def starting_documents(content: str, end_of_text: str) -> str:
         "type": "TemplateProcessing", "single": [start, texts[0]], "pair": [start, *texts],
         "special_tokens": {end_of_text: {"id": end_of_text, "ids": [tokenizer.token_to_id(end_of_text)], "tokens": [end_of_text]}},
     }  # fmt: skip
-    return Tokenizer.from_str(json.dumps(plain)).to_str()
+    return parse_tokenizer(json.dumps(plain), end_of_text).to_str()
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Plain]:
