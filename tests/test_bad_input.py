@@ -98,7 +98,7 @@ def test_a_token_store_with_a_flipped_byte_is_refused(train, tmp_path: Path):
     refused(tmp_path, train(), "train-00000.bin")
 
 
-@pytest.mark.parametrize("blocks", [20, 200])
+@pytest.mark.parametrize("blocks", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_full_disk_while_preparing_leaves_nothing_half_written(corpus: Path, tmp_path: Path, blocks: int):
     """A file-size limit (in kilobytes) stands in for the full disk."""
     arguments = [str(ROOT / "tests" / "tiny.yaml"), f"data.source.paths=[{corpus}]", f"data.root={tmp_path / 'stores'}"]
