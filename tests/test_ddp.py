@@ -122,7 +122,7 @@ def test_a_failure_of_the_first_rank_alone_ends_all_in_one_line(arguments: list[
     options = ["name=failing", "trainer.devices=2", "resume=auto", "eval.on_error=stop"]
     command = [sys.executable, "-m", "lm", "train", *arguments, *options]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    _, stderr = process.communicate(timeout=90)
+    _, stderr = process.communicate(timeout=300)
     assert process.returncode == 1
     assert "Traceback" not in stderr
     assert "evaluations" in stderr

@@ -18,6 +18,7 @@ from lm.experiments.engine import Jobs
 from lm.experiments.experiment_folder import open_experiment
 from lm.experiments.slots import Slots
 from lm.experiments.summary import summary_lines
+from lm.training.banner import git_state
 
 TABLE = "size,arm,key,rate,seed,val/loss,configuration\n" + "".join(
     f",{arm},optim.lr,{rate},{seed},{loss},\n"
@@ -48,7 +49,7 @@ def test_the_long_table_holds_what_the_verdict_follows_from(experiment, tmp_path
     table = compared.results
     assert capfd.readouterr() == ("", ""), "nothing is printed"
     assert set(table["state"]) == {"finished"}
-    assert table["commit"].notna().all()
+    assert table["commit"].notna().all() == (git_state()[0] is not None), "the sdist knows no commit"
     final = table.query("stage == 'final' and metric == 'val loss' and part == 'reports'")
     means = final.groupby(["arm", "seed"]).apply(lambda lines: np.average(lines["value"], weights=lines["weight"]))
     verdict = compared.verdicts.set_index("arm").loc["ssmax"]
