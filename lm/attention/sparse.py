@@ -65,7 +65,8 @@ class Entmax15Normalizer(Normalizer):
         total, excess = above.sum(-1, keepdim=True), above.square().sum(-1, keepdim=True) - 1
         size = above.detach().sign().sum(-1, keepdim=True)
         tau = below + excess / (total + (total.square() - size * excess).clamp(min=1e-30).sqrt())
-        return (z - tau.clamp(min=0)).relu().square()
+        # Not clamp, whose gradient at 0, where rows of one key have tau, differs between releases of torch.
+        return (z - tau.masked_fill(tau < 0, 0.0)).relu().square()
 
 
 def entmax15_threshold(z: Tensor) -> Tensor:
@@ -149,5 +150,6 @@ class SoftpickNormalizer(Normalizer):
         visible = layout.visible()
         top = z.masked_fill(~visible, 0.0).amax(-1, keepdim=True).clamp(min=0.0).detach()  # keeps both terms below 1
         # e^z - 1 of small scores as such: as a difference of exponentials it would be rounded away.
-        large, small = (z.clamp(max=top) - top).exp() - (-top).exp(), z.clamp(max=1.0).expm1() * (-top).exp()
+        # Not clamp(max=top), whose gradient at the largest score differs between releases of torch.
+        large, small = (top.where(z > top, z) - top).exp() - (-top).exp(), z.clamp(max=1.0).expm1() * (-top).exp()
         return small.where(z < 1, large).masked_fill(~visible, 0.0), top
