@@ -182,8 +182,9 @@ def drawn(runs: pd.DataFrame) -> bytes:
             axes.set_yticks([*ticks], ticks.values())
             axes.minorticks_off()
             finish(axes)
-        for axes in panels.flat[len(shown) :]:
-            axes.set_axis_off()
+        for place in range(len(shown), panels.size):
+            panels.flat[place].set_axis_off()
+            panels.flat[place - panels.shape[1]].tick_params(labelbottom=True)  # no panel below it has them
         for colour, words in zip(COLOURS, ("weights e^score", "other weights"), strict=False):
             panels[-1, -1].scatter([], [], s=14, color=colour, label=words)
         panels[-1, -1].scatter([], [], s=14, facecolors="none", edgecolors="0.4", label="does not fall, up to here")

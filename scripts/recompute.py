@@ -99,7 +99,7 @@ SHOWN = (
         "recall-after",
         "retrieval.md",
         {arm: LABELS[arm] for arm in ("softmax", "ssmax_fixed", "ssmax", "log_n")}
-        | {"after_half": "softmax, 1/2 put in after training", "after_quarter": "softmax, 1/4 put in after training"},
+        | {"after_half": "softmax, temperature 1/2 after training", "after_quarter": "softmax, temperature 1/4 after training"},
         "ssmax_fixed",
         (16384,),
         0.25,
