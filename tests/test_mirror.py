@@ -4,6 +4,7 @@ import csv
 import json
 import struct
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,6 +91,18 @@ def test_a_wandb_key_without_a_network_is_logged_offline(tiny, monkeypatch: pyte
     assert printed.out.count("wandb: online failed (") == printed.out.count("wandb:") == 1
     assert f"logging offline, to be sent later: wandb sync {config.run_folder}/wandb/offline-run-*\n" in printed.out
     assert "wandb:" not in printed.err
+
+
+def test_a_process_of_wandb_that_does_not_end_holds_up_no_run(tiny, monkeypatch: pytest.MonkeyPatch):
+    held, real = threading.Event(), wandb.teardown
+    monkeypatch.setattr(wandb, "teardown", lambda: (real(), held.wait()))
+    try:
+        monkeypatch.setattr("lm.training.mirror.WANDB_SECONDS", 1.0)
+        for name, value in {"WANDB_MODE": "", "WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}.items():
+            monkeypatch.setenv(name, value)
+        assert train(tiny("name=held", "log.wandb=auto", "trainer.max_steps=4")) == 0
+    finally:
+        held.set()
 
 
 def test_a_server_that_vanishes_while_training_ends_no_run_late(tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):

@@ -5,6 +5,7 @@ import json
 import math
 import netrc
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -213,7 +214,9 @@ def _wandb_run(mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: 
         if mode != "online":
             raise RunError(f"wandb: can't start {mode}: {reason}; to train without it: log.wandb=disabled") from None
         print(f"wandb: online failed ({reason}); logging offline, to be sent later: wandb sync {dir}/wandb/offline-run-*", flush=True)
-        wandb.teardown()  # the run that failed would hold its id
+        ending = threading.Thread(target=wandb.teardown, daemon=True)  # the run that failed would hold its id
+        ending.start()
+        ending.join(WANDB_SECONDS)  # wandb waits without a limit for its process, which may not end
         return _wandb_run("offline", log, run_id, tags=tags, dir=dir, **place)
 
 
