@@ -6,4 +6,4 @@ ruff check .
 ruff format --check .
 say "tests: pytest $*"
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false WANDB_MODE=offline
-exec python -m pytest -q --dist worksteal -n "$(python -c 'import os; print(min(8, os.cpu_count() + 1))')" "$@"
+exec python -m pytest -q --dist worksteal -n "$(python -c 'import os; print(min(8, os.cpu_count()))')" "$@"

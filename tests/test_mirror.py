@@ -80,10 +80,16 @@ def test_an_empty_wandb_mode_is_none_and_an_unknown_one_is_refused(monkeypatch: 
     assert wandb_mode(LogConfig(wandb="disabled")) == "disabled"
 
 
-def test_a_wandb_key_without_a_network_is_logged_offline(tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key of wandb, and no server; wandb is given up after a second."""
     monkeypatch.setattr("lm.training.mirror.WANDB_SECONDS", 1.0)
     for name, value in {"WANDB_MODE": "", "WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("no_network")
+def test_a_wandb_key_without_a_network_is_logged_offline(tiny, capsys: pytest.CaptureFixture):
     config = tiny("name=alone", "log.wandb=auto", "trainer.max_steps=4")
     assert train(config) == 0
     assert list(config.run_folder.glob("wandb/offline-run-*/run-*.wandb"))
@@ -93,16 +99,14 @@ def test_a_wandb_key_without_a_network_is_logged_offline(tiny, monkeypatch: pyte
     assert "wandb:" not in printed.err
 
 
+@pytest.mark.usefixtures("no_network")
 def test_a_process_of_wandb_that_does_not_end_holds_up_no_run(tiny, monkeypatch: pytest.MonkeyPatch):
-    held, real = threading.Event(), wandb.teardown
-    monkeypatch.setattr(wandb, "teardown", lambda: (real(), held.wait()))
+    ended, teardown = threading.Event(), wandb.teardown
+    monkeypatch.setattr(wandb, "teardown", lambda: (teardown(), ended.wait()))
     try:
-        monkeypatch.setattr("lm.training.mirror.WANDB_SECONDS", 1.0)
-        for name, value in {"WANDB_MODE": "", "WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}.items():
-            monkeypatch.setenv(name, value)
         assert train(tiny("name=held", "log.wandb=auto", "trainer.max_steps=4")) == 0
     finally:
-        held.set()
+        ended.set()
 
 
 def test_a_server_that_vanishes_while_training_ends_no_run_late(tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):

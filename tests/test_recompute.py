@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import pandas as pd
@@ -16,6 +17,18 @@ import committed_results
 import recompute
 from loss_results import Losses
 from recall_results import Recall
+
+
+@pytest.fixture
+def commit(monkeypatch, tmp_path) -> Callable[[list[dict[str, object]]], None]:
+    """What writes lines of runs as the results of an experiment `made`, the only ones there are."""
+
+    def write(lines: list[dict[str, object]]) -> None:
+        (tmp_path / "made").mkdir()
+        pd.DataFrame(lines).to_csv(tmp_path / "made" / "seeds.csv", index=False)
+        monkeypatch.setattr(committed_results, "RESULTS", tmp_path)
+
+    return write
 
 
 @pytest.mark.usefixtures("painted")
@@ -48,16 +61,14 @@ def test_a_picture_of_another_release_of_matplotlib_is_compared_by_its_words():
     assert not recompute.same(other.replace(b"<!-- margin -->", b"<!-- another -->"), picture)
 
 
-def test_a_trend_is_the_slope_of_each_seed_s_line(monkeypatch, tmp_path):
+def test_a_trend_is_the_slope_of_each_seed_s_line(commit):
     lines = [
         {"arm": arm, "rate": 0.003, "stage": "final", "seed": seed, "metric": "mqar accuracy", "setting": "as trained", "x": 256}
         | {"value": 0.9 - 0.4 * part + 0.01 * seed * part}
         for arm, part in (("early", 0.0), ("half", 0.5), ("late", 1.0))
         for seed in range(5)
     ]
-    (tmp_path / "made").mkdir()
-    pd.DataFrame(lines).to_csv(tmp_path / "made" / "seeds.csv", index=False)
-    monkeypatch.setattr(committed_results, "RESULTS", tmp_path)
+    commit(lines)
     parts = {"early": 0.0, "half": 0.5, "late": 1.0}
     shown = Recall("made", "", dict.fromkeys(parts, "an arm"), "early", (256,), 0.25, trends={"swapped": parts})
     heads, _, row = shown.trend_table().splitlines()
@@ -65,7 +76,7 @@ def test_a_trend_is_the_slope_of_each_seed_s_line(monkeypatch, tmp_path):
     assert row.startswith("| swapped | 90.0 | 71.0 | 52.0 [50, 54] | -38.0 [-40.0, -36.0] *worse by more than 25* |")
 
 
-def test_losses_are_compared_in_pairs_and_hold_at_every_rate_in_settings_that_chose_none(monkeypatch, tmp_path):
+def test_losses_are_compared_in_pairs_and_hold_at_every_rate_in_settings_that_chose_none(commit):
     def run(arm: str, rate: float, losses: tuple[float, float]) -> list[dict[str, object]]:
         return [
             {"size": "text", "arm": arm, "rate": rate, "stage": "final", "seed": seed, "metric": "mean loss", "setting": setting, "x": 512}
@@ -75,9 +86,7 @@ def test_losses_are_compared_in_pairs_and_hold_at_every_rate_in_settings_that_ch
         ]
 
     lines = run("base", 0.1, (4.0, 5.0)) + run("base", 0.2, (4.1, 4.5)) + run("arm", 0.2, (3.9, 4.8)) + run("arm", 0.1, (3.95, 4.8))
-    (tmp_path / "made").mkdir()
-    pd.DataFrame(lines).to_csv(tmp_path / "made" / "seeds.csv", index=False)
-    monkeypatch.setattr(committed_results, "RESULTS", tmp_path)
+    commit(lines)
     columns = {setting: ("", "mean loss", setting, 512) for setting in ("tuned", "other")}
     labels = {"base": "a baseline", "arm": "an arm"}
     shown = Losses("made", "", labels, (("arm", "base"),), columns, ("tuned", "other"), "tuned", 0.02, "text")
@@ -93,16 +102,14 @@ def test_losses_are_compared_in_pairs_and_hold_at_every_rate_in_settings_that_ch
     assert "undecided" in cells[3]
 
 
-def test_a_line_may_be_an_arm_whose_normalizer_a_setting_changes(monkeypatch, tmp_path):
+def test_a_line_may_be_an_arm_whose_normalizer_a_setting_changes(commit):
     lines = [
         {"arm": "arm", "rate": 0.1, "stage": "final", "seed": seed, "metric": "mean loss", "setting": setting, "x": 512}
         | {"value": loss + spread * seed}
         for setting, loss, spread in (("as trained", 4.0, 0.01), ("as trained, n=fixed:512", 3.5, 0.02))
         for seed in range(5)
     ]
-    (tmp_path / "made").mkdir()
-    pd.DataFrame(lines).to_csv(tmp_path / "made" / "seeds.csv", index=False)
-    monkeypatch.setattr(committed_results, "RESULTS", tmp_path)
+    commit(lines)
     labels = {"arm": "an arm", "arm, n=fixed:512": "at 512"}
     columns = {"as trained": ("", "mean loss", "as trained", 512)}
     shown = Losses("made", "", labels, (("arm, n=fixed:512", "arm"),), columns, ("as trained",), "as trained", 0.02)
