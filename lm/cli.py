@@ -147,7 +147,7 @@ def _usage(error: UsageError) -> str:
             return f"no such option: --{name}; it is a key, written without dashes: {name}={value}"
         if keys := [path for path, *_ in reference(Config) if path.endswith(f".{name}") and "[" not in path][:3]:
             return f"no such option: --{name}; keys are written as key=value: {' or '.join(f'{path}=VALUE' for path in keys)}"
-    text = " ".join(error.format_message().split()).rstrip(".")
+    text = " ".join(error.format_message().replace("Value error, ", "").split()).rstrip(".")
     text = re.sub(r"\. Did (you mean .*\?)$", r" (did \1)", text)
     return f"{text[:1].lower()}{text[1:]}; see {command} --help"
 

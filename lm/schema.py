@@ -190,7 +190,9 @@ def suggest(word: str, known: typing.Iterable[str]) -> str:
     """A "did you mean" remedy, or the list of what is allowed; of a table that imports variants with the names that are installed."""
     known = [*known, *getattr(known, "installed", tuple)()]
     close = difflib.get_close_matches(str(word), known, n=1)
-    return f"did you mean '{close[0]}'?" if close else "choose from: " + ", ".join(known)
+    if close:
+        return f"did you mean '{close[0]}'?"
+    return "choose from: " + ", ".join(known) if known else "name one as package.module:Class"
 
 
 def build(schema: type, data: Plain, path: str, problems: list[Problem], table: Mapping[str, type] | None = None):

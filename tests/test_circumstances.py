@@ -11,8 +11,9 @@ from fabricated import FINGERPRINT, finish_all, keep
 from trials import TWO_ARMS, written
 
 from lm.config.load import to_yaml
+from lm.experiments.experiment import Experiment
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.experiment_folder import PLAN, open_experiment, plan_of
+from lm.experiments.experiment_folder import PLAN, departures, open_experiment, plan_of
 from lm.experiments.procedure import Procedure
 from lm.experiments.summary import summary_lines
 from lm.runs.evaluations import Evaluation, evaluation_files, evaluation_path, read_evaluation
@@ -76,6 +77,24 @@ def test_what_was_changed_after_final_runs_were_measured_is_exploratory(tmp_path
     assert any(re.search(words, note) for note in procedure.notes()), procedure.notes()
     if list(changes) == ["arms"] and arms == ["log_n"]:
         assert not procedure.exploratory("", "ssmax")
+
+
+def test_what_the_primary_metric_is_measured_on_is_planned(tmp_path, overrides):
+    """What `evaluate` measures beside it may be added; no run has another configuration."""
+    primary = {"metric": "by_length/loss 32", "better": "lower", "matters": 0.05}
+
+    def asked(**options: object) -> Experiment:
+        evaluate = {"eval": {"by_length": options}}
+        return read_experiment(written(tmp_path, **SEEDS | {"primary": primary, "evaluate": evaluate}), overrides)
+
+    started(tmp_path, overrides)  # so that final runs have been measured
+    settled = {PLAN: plan_of(asked(lengths=[16, 32]))}
+    assert departures(asked(lengths=[8, 16, 32]), settled) == ()
+    (departure,) = departures(asked(lengths=[16, 32], sequences=7), settled)
+    assert departure.exploratory
+    assert departure.place is None
+    words = r"what by_length/loss 32 is measured on: its sequences was .* when it was settled \(.*Z\), it is 7"
+    assert re.fullmatch(words, departure.words), departure.words
 
 
 def test_a_second_look_that_is_made_a_part_of_the_first_is_exploratory(tmp_path, overrides):

@@ -195,8 +195,8 @@ def test_the_order_of_overrides_of_one_block_does_not_matter():
     [
         (b"seed: 1\nseed: 2\n", "not valid YAML: found duplicate key seed (line 2)"),
         (b"data: {lengths: {0.5: 32, .5: 64}}\n", "found duplicate key .5"),
-        (b"- 1\n", "must hold keys and values, not a list"),
-        (b"seed\n", "must hold keys and values, not a str"),
+        (b"- 1\n", "must hold keys and values, not [1]"),
+        (b"seed\n", "must hold keys and values, not 'seed'"),
         (b"name: caf\xe9\n", "byte 9 is not UTF-8"),
         (b"optim:\n\tlr: 1\n", "found character '\\t' that cannot start any token (line 2); indent with spaces, not with a tab"),
         (b"seed: !!python/object/apply:os.getpid []\n", "could not determine a constructor for the tag"),

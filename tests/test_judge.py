@@ -112,6 +112,7 @@ def test_units_are_averaged_and_paired_over():
         (RUNS, {"by": ["length"]}, "has no column length; there is arm, seed, value"),
         (RUNS, {"where": "x == 1"}, "name 'x' is not defined; columns: arm, seed, value"),
         (RUNS, {"where": "seed > 3"}, "no line with seed > 3"),
+        (RUNS, {"where": "seed"}, "seed: doesn't say of each line whether it is judged"),
         (RUNS, {"baseline": "c"}, "no arm c; there is a, b"),
         (RUNS[RUNS["arm"] == "a"], {}, "a verdict takes two arms; there is a"),
         (RUNS[1:], {}, "a: no seed 1; every arm needs the same seeds"),

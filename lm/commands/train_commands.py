@@ -30,7 +30,10 @@ def config(arguments: Configuration = [], reference: Reference = False, schema: 
     If something is wrong with it, print every problem instead and exit with status 2.
     """
     from lm.config.load import load, reference_markdown, to_yaml
+    from lm.errors import ConfigError
 
+    if reference and schema:
+        raise ConfigError("--reference and --schema exclude each other")
     if schema:
         from lm.config.json_schema import configuration_schema
 

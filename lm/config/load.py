@@ -16,7 +16,7 @@ from lm.config.model_config import ModelConfig
 from lm.config.training_config import WSD
 from lm.config.tree import Config
 from lm.config.yaml_text import MAX_BYTES, MAX_DEPTH, dump_yaml, interpolated, parse_yaml
-from lm.errors import ConfigError, Problem, abbreviated, one_line
+from lm.errors import ConfigError, Problem, abbreviated, one_line, shown
 from lm.plugins import PLUGINS
 from lm.schema import (
     Effect,
@@ -310,7 +310,7 @@ def _read(path: Path, heirs: tuple[Path, ...], known: dict[Path, dict[str, Plain
         raise ConfigError(f"{error}{hint}") from None
     plain = {} if plain is None else plain
     if not isinstance(plain, dict):
-        raise ConfigError(f"{path}: must hold keys and values, not a {type(plain).__name__}{hint}")
+        raise ConfigError(f"{path}: must hold keys and values, not {abbreviated(shown(plain), 40)}{hint}")
     parents = plain.pop("base", [])
     bases = parents if isinstance(parents, list) else [parents]
     if not all(isinstance(base, str) for base in bases):

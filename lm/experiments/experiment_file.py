@@ -414,7 +414,7 @@ def _check_compared(experiment: Experiment, arm: Arm, first: Config, config: Con
         remedy = "give all arms one data.seq_len and one eval block, or say in `evaluate` what they are compared on"
         yield Problem(f"arms.{arm.name}", arm.changes, reason, remedy)
         return
-    kind = _kind(metric)
+    kind = kind_of_metric(metric)
     options = [experiment.evaluated(each).eval.asked(kind) for each in (first, config)]
     if options[0] != options[1] or (kind in _OF_TRAINING_LENGTH and first.data.seq_len != config.data.seq_len):
         reason = f"measures {metric} on other sequences than the baseline"
@@ -422,7 +422,7 @@ def _check_compared(experiment: Experiment, arm: Arm, first: Config, config: Con
         yield Problem(f"arms.{arm.name}", arm.changes, reason, remedy)
 
 
-def _kind(metric: str) -> str:
+def kind_of_metric(metric: str) -> str:
     """The kind of evaluation that logs a metric of this name."""
     first = metric.partition("/")[0]
     return _KINDS.get(first, first)
@@ -432,19 +432,19 @@ def _check_metric(experiment: Experiment, config: Config) -> None:
     """Raises ConfigError if no evaluation that a run is measured with logs the primary metric, as far as its name shows it, or if it is
     not measured often enough to be reached."""
     metric, wanted = experiment.primary.metric, config.eval.wanted(config.data)
-    if _kind(metric) not in wanted:
+    if kind_of_metric(metric) not in wanted:
         prefixes = {kind: prefix for prefix, kind in _KINDS.items()}
         measured = ", ".join(f"{prefixes.get(kind, kind)}/..." for kind in wanted)
         remedy = "name one of these, or ask for the evaluation in the base's `eval` or in `evaluate`"
         raise ConfigError([Problem("primary.metric", metric, f"is not measured: at the last step runs have {measured}", remedy)])
     names = {kind: _names(config, kind) for kind in wanted}
-    if (known := names[_kind(metric)]) is not None and metric not in known:
+    if (known := names[kind_of_metric(metric)]) is not None and metric not in known:
         every = [name for some in names.values() for name in some or ()]
         raise ConfigError([Problem("primary.metric", metric, "is not measured by sequence", suggest(metric, every))])
-    when = config.eval.kinds.get(_kind(metric))
+    when = config.eval.kinds.get(kind_of_metric(metric))
     steps = config.trainer.max_steps
     if experiment.primary.reach is not None and when and sum(when.is_due(step, steps) for step in range(1, steps + 1)) < 2:
-        reason, remedy = f"{metric} is measured once, at the last step", f"measure it on the way: eval.{_kind(metric)}.every"
+        reason, remedy = f"{metric} is measured once, at the last step", f"measure it on the way: eval.{kind_of_metric(metric)}.every"
         raise ConfigError([Problem("primary.reach", experiment.primary.reach, reason, remedy)])
     if experiment.primary.reach is not None and (still := [arm.name for arm in experiment.arms if not arm.trained]):
         raise ConfigError([Problem("primary.reach", experiment.primary.reach, f"{still[0]} is not trained", "drop the arm, or train it")])

@@ -14,7 +14,7 @@ from lm.config.yaml_text import parse_yaml
 from lm.data.prepare import prepare, vocabulary
 from lm.errors import Problem, RunError, shown
 from lm.experiments.experiment import SHARED, Arm, Departure, Experiment, config_hash, deciding
-from lm.experiments.experiment_file import read_experiment
+from lm.experiments.experiment_file import kind_of_metric, read_experiment
 from lm.experiments.plan import Times, cost
 from lm.experiments.procedure import Procedure, next_look
 from lm.files import write_new
@@ -196,11 +196,20 @@ def _compiled(experiment: Experiment, seconds: float | None = None) -> "Resolved
 
 
 def plan_of(experiment: Experiment) -> dict[str, Plain]:
-    """The plan of an experiment as it is settled now: primary metric, tuning, looks, and a hash of each arm's configuration, by size."""
+    """The plan of an experiment as it is settled now: primary metric, what it is measured on, tuning, looks, and a hash of each arm's
+    configuration, by size."""
     arms = {size: {arm.name: _hash(experiment, size, arm) for arm in experiment.arms} for size in experiment.sizes}
     at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     primary = {key: value for key, value in vars(experiment.primary).items() if key != "spread"}  # which the plan's power alone is from
-    return {"at": at, "primary": primary, "tune": dict(vars(experiment.tune)), "looks": experiment.looks, "arms": arms}
+    measured = {size: _measured(experiment, size) for size in experiment.sizes}
+    tune = dict(vars(experiment.tune))
+    return {"at": at, "primary": primary, "measured": measured, "tune": tune, "looks": experiment.looks, "arms": arms}
+
+
+def _measured(experiment: Experiment, size: str) -> dict[str, Plain]:
+    """The options of the evaluation that gives the primary metric, of the baseline."""
+    config = experiment.config(size, experiment.arms[0], 0, None, {"name": "any"})
+    return experiment.evaluated(config).eval.asked(kind_of_metric(experiment.primary.metric))
 
 
 def _hash(experiment: Experiment, size: str, arm: Arm) -> str:
@@ -238,12 +247,22 @@ def departures(experiment: Experiment, settled: dict[str, Plain] | None) -> tupl
                 if key in plan[block] and plan[block][key] != value:
                     words = f"{block}.{key} was {shown(plan[block][key])} when it was settled ({at}), it is {shown(value)}"
                     changes.append(Departure(words, exploratory))
+        for size, options in plan.get("measured", {}).items():
+            for name, value in now["measured"].get(size, options).items():
+                if not _extends(value, then := options.get(name)):
+                    words = f"its {name} was {shown(then)} when it was settled ({at}), it is {shown(value)}"
+                    changes.append(Departure(f"what {experiment.primary.metric} is measured on: {words}"))
         if (looks := plan.get("looks", now["looks"])) != now["looks"]:
             words = f"the number of looks was {looks} when it was settled ({at}), it is {now['looks']} (more_seeds)"
             changes.append(Departure(words))
         return tuple(changes + _changed_arms(plan["arms"], now["arms"], experiment.arms[0].name, at))
     except (KeyError, TypeError, AttributeError):
         raise RunError(f"{experiment.folder / RESOLVED}: its `{PLAN}` is damaged; bring it back") from None
+
+
+def _extends(now: Plain, then: Plain) -> bool:
+    """Whether a value is as it was, or a list that holds all that it held: what is measured beside a metric doesn't change it."""
+    return now == then or (isinstance(now, list) and isinstance(then, list) and all(value in now for value in then))
 
 
 def _changed_arms(before: dict[str, dict[str, str]], now: dict[str, dict[str, str]], baseline: str, at: str) -> list[Departure]:

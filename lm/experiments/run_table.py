@@ -108,10 +108,13 @@ def _asked_lines(table: pd.DataFrame, source: str, metric: str, where: str, name
     if not table.columns.is_unique:
         raise RunError(f"{source}: two columns are named {table.columns[table.columns.duplicated()][0]}")
     try:
-        lines = table.query(where) if where else table
+        chosen = table.eval(where) if where else None
     except Exception as error:  # of pandas, Python's parser or numexpr: the condition is wrong
         raise RunError(f"{source}: {where}: {one_line(error)}; columns: {', '.join(map(str, table.columns))}") from None
-    if not isinstance(lines, pd.DataFrame) or lines.empty:
+    if where and not (isinstance(chosen, pd.Series) and pd.api.types.is_bool_dtype(chosen)):
+        raise RunError(f"{source}: {where}: doesn't say of each line whether it is judged; write a comparison, e.g. seed < 3")
+    lines = table[chosen] if where else table
+    if lines.empty:
         raise RunError(f"{source}: no line" + (f" with {where}" if where else ""))
     if "metric" not in lines:
         if metric:
