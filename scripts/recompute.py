@@ -63,18 +63,21 @@ PUT_IN = {
 }
 GROWTH_ALONE = tuple((f"{arm}_no_qk_norm", f"{baseline}_no_qk_norm") for arm, baseline in GROWTH)
 SHOWN = (
-    Losses(
-        "eight-times",
-        "length.md",
-        QK_NORM | {f"{arm}_no_qk_norm": f"{label}, no QK-norm" for arm, label in QK_NORM.items()},
-        (*GROWTH, *GROWTH_ALONE, ("softmax_no_qk_norm", "softmax")),
-        {"at 256 tokens": ("", "val loss", "", 0)}
-        | {words: ("", "mean loss", words, 2048) for words in ("as trained", "theta x 50", "yarn")},
-        ("as trained", "theta x 50"),
-        "theta x 50",
-        0.02,
-        "speeches",
-        {"QK-norm": GROWTH, "no QK-norm": GROWTH_ALONE},
+    *(
+        Losses(
+            "eight-times",
+            "length.md",
+            QK_NORM | {f"{arm}_no_qk_norm": f"{label}, no QK-norm" for arm, label in QK_NORM.items()},
+            (*GROWTH, *GROWTH_ALONE, ("softmax_no_qk_norm", "softmax")),
+            {"at 256 tokens": ("", "val loss", "", 0)}
+            | {words: ("", "mean loss", words, 2048) for words in ("as trained", "theta x 50", "yarn")},
+            ("as trained", "theta x 50"),
+            "theta x 50",
+            0.02,
+            corpus,
+            {"QK-norm": GROWTH, "no QK-norm": GROWTH_ALONE},
+        )
+        for corpus in ("speeches", "code")
     ),
     Losses(
         "eight-times-after",
