@@ -1,4 +1,4 @@
-"""The command line: one Typer app of all commands, and how errors end it."""
+"""The command line: one Typer app of all commands, and the messages and exit statuses of errors."""
 
 import contextlib
 import io
@@ -16,7 +16,7 @@ from lm.commands import compare_commands, model_commands, train_commands
 from lm.errors import LMError, one_line, out_of_memory, panicked
 from lm.machine import stop_with_parent
 
-# Of typer's parser, which newer versions bring with them and older ones take from click.
+# Classes of typer's parser, which newer versions of typer contain and older ones take from click.
 UsageError = typer.BadParameter.__bases__[0]
 HelpFormatter = typer.Context.formatter_class
 
@@ -52,7 +52,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {  # by heading of `lm --h
 
 
 class GroupedCommands(TyperGroup):
-    """The commands of `lm`, listed in its help by what they are for."""
+    """The commands of `lm`, listed in its help by purpose."""
 
     def format_commands(self, ctx: typer.Context, formatter: HelpFormatter) -> None:
         """Write a section for each heading of `COMMANDS`."""
@@ -83,8 +83,8 @@ for _name, _command in {name: command for commands in COMMANDS.values() for name
     app.command(_name)(_command)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         print(__version__)
         raise typer.Exit
 
@@ -108,7 +108,7 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # é in an ASCII locale; names of files that are not valid Unicode
     try:
         try:
-            status = app(prog_name="lm", standalone_mode=False)  # of typer.Exit its code, of Ctrl-C 130, else None
+            status = app(prog_name="lm", standalone_mode=False)  # the code of typer.Exit, 130 of Ctrl-C, else None
         finally:
             if sys.stdout:
                 sys.stdout.flush()  # here, where a full disk can be reported
@@ -135,7 +135,7 @@ def main() -> None:
 
 
 def _usage(error: UsageError) -> str:
-    """A wrong command line in one line, with what to do: of a key that is written as an option, how it is written."""
+    """A message of one line on a wrong command line, with a remedy: for a key that is written as an option, the right form."""
     command, name = (error.ctx.command_path, getattr(error, "option_name", "").lstrip("-")) if error.ctx else ("lm", "")
     if name and any("=VALUE" in (parameter.metavar or "") for parameter in error.ctx.command.params):
         from lm.config.tree import Config
@@ -152,7 +152,7 @@ def _usage(error: UsageError) -> str:
     return f"{text[:1].lower()}{text[1:]}; see {command} --help"
 
 
-_SMALLER = {  # by command: what needs less memory
+_SMALLER = {  # by command: a remedy that needs less memory
     "train": "lower trainer.micro_batch, set trainer.activation_checkpointing=true, or lower data.seq_len or the model's size",
     "eval": "lower the lengths of eval.*, or their sequences",
     "diagnose": "lower eval.diagnostics.length_factor",
@@ -162,7 +162,7 @@ _SMALLER = {  # by command: what needs less memory
 
 
 def _known_failure(error: BaseException) -> str:
-    """A message of one line for memory that ran out or code from outside that failed; empty for other errors, which are defects of lm."""
+    """A message of one line if memory ran out or code from outside failed; empty for other errors, which are defects of lm."""
     if out_of_memory(error):
         amount = re.search(r"allocate ([\d.]+ ?\w+)", str(error))
         remedy = _SMALLER.get(sys.argv[1], "") if len(sys.argv) > 1 else ""
@@ -177,7 +177,7 @@ def _known_failure(error: BaseException) -> str:
 
 
 def _discard_output() -> None:
-    """Let what could not be written to stdout go, or the interpreter would try again at exit."""
+    """Discard output that could not be written to stdout, or the interpreter would try again at exit."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         with contextlib.suppress(OSError):
             sys.stdout.flush()

@@ -21,7 +21,7 @@ class Diverged(RunError):
     """A training run that stopped at losses or gradients that are not finite; its exit status tells it from one that was interrupted.
 
     Attributes:
-        step: the first that could not be made.
+        step: the first step that could not be made.
     """
 
     exit_code = 3
@@ -31,39 +31,39 @@ class Diverged(RunError):
         self.step = step
 
 
-def one_line(error: BaseException, longest: int | None = 300) -> str:
-    """An exception's text on one line of at most `longest` characters (None: all of it); the name of its class if it has no text."""
-    return " ".join(str(error).split())[:longest] or type(error).__name__
+def one_line(error: BaseException, limit: int | None = 300) -> str:
+    """An exception's text on one line of at most `limit` characters (None: the whole text); the name of its class if it has no text."""
+    return " ".join(str(error).split())[:limit] or type(error).__name__
 
 
-def abbreviated(text: str, longest: int = 300) -> str:
-    """A text on one line of at most `longest` characters."""
-    line = " ".join(text[: 2 * longest].split())
-    return line if len(line) <= longest else f"{line[: longest - 4]} ..."
+def abbreviated(text: str, limit: int = 300) -> str:
+    """A text on one line of at most `limit` characters."""
+    line = " ".join(text[: 2 * limit].split())
+    return line if len(line) <= limit else f"{line[: limit - 4]} ..."
 
 
 def shown(value: object) -> str:
-    """A value as a user writes it: null, true and false as in YAML, within lists and blocks, too; any other as Python does."""
+    """A value as a user writes it: null, true and false as in YAML, within lists and blocks, too; other values as Python writes them."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{name}: {shown(inner)}' for name, inner in value.items())}}}"
+        return f"{{{', '.join(f'{name}: {shown(item)}' for name, item in value.items())}}}"
     return f"[{', '.join(map(shown, value))}]" if isinstance(value, list | tuple) else repr(value)
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """True if memory ran out, of the CPU or of a GPU: Python's MemoryError, or torch's, which for the CPU is a RuntimeError."""
+    """True if memory of the CPU or a GPU ran out: for Python's MemoryError or torch's error, which for the CPU is a RuntimeError."""
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
 
 
 def panicked(error: BaseException) -> bool:
-    """True of a panic in a library that is written in Rust (tokenizers, safetensors), which is raised as a BaseException of its own."""
+    """True for a panic in a library that is written in Rust (tokenizers, safetensors), which raises a separate kind of BaseException."""
     return type(error).__module__ == "pyo3_runtime"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a configuration: where, what, why, and what to do."""
+    """A problem of a configuration: the key, its value, the reason, and the remedy."""
 
     path: str
     value: object
@@ -76,7 +76,7 @@ class Problem:
 
 
 class ConfigError(LMError):
-    """Every problem found in a configuration, one a line; of very many, the first."""
+    """Every problem found in a configuration, one a line; the first `most_lines` if there are more."""
 
     exit_code = 2
     most_lines = 30
@@ -85,5 +85,5 @@ class ConfigError(LMError):
         self.problems = [problem for problem in problems if isinstance(problem, Problem)] if isinstance(problems, list) else []
         lines = [str(problem) for problem in problems] if isinstance(problems, list) else [problems]
         head = f"{len(lines)} problems in the configuration:\n  " if len(lines) > 1 else ""
-        more = [f"... and {len(lines) - self.most_lines} more"] if len(lines) > self.most_lines else []
-        super().__init__(head + "\n  ".join(lines[: self.most_lines] + more))
+        remainder = [f"... and {len(lines) - self.most_lines} more"] if len(lines) > self.most_lines else []
+        super().__init__(head + "\n  ".join(lines[: self.most_lines] + remainder))

@@ -18,14 +18,14 @@ from lm.errors import DataError, RunError, one_line
 from lm.machine import born, this_machine
 from lm.schema import Plain
 
-UNFINISHED = "unfinished"  # in the names of files and folders that are being filled
-ABANDONED_SECONDS = 86_400.0  # after which nothing of another machine is being filled any more
+UNFINISHED = "unfinished"  # part of the names of files and folders that are being filled
+ABANDONED_SECONDS = 86_400.0  # age at which an unfinished file of another machine counts as abandoned
 
 
 @contextmanager
 def temporary_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
-    """An empty file beside `path` to write, and its path; it is deleted at the end, unless it was renamed. What killed processes have left
-    beside it is deleted, too."""
+    """An empty file beside `path` to write, and its path; it is deleted at the end, unless it was renamed. Unfinished files that killed
+    processes have left beside it are deleted, too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=unfinished(path))
     try:
@@ -41,16 +41,19 @@ def unfinished(path: Path) -> str:
     return f".{path.name[:100]}-{UNFINISHED}-{_machine()}-{os.getpid()}-{born(os.getpid())}-"
 
 
-def _delete_abandoned(mine: Path) -> None:
-    """Delete the unfinished files and folders beside `mine`, which was made just now, of processes that have ended: those of this machine,
-    and of others what is `ABANDONED_SECONDS` old by the file system's clock. No file lock says so, as not all file systems have them."""
-    name = re.compile(rf"\..+-{UNFINISHED}-([0-9a-f]{{8}})-(\d+)-(\w+)-\w{{8}}")
-    for leftover in mine.parent.glob(f".*-{UNFINISHED}-*"):
+def _delete_abandoned(new_path: Path) -> None:
+    """Delete the unfinished files and folders beside `new_path`, which was made just now, of processes that have ended.
+
+    Files of other machines are deleted if they are `ABANDONED_SECONDS` old by the file system's clock. The start times
+    of processes tell which have ended; file locks would not do, as not all file systems have them.
+    """
+    pattern = re.compile(rf"\..+-{UNFINISHED}-([0-9a-f]{{8}})-(\d+)-(\w+)-\w{{8}}")
+    for leftover in new_path.parent.glob(f".*-{UNFINISHED}-*"):
         with suppress(OSError):  # deleted meanwhile
-            if match := name.fullmatch(leftover.name):
-                machine, pid, since = match.groups()
-                here, age = machine == _machine(), mine.stat().st_mtime - leftover.stat().st_mtime
-                if (here and born(int(pid)) != since) or (not here and age > ABANDONED_SECONDS):
+            if match := pattern.fullmatch(leftover.name):
+                machine, pid, start = match.groups()
+                is_local, age = machine == _machine(), new_path.stat().st_mtime - leftover.stat().st_mtime
+                if (is_local and born(int(pid)) != start) or (not is_local and age > ABANDONED_SECONDS):
                     shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
@@ -60,58 +63,58 @@ def _machine() -> str:
 
 
 @contextmanager
-def replacing(path: Path, what: str = "the file") -> Iterator[BinaryIO]:
+def replacing(path: Path, noun: str = "the file") -> Iterator[BinaryIO]:
     """A file to write in place of `path`: a temporary one in the same folder, synced and renamed at the end.
 
-    If anything fails, `path` is as it was and nothing is left behind. `what` names it in the error.
+    If an error occurs, `path` is as it was and no file is left behind. `noun` names the file in the error.
 
     Raises:
-        RunError: it can't be written (no permission, a full disk), naming the path and the reason.
+        RunError: the file can't be written (no permission, a full disk); it names the path and the reason.
     """
     try:
-        with temporary_file(path) as (file, temporary):
+        with temporary_file(path) as (file, temporary_path):
             yield file
             file.flush()
             os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
+            os.chmod(temporary_path, 0o644)
+            os.replace(temporary_path, path)
         sync_folder(path.parent)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError, raised from the OSError
         cause = error if isinstance(error, OSError) else error.__context__
         reason = getattr(cause, "strerror", None) or one_line(error, 200)
-        raise RunError(f"{path}: can't save {what}: {reason}; what was there before is intact") from None
+        raise RunError(f"{path}: can't save {noun}: {reason}; what was there before is intact") from None
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` (UTF-8) completely or not at all. Raises RunError naming the file and the reason."""
+    """Write `text` (UTF-8) completely or not at all. Raises RunError, which names the file and the reason."""
     write_together({path: text.encode()})
 
 
 def write_new(path: Path, content: bytes) -> bool:
-    """Write a file unless there is one: of several processes, on this machine or on others that share the folder, exactly one does.
+    """Write a file unless it exists: exactly one of several processes writes it, on this machine or on others that share the folder.
 
-    It appears whole: a temporary file is linked to its name, which a file system does for one of them. Where there are no hard links, it
-    is created exclusively, and for an instant is empty.
+    It appears whole: a temporary file is linked to its name, which a file system allows to one process. On a file system without hard
+    links it is created exclusively, and for an instant is empty.
 
     Returns:
         True if this call has written it.
 
     Raises:
-        RunError: it can't be written.
+        RunError: the file can't be written.
     """
     try:
-        with temporary_file(path) as (file, temporary):
+        with temporary_file(path) as (file, temporary_path):
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
+            os.chmod(temporary_path, 0o644)
             try:
-                os.link(temporary, path)
+                os.link(temporary_path, path)
             except FileExistsError:
-                return os.stat(temporary).st_nlink == 2  # over NFS the reply may have been lost, and the link made by an earlier try
+                return os.stat(temporary_path).st_nlink == 2  # over NFS an earlier try may have made the link, and its reply have been lost
             except OSError:
-                with open(path, "xb") as exclusive:
-                    exclusive.write(content)
+                with open(path, "xb") as new_file:
+                    new_file.write(content)
         sync_folder(path.parent)
         return True
     except FileExistsError:
@@ -120,17 +123,17 @@ def write_new(path: Path, content: bytes) -> bool:
         raise RunError(f"{path}: can't save the file: {error.strerror}") from None
 
 
-def write_together(contents: Mapping[Path, bytes], what: str = "the file") -> None:
-    """Write files that belong together; none is replaced before all are on the disk. Raises RunError as `replacing`."""
+def write_together(contents: Mapping[Path, bytes], noun: str = "the file") -> None:
+    """Write files that belong together; none is replaced before all are on the disk. Raises RunError as `replacing` does."""
     with ExitStack() as stack:
         for path, content in contents.items():
-            file = stack.enter_context(replacing(path, what))
+            file = stack.enter_context(replacing(path, noun))
             file.write(content)
             file.flush()  # a full disk shows here, while every file is still as it was
 
 
 def check_new(path: Path) -> None:
-    """Raises RunError if there is something at `path` other than an empty folder."""
+    """Raise RunError if `path` exists and is not an empty folder."""
     try:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise RunError(f"{path}: exists already; choose another")
@@ -140,43 +143,43 @@ def check_new(path: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `path` at the end; if anything fails, nothing is left behind. What a killed process left of
-    an earlier attempt is deleted.
+    """A folder to fill, which becomes `path` at the end; if an error occurs, no folder is left behind. Unfinished folders of killed
+    processes are deleted.
 
     Raises:
-        RunError: `path` exists and holds something, or can't be made.
+        RunError: `path` exists and is not empty, or can't be made.
     """
     check_new(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=unfinished(path)))
-        _delete_abandoned(temporary)
+        temporary_folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=unfinished(path)))
+        _delete_abandoned(temporary_folder)
     except OSError as error:
         raise RunError(f"{path}: can't make the folder: {error.strerror}") from None
     try:
-        yield temporary
-        os.chmod(temporary, 0o755)
-        os.replace(temporary, path)
+        yield temporary_folder
+        os.chmod(temporary_folder, 0o755)
+        os.replace(temporary_folder, path)
         sync_folder(path.parent)
     except OSError as error:
         raise RunError(f"{path}: can't be written: {error.strerror}") from None
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(temporary_folder, ignore_errors=True)
 
 
 @contextmanager
-def locked(path: Path, taken: Callable[[], object], flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[str]:
-    """Lock a file, which is made if need be, against other processes; a process that ends, however that happens, gives its lock up.
+def locked(path: Path, on_conflict: Callable[[], object], flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[str]:
+    """Lock a file against other processes, and make it if it does not exist; a process that ends in any way gives its lock up.
 
     Args:
-        taken: called if another process has it, which is then waited for, unless the call raises.
-        flags: to open it with.
+        on_conflict: called if another process has the lock; unless the call raises, the lock is then waited for.
+        flags: of `os.open`, to open the file.
 
     Yields:
-        Empty; on a file system without locks, on which nothing is locked, a sentence that says so of the folder, to which its consequence
-        and the remedy are added.
+        The empty string; on a file system without locks, on which no file is locked, a clause on the folder, to which callers add the
+        consequence and the remedy.
     """
-    descriptors, unlocked = [os.open(path, flags, 0o666)], ""
+    descriptors, lock_problem = [os.open(path, flags, 0o666)], ""
 
     def release() -> None:
         while descriptors:
@@ -187,17 +190,17 @@ def locked(path: Path, taken: Callable[[], object], flags: int = os.O_RDWR | os.
         try:
             fcntl.flock(descriptors[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            taken()
+            on_conflict()
             fcntl.flock(descriptors[0], fcntl.LOCK_EX)
         except OSError as error:
-            unlocked = f"{path if path.is_dir() else path.parent}: its file system has no locks ({error.strerror})"
-        yield unlocked
+            lock_problem = f"{path if path.is_dir() else path.parent}: its file system has no locks ({error.strerror})"
+        yield lock_problem
     finally:
         release()
 
 
 def locked_folder(folder: Path, refusal: str) -> AbstractContextManager[str]:
-    """The same for a folder, which is not waited for. Raises RunError if another process has it: the folder and `refusal`."""
+    """Lock a folder as `locked` does a file, without waiting. Raises RunError, with `refusal`, if another process has the lock."""
 
     def refuse() -> NoReturn:
         raise RunError(f"{folder}: {refusal}") from None
@@ -245,25 +248,25 @@ class FileHashes:
         self.path = root / HASHES_FILE
         self.changed = False
         try:
-            stored = json.loads(self.path.read_bytes())
+            content = json.loads(self.path.read_bytes())
         except (OSError, ValueError, RecursionError):
-            stored = {}
-        entries = stored.items() if isinstance(stored, dict) else ()  # anything else: a damaged cache, which is computed again
+            content = {}
+        entries = content.items() if isinstance(content, dict) else ()  # other content: a damaged cache, which is computed again
         self.known = {name: entry for name, entry in entries if isinstance(entry, list) and len(entry) == 5 and isinstance(entry[-1], str)}
 
     def cached(self, path: Path) -> str | None:
-        """The file's sha256, if it is known without reading the file."""
+        """The file's cached sha256; None if the file must be read for it."""
         try:
-            known = self.known.get(str(path.resolve()))
-            return known[-1] if known and known[:-1] == _state(path) else None
+            entry = self.known.get(str(path.resolve()))
+            return entry[-1] if entry and entry[:-1] == _state(path) else None
         except OSError:
             return None
 
     def sha256(self, path: Path) -> str:
         """The file's sha256. Raises DataError if it can't be read."""
         try:
-            if known := self.cached(path):
-                return known
+            if cached_hash := self.cached(path):
+                return cached_hash
             state = _state(path)
             digest = file_sha256(path)
         except OSError as error:
@@ -281,7 +284,7 @@ class FileHashes:
 
 
 def sources_sha256(places: Iterable[str | Path]) -> str:
-    """Sixteen digits of a sha256 over Python files, and over those in folders: their paths there, and what is in them."""
+    """Sixteen digits of a sha256 over Python files and the Python files in folders: over their relative paths and contents."""
     digest = hashlib.sha256()
     for place in map(Path, places):
         for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:

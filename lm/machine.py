@@ -1,4 +1,4 @@
-"""Resources that this process may use of its machine, and has used; which machine that is, and which of its processes are alive."""
+"""Resources of this machine that this process may use or has used; the identity of the machine, and of its live processes."""
 
 import ctypes
 import gc
@@ -18,7 +18,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
 def usable_cores() -> int:
-    """Processor cores that this process may use: those it is bound to (taskset, a job's cgroup), and no more than SLURM gives each task."""
+    """Processor cores that this process may use: the cores it is bound to (taskset, a job's cgroup), at most SLURM's cores of a task."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(KeyError, ValueError):
         bound = min(bound, max(1, int(os.environ["SLURM_CPUS_PER_TASK"])))
@@ -26,7 +26,7 @@ def usable_cores() -> int:
 
 
 def threads_each(processes: int) -> int:
-    """Threads for torch in each of `processes` on this machine: its share of the usable cores, at most OMP_NUM_THREADS where set."""
+    """Threads for torch in each of `processes` on this machine: its share of the usable cores, at most OMP_NUM_THREADS if that is set."""
     share = max(1, usable_cores() // processes)
     with suppress(KeyError, ValueError):
         share = min(share, max(1, int(os.environ["OMP_NUM_THREADS"].partition(",")[0])))
@@ -34,9 +34,9 @@ def threads_each(processes: int) -> int:
 
 
 def peak_process_bytes() -> int:
-    """The most memory that this process has had resident at once, up to now.
+    """The largest resident memory of this process so far, bytes.
 
-    On Linux by its own address space: getrusage would count what the process that started it had, too.
+    On Linux it is of this process's address space: getrusage would also count memory of the process that started it.
     """
     with suppress(OSError):
         if match := re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()):
@@ -46,10 +46,10 @@ def peak_process_bytes() -> int:
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep the memory that its tensors free, for those of the next step.
+    """Let this process keep the memory that its tensors free, for the tensors of the next step.
 
-    glibc would give blocks of some MiB back, and the pages of new ones cost up to a quarter of a small step. Another C library, or a user's
-    own settings of malloc, are left alone.
+    glibc would give blocks of some MiB back, and the pages of new blocks cost up to a quarter of a small step. Another C library, or a
+    user's settings of malloc, are left alone.
     """
     if os.environ.keys() & {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"}:
         return
@@ -61,8 +61,8 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Import large packages without Python's collector of reference cycles: it would go through all that they define again and again, for
-    nothing. Afterwards it is on or off as before."""
+    """A context for importing large packages without Python's collector of reference cycles, which would scan their objects many times
+    to no effect. Afterwards the collector is on or off as before."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -73,7 +73,7 @@ def without_collection() -> Iterator[None]:
 
 
 def this_machine() -> str:
-    """This machine since it was started, and where its process numbers hold (containers have their own)."""
+    """An identifier of this machine since its start, and of the namespace of its process numbers (containers have separate ones)."""
     parts = [socket.gethostname()]
     with suppress(OSError):
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
@@ -81,7 +81,7 @@ def this_machine() -> str:
 
 
 def born(pid: int) -> str:
-    """When a process of this machine was started, which tells it from a later one of the same number; empty if there is none alive."""
+    """The start time of a process of this machine, which tells it from a later process of the same number; empty if it is not alive."""
     try:
         state, *values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if state in "ZX" else values[18]
@@ -100,18 +100,18 @@ def born(pid: int) -> str:
 
 
 def child_environment(gpus: Sequence[str] | None = None) -> dict[str, str]:
-    """The environment for an `lm` process that is to be stopped when this one ends, however that happens; on Linux alone.
+    """The environment for an `lm` process that is to be stopped when this process ends in any way; on Linux alone.
 
-    gpus: those that it sees, as CUDA_VISIBLE_DEVICES names them; None: all that this process does.
+    gpus: the GPUs that the process sees, as CUDA_VISIBLE_DEVICES names them; None: all GPUs that this process sees.
     """
-    seen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-    return {**os.environ, **seen, _PARENT: str(os.getpid())}
+    gpu_variables = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    return {**os.environ, **gpu_variables, _PARENT: str(os.getpid())}
 
 
 def stop_with_parent(number: int = signal.SIGTERM) -> None:
-    """Ask for a signal at the end of the parent that gave `child_environment` to this process; exit if the parent has ended already.
+    """Request a signal at the end of the parent that gave `child_environment` to this process; exit if the parent has ended already.
 
-    The process asks for it itself: code between fork and exec (`preexec_fn`) may wait forever for a lock that another thread held.
+    The process requests it itself: code between fork and exec (`preexec_fn`) may wait forever for a lock that another thread held.
     """
     parent = os.environ.pop(_PARENT, "")
     if parent and sys.platform == "linux":

@@ -1,10 +1,10 @@
 """Code from outside: `package.module:Class`, or a bare name that an installed package gives to it (entry points).
 
-Rooms name what it may be as a `Kind`: normalizers, optimizers, sources of text, synthetic tasks, evaluations.
+Packages of lm declare the kinds of such code, each a `Kind`: normalizers, optimizers, sources of text, synthetic tasks, evaluations.
 
 Code is imported only because the user named it: in a configuration or on the command line of this process (`trusted`), or
-through its package (`allow`). A checkpoint, run folder or export that names code gets it only if it is allowed so.
-docs/normalizers-own.md and docs/extending.md say what such a class has to be.
+through its package (`allow`). A checkpoint, run folder or export that names code gets it only if its package is allowed.
+docs/normalizers-own.md and docs/extending.md describe the requirements on such a class.
 """
 
 import hashlib
@@ -28,11 +28,11 @@ class Kind:
     """A kind of code from outside, which is a dataclass of options.
 
     Attributes:
-        group: of entry points that name such code.
-        noun: in errors.
-        base: the class that it is a subclass of.
-        methods: of `base`, which it must have for itself, as well as those that are abstract.
-        page: says what it has to be.
+        group: the group of entry points that name such code.
+        noun: its name in errors.
+        base: the base class of such code.
+        methods: methods of `base` that it must override, besides abstract ones.
+        page: the page with its requirements.
         check: the command that tests it.
     """
 
@@ -44,13 +44,13 @@ class Kind:
     check: str = "check-extension"
 
     def options(self, code: type) -> type:
-        """The dataclass of options of what was imported. Raises Unavailable: it is not of this kind."""
+        """`code`, the imported dataclass of options. Raises Unavailable: it is not of this kind."""
         if not (isinstance(code, type) and issubclass(code, self.base) and is_dataclass(code)):
-            where = f"{self.base.__module__}.{self.base.__name__}"
-            raise Unavailable(f"is no {self.noun}: no dataclass that is a subclass of {where}", f"see {self.page}")
-        missing = [name for name in self.methods if getattr(code, name) is getattr(self.base, name)]
-        if missing := [*missing, *sorted(getattr(code, "__abstractmethods__", ()))]:
-            raise Unavailable(f"is not whole: it has no {', '.join(missing)}", f"see {self.page}")
+            base_name = f"{self.base.__module__}.{self.base.__name__}"
+            raise Unavailable(f"is no {self.noun}: no dataclass that is a subclass of {base_name}", f"see {self.page}")
+        missing_names = [name for name in self.methods if getattr(code, name) is getattr(self.base, name)]
+        if missing_names := [*missing_names, *sorted(getattr(code, "__abstractmethods__", ()))]:
+            raise Unavailable(f"is not whole: it has no {', '.join(missing_names)}", f"see {self.page}")
         return code
 
 
@@ -59,61 +59,61 @@ class Plugin(NamedTuple):
 
     options: type
     implementation: type
-    version: str  # its distribution's, or the sha256 of its source
+    version: str  # of its distribution, or the sha256 of its source
     kind: Kind
 
 
 class Plugins:
-    """Packages that this process may import, and what it has imported, by its `module:Class`."""
+    """Packages that this process may import, and imported classes, by their `module:Class`."""
 
     def __init__(self) -> None:
         self._allowed: set[str] = set()
-        self._needed: set[str] = set()  # those of the allowed that something was named of
+        self._needed: set[str] = set()  # allowed packages whose code a file has named
         self._trusting = False
         self._loaded: dict[str, Plugin] = {}
         self._noted: set[tuple[str, str]] = set()  # groups and built-in names whose entry points have been looked for
 
     def allow(self, packages: Iterable[str]) -> None:
-        """Let files that name code of these packages (or modules) have it imported."""
+        """Allow imports of the code of these packages (or modules) that files name."""
         self._allowed.update(packages)
 
     def unneeded(self) -> set[str]:
-        """Allowed packages of which nothing has been named."""
+        """Allowed packages whose code no file has named."""
         return self._allowed - self._needed
 
     @contextmanager
     def trusted(self) -> Iterator[None]:
-        """A context for reading the user's own words: code from outside that they name is imported."""
-        before, self._trusting = self._trusting, True
+        """A context for reading text that the user wrote: code from outside that it names is imported."""
+        was_trusting, self._trusting = self._trusting, True
         try:
             yield
         finally:
-            self._trusting = before
+            self._trusting = was_trusting
 
     def options(self, name: str, kind: Kind) -> type:
-        """The options of the code that is meant by `name`; their own `name` is its `module:Class`.
+        """The options of the code that `name` means; their attribute `name` is the code's `module:Class`.
 
         Raises:
-            KeyError: it means none from outside.
-            Unavailable: it may not be imported, can't be, or is not of this kind.
+            KeyError: `name` means no code from outside.
+            Unavailable: the code may not or can't be imported, or is not of this kind.
         """
         if ":" in name and not all(name.split(":", 1)):
             raise Unavailable("names no class", "write package.module:Class")
         reference = name if ":" in name else metadata.entry_points(group=kind.group)[name].value  # nothing is imported
         module = reference.partition(":")[0]
-        allowing = {package for package in self._allowed if f"{module}.".startswith(f"{package}.")}
-        self._needed |= allowing
+        allowing_packages = {package for package in self._allowed if f"{module}.".startswith(f"{package}.")}
+        self._needed |= allowing_packages
         if reference not in self._loaded or self._loaded[reference].kind is not kind:
-            if not self._trusting and not allowing:
-                package, allowed = _package(module), ", ".join(sorted(self._allowed))
+            if not self._trusting and not allowing_packages:
+                package, allowed_packages = _package(module), ", ".join(sorted(self._allowed))
                 remedy = f"if you trust it: --allow-plugin {package}, in Python PLUGINS.allow(['{package}']) of lm.plugins"
-                remedy += f"; allowed is {allowed}" if allowed else ""
+                remedy += f"; allowed is {allowed_packages}" if allowed_packages else ""
                 raise Unavailable("is code from outside, which a file names", remedy)
             self._loaded[reference] = _imported(reference, kind)
         return self._loaded[reference].options
 
     def note_hidden(self, name: str, kind: Kind) -> None:
-        """Say once on stderr that an entry point has the built-in name that the user gave, and so is not what is meant."""
+        """Print once to stderr that an entry point has the built-in name that the user gave, and that `name` does not mean it."""
         if not self._trusting or (kind.group, name) in self._noted:
             return
         self._noted.add((kind.group, name))
@@ -121,39 +121,41 @@ class Plugins:
             print(f"note: {name} is lm's own; the entry point of that name is meant by {entry.value}", file=sys.stderr)
 
     def implementation(self, name: str) -> type:
-        """The class of options that `options` has given, by their `name`."""
+        """The class that was imported for the options with the attribute `name`, as `options` made them."""
         return self._loaded[name].implementation
 
     def versions(self, names: Iterable[str] | None = None) -> dict[str, str]:
-        """Versions of the code from outside among `names`, which has been imported; None: of all that has been."""
+        """Versions of the imported code from outside among `names`; None: of all imported code."""
         return {name: self._loaded[name].version for name in (self._loaded if names is None else names) if name in self._loaded}
 
     def code(self, names: Iterable[str]) -> dict[str, str]:
-        """A digest of the Python files of the whole package, of what is from outside among `names`."""
+        """A digest of the Python files of the whole package, for each code from outside among `names`."""
         modules = {name: sys.modules[_package(name)] for name in names if name in self._loaded}
         return {name: sources_sha256(getattr(module, "__path__", None) or [module.__file__]) for name, module in modules.items()}
 
     def failure(self, error: BaseException) -> tuple[str, str]:
-        """The code from outside, its function, file and line that raised `error`, and the command that
-        checks it, in words; both empty if none did."""
+        """The code from outside that raised `error`, with its function, file and line, in words, and the command that checks it.
+
+        Both are empty if lm itself raised the error.
+        """
         modules = {place: name for name in self._loaded for place in (_package(name), name.partition(":")[0])}
         for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
             module = frame.f_globals.get("__name__", "")
             if name := modules.get(module) or modules.get(_package(module)):
                 kind = self._loaded[name].kind
-                where = f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{line})"
-                return f"{kind.noun} {name} failed in {where}", f"lm {kind.check}"
+                location = f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{line})"
+                return f"{kind.noun} {name} failed in {location}", f"lm {kind.check}"
         return "", ""
 
 
-PLUGINS = Plugins()  # imports are the whole process's, and so is what is known of them
+PLUGINS = Plugins()  # one for the whole process, as imports are
 
 
 class Table(dict[str, type]):
-    """Options by name. Also finds those from outside, which it does not list."""
+    """Options by name. It also finds options from outside, which it does not list."""
 
-    def __init__(self, kind: Kind, listed: Mapping[str, type]):
-        super().__init__(listed)
+    def __init__(self, kind: Kind, options: Mapping[str, type]):
+        super().__init__(options)
         self.kind = kind
 
     def __missing__(self, name: str) -> type:
@@ -178,15 +180,15 @@ def _imported(reference: str, kind: Kind) -> Plugin:
     module, _, name = reference.partition(":")
     try:
         code = getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever the module raises
+    except Exception as error:  # any error that the module raises
         problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         remedy = "install its package, or mend the name or its code; of a file in the current folder: PYTHONPATH=. lm ..."
         raise Unavailable(f"can't be imported: {problem}", remedy) from None
     schema = kind.options(code)
-    if unkeyed := [spec.name for spec in fields(schema) if "help" not in spec.metadata]:
-        raise Unavailable(f"has an option that is not made by lm.schema.key: {unkeyed[0]}", f"see {kind.page}")
-    named = type(schema.__name__, (schema,), {"name": reference, "__doc__": schema.__doc__, "__module__": schema.__module__})
-    return Plugin(named, code, _version(reference, code), kind)
+    if unkeyed_names := [spec.name for spec in fields(schema) if "help" not in spec.metadata]:
+        raise Unavailable(f"has an option that is not made by lm.schema.key: {unkeyed_names[0]}", f"see {kind.page}")
+    named_schema = type(schema.__name__, (schema,), {"name": reference, "__doc__": schema.__doc__, "__module__": schema.__module__})
+    return Plugin(named_schema, code, _version(reference, code), kind)
 
 
 def _version(reference: str, code: type) -> str:

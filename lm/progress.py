@@ -37,53 +37,53 @@ class Progress:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     @contextmanager
-    def bar(self, name: str, total: int | None, done: int = 0, *columns: ProgressColumn) -> Iterator[Callable[..., None]]:
+    def bar(self, name: str, total: int | None, n_done: int = 0, *columns: ProgressColumn) -> Iterator[Callable[..., None]]:
         """A progress bar, if bars are shown. Yields a function of the units done since its last call, and of `text` to show beside the bar.
 
         Args:
-            total, done: all units, and those done before.
-            columns: to the right of the bar; by default the units done and the remaining time.
+            total, n_done: the number of all units, and of units done before.
+            columns: columns to the right of the bar; by default the units done and the remaining time.
         """
-        shown = columns or (MofNCompleteColumn(), TimeRemainingColumn())
+        shown_columns = columns or (MofNCompleteColumn(), TimeRemainingColumn())
         bars = Bars(
             TextColumn("{task.description}"),
             BarColumn(),
-            *shown,
+            *shown_columns,
             console=self.console,
             transient=True,
             disable=self.lines or self.console.quiet,
         )
-        task = bars.add_task(name, total=total, completed=done, text="")
+        task = bars.add_task(name, total=total, completed=n_done, text="")
         with bars:
             yield lambda units, **fields: bars.update(task, advance=units, **fields)
 
     @contextmanager
-    def bytes(self, name: str, total: int | None, done: int = 0) -> Iterator[Callable[[int], None]]:
-        """A stage of `total` bytes, `done` of them before, with MB/s and the remaining time. Yields a function of the bytes done."""
+    def bytes(self, name: str, total: int | None, n_done: int = 0) -> Iterator[Callable[[int], None]]:
+        """A stage of `total` bytes, `n_done` of them done before, with MB/s and the remaining time. Yields a function of the bytes done."""
         if self.lines:
-            self.say(f"{name}: {total:,} bytes" + (f", {done:,} of them done before" if done else "") if total else name)
+            self.say(f"{name}: {total:,} bytes" + (f", {n_done:,} of them done before" if n_done else "") if total else name)
         columns = (DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        started = last_line = time.monotonic()
-        since = 0  # bytes since the start
-        with self.bar(f"{name:<9}", total, done, *columns) as show:
+        start = last_line = time.monotonic()
+        n_new = 0  # bytes done since the start
+        with self.bar(f"{name:<9}", total, n_done, *columns) as show:
 
             def advance(n_bytes: int) -> None:
-                nonlocal since, last_line
-                since += n_bytes
+                nonlocal n_new, last_line
+                n_new += n_bytes
                 show(n_bytes)
-                now = time.monotonic()
-                if self.lines and now - last_line >= LINE_SECONDS:
-                    last_line, speed, done_now = now, since / max(now - started, 1e-9), done + since
-                    remaining = f" ({done_now / total:.0%}), {(total - done_now) / max(speed, 1e-9):,.0f} s left" if total else ""
-                    self.say(f"{name}: {done_now / 1e6:,.0f} MB{remaining}, {speed / 1e6:.1f} MB/s")
+                current_time = time.monotonic()
+                if self.lines and current_time - last_line >= LINE_SECONDS:
+                    last_line, speed, n_complete = current_time, n_new / max(current_time - start, 1e-9), n_done + n_new
+                    remaining = f" ({n_complete / total:.0%}), {(total - n_complete) / max(speed, 1e-9):,.0f} s left" if total else ""
+                    self.say(f"{name}: {n_complete / 1e6:,.0f} MB{remaining}, {speed / 1e6:.1f} MB/s")
 
             yield advance
-        seconds = time.monotonic() - started
-        self.say(f"{name}: {since / 1e6:,.1f} MB in {seconds:,.1f} s, {since / max(seconds, 1e-9) / 1e6:,.1f} MB/s")
+        seconds = time.monotonic() - start
+        self.say(f"{name}: {n_new / 1e6:,.1f} MB in {seconds:,.1f} s, {n_new / max(seconds, 1e-9) / 1e6:,.1f} MB/s")
 
 
 class StepProgress(Progress):
-    """The steps of a training run, with loss, speed and remaining time; as lines, one every twentieth of the run."""
+    """The steps of a training run, with loss, speed and remaining time; as lines, one for each twentieth of the run."""
 
     def __init__(self, mode: str, max_steps: int):
         super().__init__(mode)

@@ -1,8 +1,9 @@
 """Dataclasses as configuration schemas: strict building from plain data, and their reference text.
 
-A schema is a dataclass whose fields are made with `key` (a value), `section` (a nested dataclass), `optional` (one that may be null),
-`sections` (a list of them), `variant` (one of several dataclasses, chosen by the node's `name`), `variants` or `named` (a list or a map of
-such). A field's metadata say what it holds: values within `limits`, or blocks of one `schema` or of a `table`, `many` as a list or a map.
+A schema is a dataclass whose fields are made with functions of this module: `key` (a value), `section` (a nested dataclass), `optional`
+(a nested dataclass or null) or `sections` (a list of nested dataclasses). A field of `variant` holds a block of one of several
+dataclasses, which its `name` picks; `variants` and `named` make a list and a map of such blocks. A field's metadata describe its content:
+values within `limits`, or blocks of one `schema` or of a `table`, `many` in a list or a map.
 `build` checks plain data against it and collects every problem instead of stopping at the first.
 """
 
@@ -86,8 +87,8 @@ class DeclaredEffect(typing.TypedDict, total=False):
 def key(default, help: str, effect: DeclaredEffect | None = None, *, omit_default: bool = False, **limits: float):
     """A configuration key: its default, its one-line description, what it affects and its bounds (`gt ge lt le`).
 
-    omit_default: plain data leave it out while it has its default: for a key added to a block that there are runs of, whose
-    configurations, arms and hashes then stay as they were.
+    omit_default: plain data leave the key out while it has its default. This is for a key that is added to a block of existing runs:
+    their configurations, arms and hashes then stay as they were.
     """
     metadata = {"help": help, "effect": effect, "limits": Limits(**limits), "omit_default": omit_default}
     if isinstance(default, list | dict):
@@ -125,12 +126,12 @@ def variants(table: Mapping[str, type], help: str, *, omit_default: bool = False
 
 
 def named(table: Mapping[str, type], help: str):
-    """A map from names of the user's to blocks, each as in `variant`; empty by default."""
+    """A map from names that the user chooses to blocks, each as in `variant`; empty by default."""
     return field(default_factory=dict, metadata={"help": help, "effect": None, "table": table, "many": dict})
 
 
 def effect(schema: type, path: str) -> Effect | None:
-    """The effect of the key at `path` (dotted, items of lists by index or not) affects; None if `schema` has no such key.
+    """The effect of the key at `path` (dotted, items of lists by index or not); None if `schema` has no such key.
 
     Everything below a key of plain data has that key's effect; so has an option of a block that is not in its table (one of a plugin).
     """
@@ -139,23 +140,25 @@ def effect(schema: type, path: str) -> Effect | None:
 
 
 def _fields_at(schema: type, path: str) -> list[dataclasses.Field]:
-    """The fields along a dotted path, the outermost first: up to one of plain data, or to a block whose option is not in its table; [] if
-    `schema` has no such key."""
-    specs, inner, outside = [], [schema], False
+    """The fields along a dotted path, the outermost first: up to a field of plain data, or to a block whose option is not in its table.
+
+    Returns [] if `schema` has no such key.
+    """
+    specs, blocks, has_table = [], [schema], False
     for name in path.split("."):
-        spec = next((known for block in inner if (known := _field(block, name))), None)
+        spec = next((match for block in blocks if (match := _field(block, name))), None)
         if spec is None:
-            return specs if outside else []
+            return specs if has_table else []
         specs.append(spec)
-        outside = bool(spec.metadata.get("table"))
-        inner = list(spec.metadata["table"].values()) if outside else [spec.metadata["schema"]] if "schema" in spec.metadata else []
-        if not inner:
+        has_table = bool(spec.metadata.get("table"))
+        blocks = list(spec.metadata["table"].values()) if has_table else [spec.metadata["schema"]] if "schema" in spec.metadata else []
+        if not blocks:
             break
     return specs
 
 
 def effect_within(block: Effect, spec: dataclasses.Field) -> Effect:
-    """The effect of a field in a block with the effect `block`. What affects neither the model nor training may change on resume."""
+    """The effect of a field in a block with the effect `block`. Keys that affect neither the model nor training may change on resume."""
     changes = dict(spec.metadata["effect"] or {})
     if "affects" in changes:
         changes.setdefault("on_resume", "same" if changes["affects"] in ("model", "training", "seed") else "free")
@@ -186,50 +189,50 @@ class Unavailable(KeyError):
         self.reason, self.remedy = reason, remedy
 
 
-def suggest(word: str, known: typing.Iterable[str]) -> str:
-    """A "did you mean" remedy, or the list of what is allowed; of a table that imports variants with the names that are installed."""
-    known = [*known, *getattr(known, "installed", tuple)()]
-    close = difflib.get_close_matches(str(word), known, n=1)
-    if close:
-        return f"did you mean '{close[0]}'?"
-    return "choose from: " + ", ".join(known) if known else "name one as package.module:Class"
+def suggest(word: str, names: typing.Iterable[str]) -> str:
+    """A "did you mean" remedy, or the list of `names`; a table that imports variants adds the names that are installed."""
+    names = [*names, *getattr(names, "installed", tuple)()]
+    matches = difflib.get_close_matches(str(word), names, n=1)
+    if matches:
+        return f"did you mean '{matches[0]}'?"
+    return "choose from: " + ", ".join(names) if names else "name one as package.module:Class"
 
 
 def build(schema: type, data: Plain, path: str, problems: list[Problem], table: Mapping[str, type] | None = None):
-    """An instance of `schema`, one of `table` where a name picks it, from plain `data`; what is wrong is appended to `problems`."""
+    """An instance of `schema` from plain `data`, whose problems are appended to `problems`; `table`: schemas of which a name chose it."""
     if not isinstance(data, Mapping):
-        problems.append(Problem(path, data, "must be a block of keys", "keys: " + ", ".join(f.name for f in fields(schema))))
+        problems.append(Problem(path, data, "must be a block of keys", "keys: " + ", ".join(spec.name for spec in fields(schema))))
         return schema()
-    known = {f.name: f for f in fields(schema)}
-    other = "it has no options: give the name of another" if not known else ""
+    specs = {spec.name: spec for spec in fields(schema)}
+    empty_remedy = "it has no options: give the name of another" if not specs else ""
     values = {}
     for name, value in data.items():
-        where = _join(path, name)
-        if name in known:
-            values[name] = _field_value(known[name], value, where, problems)
+        key_path = _join(path, name)
+        if name in specs:
+            values[name] = _field_value(specs[name], value, key_path, problems)
         elif not (name == "name" and hasattr(schema, "name")):
             owners = [variant_name for variant_name, options in (table or {}).items() if _field(options, name)]
-            owner = f"it is an option of {', '.join(owners)}: set {_join(path, 'name')}" if owners else ""
+            owner_remedy = f"it is an option of {', '.join(owners)}: set {_join(path, 'name')}" if owners else ""
             parts = str(name).split(".")
-            nested = f"nest it: {': {'.join(parts)}: ...{'}' * (len(parts) - 1)}" if len(parts) > 1 and parts[0] in known else ""
-            problems.append(Problem(where, value, "unknown key", owner or other or nested or suggest(name, known)))
+            nesting_remedy = f"nest it: {': {'.join(parts)}: ...{'}' * (len(parts) - 1)}" if len(parts) > 1 and parts[0] in specs else ""
+            problems.append(Problem(key_path, value, "unknown key", owner_remedy or empty_remedy or nesting_remedy or suggest(name, specs)))
     return schema(**{name: value for name, value in values.items() if value is not MISSING})
 
 
 def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: list[Problem]):
-    table, many = spec.metadata.get("table"), spec.metadata.get("many")
+    table, container = spec.metadata.get("table"), spec.metadata.get("many")
 
-    def block(item: Plain, where: str):
+    def block(item: Plain, item_path: str):
         if table is None:
-            return build(spec.metadata["schema"], item, where, problems)
-        return _build_variant(table, spec.metadata.get("default"), item, where, problems)
+            return build(spec.metadata["schema"], item, item_path, problems)
+        return _build_variant(table, spec.metadata.get("default"), item, item_path, problems)
 
-    if many is dict:
+    if container is dict:
         if not is_block(value):
             problems.append(Problem(path, value, "must be a map from names to blocks"))
             return MISSING
         return {name: block(item, f"{path}.{name}") for name, item in value.items()}
-    if many is list:
+    if container is list:
         if table is not None and not isinstance(value, list):
             value = [value]
         if not isinstance(value, list | None):
@@ -238,20 +241,20 @@ def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: lis
         return [block(item, f"{path}[{index}]") for index, item in enumerate(value or [])]
     if table is not None or "schema" in spec.metadata:
         return None if value is None and "optional" in spec.metadata else block(value, path)
-    converted = convert(spec.type, value)
-    if converted is MISSING:
+    result = convert(spec.type, value)
+    if result is MISSING:
         problems.append(Problem(path, value, f"must be {type_name(spec.type)}", _type_remedy(spec.type, value, spec.metadata["help"])))
         return MISSING
     limits = spec.metadata["limits"]
-    for item in _items(converted):
+    for item in _items(result):
         if isinstance(item, int | float) and not isinstance(item, bool) and not limits.allow(item):
             problems.append(Problem(path, value, f"must be {limits}"))
             return MISSING
-    return converted
+    return result
 
 
 def _items(value: Plain) -> Iterator[Plain]:
-    """The values of lists and maps within each other; any other value by itself."""
+    """The values in nested lists and maps; a value of another type by itself."""
     if not isinstance(value, list | dict):
         yield value
     for item in value if isinstance(value, list) else value.values() if isinstance(value, dict) else ():
@@ -324,12 +327,12 @@ def type_name(hint: type) -> str:
 
 
 def _type_remedy(hint: type, value: Plain, meaning: str) -> str:
-    """Words on what to write instead; `meaning`: help of the key, which names its texts where yes or no was given."""
+    """The remedy for a value of the wrong type; `meaning`: the key's help, which is the remedy for yes or no in place of a text."""
     literals = _literals(hint)
-    unknown = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str) and item not in literals]
-    if unknown and literals:
+    unknown_texts = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str) and item not in literals]
+    if unknown_texts and literals:
         words = [yaml_scalar(arg) for arg in literals]
-        return f"write {unknown[0]} without quotes" if unknown[0] in words else suggest(unknown[0], words)
+        return f"write {unknown_texts[0]} without quotes" if unknown_texts[0] in words else suggest(unknown_texts[0], words)
     if hint is not str:
         return ""
     return meaning if isinstance(value, bool) else "quote it in the YAML"
@@ -348,21 +351,21 @@ def own_problems(block, path: str = "") -> list[Problem]:
     """
     problems = [dataclasses.replace(problem, path=_join(path, problem.path)) for problem in getattr(block, "problems", list)()]
     for spec in fields(type(block)):
-        value, where = getattr(block, spec.name), _join(path, spec.name)
-        items = {f"{where}[{index}]": item for index, item in enumerate(value)} if isinstance(value, list) else {where: value}
+        value, key_path = getattr(block, spec.name), _join(path, spec.name)
+        items = {f"{key_path}[{index}]": item for index, item in enumerate(value)} if isinstance(value, list) else {key_path: value}
         if isinstance(value, dict):
-            items = {f"{where}.{name}": item for name, item in value.items()}
-        problems += [problem for place, item in items.items() if is_dataclass(item) for problem in own_problems(item, place)]
+            items = {f"{key_path}.{name}": item for name, item in value.items()}
+        problems += [problem for item_path, item in items.items() if is_dataclass(item) for problem in own_problems(item, item_path)]
     return problems
 
 
 def to_plain(config) -> dict[str, Plain]:
-    """The instance as nested plain data, each variant with its `name`: what `build` reads back. Without defaults that `key` omits."""
+    """The instance as nested plain data, which `build` reads back, each variant with its `name`; without defaults that `key` omits."""
     specs = fields(type(config))
     plain = {"name": config.name} if hasattr(config, "name") and all(spec.name != "name" for spec in specs) else {}
     values = {spec.name: getattr(config, spec.name) for spec in specs}
-    omitted = {spec.name for spec in specs if spec.metadata.get("omit_default") and values[spec.name] == _default(spec)}
-    return plain | {name: _plain(value) for name, value in values.items() if name not in omitted}
+    omitted_names = {spec.name for spec in specs if spec.metadata.get("omit_default") and values[spec.name] == _default(spec)}
+    return plain | {name: _plain(value) for name, value in values.items() if name not in omitted_names}
 
 
 def _plain(value) -> Plain:
@@ -386,30 +389,30 @@ def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
     return {key: value for name, item in plain.items() for key, value in flatten(item, f"{path}.{name}" if path else name).items()}
 
 
-def reference(schema: type, path: str = "", described: set[type] | None = None) -> list[tuple[str, str, str, str]]:
-    """Rows (key path, type, default, description) of every key of `schema`, in order; an option of several tables once."""
+def reference(schema: type, path: str = "", described_options: set[type] | None = None) -> list[tuple[str, str, str, str]]:
+    """Rows (key path, type, default, description) of every key of `schema`, in order; a block of several tables has its rows once."""
     rows = []
-    described = set() if described is None else described
+    described_options = set() if described_options is None else described_options
     for spec in fields(schema):
-        where, default, inner = _join(path, spec.name), _default(spec), {}
+        key_path, default, blocks = _join(path, spec.name), _default(spec), {}
         table, block = spec.metadata.get("table"), spec.metadata.get("schema")
-        if many := spec.metadata.get("many"):
-            kind, written = _MANY[many, table is not None], _yaml_flow(_plain(default))
-            inner = {"[]": block} if block else {}
+        if container := spec.metadata.get("many"):
+            kind, default_text = _MANY[container, table is not None], _yaml_flow(_plain(default))
+            blocks = {"[]": block} if block else {}
         elif table is not None:
-            kind, written = " | ".join(table), spec.metadata["default"]
-            inner = {f"[{name}]": option for name, option in table.items()}
+            kind, default_text = " | ".join(table), spec.metadata["default"]
+            blocks = {f"[{name}]": option for name, option in table.items()}
         elif block:
-            kind, written, inner = "a block or null" if "optional" in spec.metadata else "", "null", {"": block}
+            kind, default_text, blocks = "a block or null" if "optional" in spec.metadata else "", "null", {"": block}
         else:
             limits = str(spec.metadata["limits"])
-            kind, written = type_name(spec.type) + (f", {limits}" if limits else ""), yaml_scalar(default)
+            kind, default_text = type_name(spec.type) + (f", {limits}" if limits else ""), yaml_scalar(default)
         if kind:
-            rows.append((where, kind, written, spec.metadata["help"]))
-        for suffix, option in inner.items():
-            if block or option not in described:
-                described.add(option)
-                rows += reference(option, where + suffix, described)
+            rows.append((key_path, kind, default_text, spec.metadata["help"]))
+        for suffix, option in blocks.items():
+            if block or option not in described_options:
+                described_options.add(option)
+                rows += reference(option, key_path + suffix, described_options)
     return rows
 
 
@@ -425,8 +428,8 @@ def _yaml_flow(value: Plain) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_yaml_flow, value))}]"
     if isinstance(value, dict):
-        inner = ", ".join(f"{name}: {_yaml_flow(item)}" for name, item in value.items())
-        return value["name"] if list(value) == ["name"] else "{" + inner + "}"
+        text = ", ".join(f"{name}: {_yaml_flow(item)}" for name, item in value.items())
+        return value["name"] if list(value) == ["name"] else "{" + text + "}"
     return yaml_scalar(value)
 
 

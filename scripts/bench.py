@@ -79,9 +79,9 @@ def interleaved(sides: dict[str, Step], rounds: int) -> dict[str, list[float]]:
             step()
     for _ in range(rounds):
         for name in random.sample(list(sides), len(sides)):
-            started = time.perf_counter()
+            start = time.perf_counter()
             sides[name]()
-            times[name].append(time.perf_counter() - started)
+            times[name].append(time.perf_counter() - start)
     return times
 
 
@@ -236,12 +236,12 @@ def document_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tu
         return train_step(decoder, lambda _: decoder.loss(batch) / tokens, sequences, arguments.bf16)
 
     index = torch.arange(arguments.seq_len).expand(len(sequences), -1)
-    drawn = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     mixed = index.clone()
     for sequence in mixed:
         begin = 0
         while begin < arguments.seq_len:
-            size = int(16 * (arguments.seq_len / 16) ** torch.rand(1, generator=drawn))  # as many of each octave
+            size = int(16 * (arguments.seq_len / 16) ** torch.rand(1, generator=generator))  # as many of each octave
             sequence[begin : begin + size] -= begin
             begin += size
     sizes = {f"documents of {size}": index % size for size in (64, 256, 1024) if size <= arguments.seq_len}
@@ -251,19 +251,19 @@ def document_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tu
 
 def measure_long(arguments: argparse.Namespace) -> None:
     """Seconds, and peak memory beyond model and sequence, of the loss by position of one long sequence."""
-    where = Device(torch.device(arguments.device), arguments.bf16)
-    decoder = Decoder(shape(arguments, normalizer=catalogue.SINGLE[arguments.normalizer]()), arguments.vocab_size, 1024).to(where.device)
+    device = Device(torch.device(arguments.device), arguments.bf16)
+    decoder = Decoder(shape(arguments, normalizer=catalogue.SINGLE[arguments.normalizer]()), arguments.vocab_size, 1024).to(device.device)
     tokens = np.random.default_rng(0).integers(arguments.vocab_size, size=(1, arguments.seq_len + 1))
     held_out = HeldOut(tokens, np.ones(arguments.vocab_size, np.float32))
-    on_gpu = where.device.type == "cuda"
+    on_gpu = device.device.type == "cuda"
     before = torch.cuda.memory_allocated() if on_gpu else peak_process_bytes()
-    started = time.perf_counter()
-    nll_by_token(decoder, held_out, where)
-    seconds = time.perf_counter() - started
+    start = time.perf_counter()
+    nll_by_token(decoder, held_out, device)
+    seconds = time.perf_counter() - start
     peak = torch.cuda.max_memory_allocated() if on_gpu else peak_process_bytes()
     print(
         f"{arguments.normalizer}, {arguments.seq_len:,} tokens, {sum(p.numel() for p in decoder.parameters()) / 1e6:.1f} M parameters, "
-        f"{where.precision}, {torch.get_num_threads()} threads: {seconds:.1f} s, peak memory +{(peak - before) / 2**20:,.0f} MiB"
+        f"{device.precision}, {torch.get_num_threads()} threads: {seconds:.1f} s, peak memory +{(peak - before) / 2**20:,.0f} MiB"
     )
 
 
@@ -271,14 +271,14 @@ def dynamics_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tu
     """A training step, and beside it what each of `log.dynamics` adds to a logged one; largest scores of two sequences."""
     decoder = Decoder(shape(arguments, normalizer=opt.SSMax()), arguments.vocab_size, arguments.seq_len).to(sequences.device)
     step = made(decoder.config, arguments, sequences, arguments.bf16, arguments.compile)
-    batch, where = Batch.of(sequences), Device(sequences.device, arguments.bf16)
-    with where.autocast():
+    batch, device = Batch.of(sequences), Device(sequences.device, arguments.bf16)
+    with device.autocast():
         decoder.loss(batch).backward()
     return {
         "a training step": step,
         "gradient_norm": lambda: transferred(gradient_norms(decoder)),
         "logit_scale": lambda: transferred(logit_scales(decoder)),
-        "largest_score": lambda: transferred(largest_scores(decoder, Batch.of(sequences[:2]), where)),
+        "largest_score": lambda: transferred(largest_scores(decoder, Batch.of(sequences[:2]), device)),
     }, "a training step"
 
 
@@ -295,18 +295,18 @@ LENGTHS = {"kernels": 2048, "memory": 16384, "memory-of": 16384, "long": 131072,
 
 def measure_diagnostics(arguments: argparse.Namespace) -> None:
     """Seconds, and peak memory beyond the models, of all statistics of attention, with the untrained model's and of shuffled scores."""
-    where = Device(torch.device(arguments.device), bf16=False)
-    asked = DiagnosticsConfig(sequences=arguments.sequences, statistics=arguments.statistics)
+    device = Device(torch.device(arguments.device), bf16=False)
+    config = DiagnosticsConfig(sequences=arguments.sequences, statistics=arguments.statistics)
     options = shape(arguments, normalizer=catalogue.SINGLE[arguments.normalizer]())
-    models = [Decoder(options, arguments.vocab_size, 1024, seed).to(where.device) for seed in (0, 1)]
+    models = [Decoder(options, arguments.vocab_size, 1024, seed).to(device.device) for seed in (0, 1)]
     tokens = np.random.default_rng(0).integers(arguments.vocab_size, size=(arguments.sequences, arguments.seq_len + 1))
     before = peak_process_bytes()
-    started = time.perf_counter()
-    statistics_of(*models, HeldOut(tokens, np.ones(arguments.vocab_size, np.float32)), asked, where)
-    seconds, peak = time.perf_counter() - started, peak_process_bytes()
+    start = time.perf_counter()
+    statistics_of(*models, HeldOut(tokens, np.ones(arguments.vocab_size, np.float32)), config, device)
+    seconds, peak = time.perf_counter() - start, peak_process_bytes()
     print(
-        f"{', '.join(asked.statistics)}: {arguments.normalizer}, {arguments.sequences} sequences of {arguments.seq_len:,} tokens, "
-        f"{asked.queries} queries each, {sum(p.numel() for p in models[0].parameters()) / 1e6:.1f} M parameters, "
+        f"{', '.join(config.statistics)}: {arguments.normalizer}, {arguments.sequences} sequences of {arguments.seq_len:,} tokens, "
+        f"{config.queries} queries each, {sum(p.numel() for p in models[0].parameters()) / 1e6:.1f} M parameters, "
         f"{torch.get_num_threads()} threads: {seconds:.1f} s, peak memory +{(peak - before) / 2**20:,.0f} MiB"
     )
 
@@ -339,9 +339,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     arguments.seq_len = arguments.seq_len or LENGTHS.get(arguments.what, 256)
-    alone = {"memory": print_memory, "memory-of": memory_of, "long": measure_long, "diagnose": measure_diagnostics}
-    if arguments.what in alone:
-        return alone[arguments.what](arguments)
+    functions = {"memory": print_memory, "memory-of": memory_of, "long": measure_long, "diagnose": measure_diagnostics}
+    if arguments.what in functions:
+        return functions[arguments.what](arguments)
     torch.manual_seed(0)
     random.seed(0)
     sequences = torch.randint(arguments.vocab_size, (arguments.sequences, arguments.seq_len + 1), device=arguments.device)

@@ -134,29 +134,29 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--nanogpt", type=Path, help="nanoGPT's model.py: as it is and compiled, beside the others")
     parser.add_argument("--llama", action="store_true", help="transformers' Llama under its Trainer, eager, beside the others")
-    asked = parser.parse_args()
-    common = {"shape": SHAPES[asked.shape], "threads": asked.threads, "recipe": asked.recipe, "normalizer": "softmax"}
+    options = parser.parse_args()
+    common = {"shape": SHAPES[options.shape], "threads": options.threads, "recipe": options.recipe, "normalizer": "softmax"}
     with tempfile.TemporaryDirectory() as temporary:
-        old, new = (checkout(commit, Path(temporary)) for commit in (asked.old, asked.new))
-        sides = {asked.old: (common, old), asked.new: (common, new), f"{asked.new} again": (common, new)}
-        if asked.normalizer != "softmax":
-            sides[f"{asked.new}, {asked.normalizer}"] = {**common, "normalizer": asked.normalizer}, new
-        if asked.nanogpt:
-            beside = {**common, "nanogpt": str(asked.nanogpt.resolve())}
-            sides |= {"nanoGPT": ({**beside, "compile": False}, new), "nanoGPT compiled": ({**beside, "compile": True}, new)}
-        if asked.llama:
+        old, new = (checkout(commit, Path(temporary)) for commit in (options.old, options.new))
+        sides = {options.old: (common, old), options.new: (common, new), f"{options.new} again": (common, new)}
+        if options.normalizer != "softmax":
+            sides[f"{options.new}, {options.normalizer}"] = {**common, "normalizer": options.normalizer}, new
+        if options.nanogpt:
+            nanogpt = {**common, "nanogpt": str(options.nanogpt.resolve())}
+            sides |= {"nanoGPT": ({**nanogpt, "compile": False}, new), "nanoGPT compiled": ({**nanogpt, "compile": True}, new)}
+        if options.llama:
             sides["transformers' Llama"] = {**common, "llama": True}, new
         processes = {name: started(*side) for name, side in sides.items()}
         times: dict[str, list[float]] = {name: [] for name in processes}
-        for _ in range(asked.rounds):
+        for _ in range(options.rounds):
             for name in random.sample(list(processes), len(processes)):
                 processes[name].stdin.write("\n")
                 processes[name].stdin.flush()
                 times[name].append(float(processes[name].stdout.readline()))
         for process in processes.values():
             process.stdin.close()
-    tokens = SHAPES[asked.shape][3] * LENGTH
-    for base in [asked.old, f"{asked.new} again", *(name for name in ("nanoGPT compiled", "transformers' Llama") if name in sides)]:
+    tokens = SHAPES[options.shape][3] * LENGTH
+    for base in [options.old, f"{options.new} again", *(name for name in ("nanoGPT compiled", "transformers' Llama") if name in sides)]:
         print_ratios(times, base, tokens)
 
 

@@ -68,19 +68,19 @@ if __name__ == "__main__":
 
 def made_up_folder(folder: Path, megabytes: int) -> None:
     """Files of JSON lines, 64 MB each: documents of 1 to 30 kB of made-up words, no two the same."""
-    drawn = np.random.default_rng(0)
-    words = np.array(["".join(drawn.choice(list("abcdefghiklmnoprstuvw"), drawn.integers(2, 9))) for _ in range(20_000)])
+    rng = np.random.default_rng(0)
+    words = np.array(["".join(rng.choice(list("abcdefghiklmnoprstuvw"), rng.integers(2, 9))) for _ in range(20_000)])
     frequency = 1 / np.arange(10, len(words) + 10)
-    pool = " ".join(drawn.choice(words, 2_000_000, p=frequency / frequency.sum()))
+    pool = " ".join(rng.choice(words, 2_000_000, p=frequency / frequency.sum()))
     folder.mkdir(parents=True)
-    written = number = 0
-    while written < megabytes * 1_000_000:
-        with open(folder / f"{written // 1_000_000:06d}.jsonl", "w") as file:
-            while file.tell() < 64_000_000 and written + file.tell() < megabytes * 1_000_000:
-                begin, size = drawn.integers(len(pool) - 30_000), drawn.integers(1_000, 30_000)
+    n_bytes = number = 0
+    while n_bytes < megabytes * 1_000_000:
+        with open(folder / f"{n_bytes // 1_000_000:06d}.jsonl", "w") as file:
+            while file.tell() < 64_000_000 and n_bytes + file.tell() < megabytes * 1_000_000:
+                begin, size = rng.integers(len(pool) - 30_000), rng.integers(1_000, 30_000)
                 file.write(json.dumps({"text": f"{number} {pool[begin : begin + size]}"}) + "\n")
                 number += 1
-            written += file.tell()
+            n_bytes += file.tell()
 
 
 def sparse_store(folder: Path, n_tokens: int) -> Path:
@@ -106,9 +106,9 @@ def sparse_store(folder: Path, n_tokens: int) -> Path:
 
 def measure(title: str, script: str, *arguments: Path) -> None:
     """Run `script` in a process of its own and print the figures it gives."""
-    done = subprocess.run([sys.executable, "-c", script, *map(str, arguments)], stdout=subprocess.PIPE, text=True, check=True)
+    result = subprocess.run([sys.executable, "-c", script, *map(str, arguments)], stdout=subprocess.PIPE, text=True, check=True)
     print(title)
-    for name, value in json.loads(done.stdout.splitlines()[-1]).items():
+    for name, value in json.loads(result.stdout.splitlines()[-1]).items():
         print(f"  {name:<38} {value:>16,.2f}" if value < 100 else f"  {name:<38} {value:>16,.0f}")
 
 
@@ -118,10 +118,10 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--tokens", type=float, default=1e9, help="size of the store that is opened")
     parser.add_argument("--megabytes", type=int, default=0, help="size of the text that is prepared; 0: none")
     parser.add_argument("--folder", type=Path, help="where to make it [default: the system's temporary folder]")
-    given = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(dir=given.folder) as temporary:
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         folder = Path(temporary)
-        measure(f"a store of {given.tokens:,.0f} tokens", START, sparse_store(folder, int(given.tokens)))
-        if given.megabytes:
-            made_up_folder(folder / "text", given.megabytes)
-            measure(f"preparing {given.megabytes:,} MB of text", PREPARE, folder / "text", folder / "prepared")
+        measure(f"a store of {options.tokens:,.0f} tokens", START, sparse_store(folder, int(options.tokens)))
+        if options.megabytes:
+            made_up_folder(folder / "text", options.megabytes)
+            measure(f"preparing {options.megabytes:,} MB of text", PREPARE, folder / "text", folder / "prepared")

@@ -49,13 +49,13 @@ class Beside(L.Callback):
         self.batches.append(batch)
         if len(self.batches) < module.accumulation:
             return
-        ours = time.perf_counter() - self.ended
+        seconds_of_run = time.perf_counter() - self.ended
         set_rates(self.optimizer, module.config, 0, trainer.global_step - 1)
         begin = time.perf_counter()
         loss = self._step(module)
         bare = time.perf_counter() - begin
         assert abs(loss / module.last.loss - 1) < 1e-3, "the bare loop does not make the run's steps"
-        for name, seconds in (("bare loop", bare), ("lm train", ours)):
+        for name, seconds in (("bare loop", bare), ("lm train", seconds_of_run)):
             self.seconds[name].append(seconds)
         self.batches = []
         self.ended = time.perf_counter()
@@ -76,11 +76,11 @@ class Beside(L.Callback):
 def measured(arguments: list[str]) -> tuple[dict[str, list[float]], str, int]:
     """Seconds a step of the bare loop and of the run, each the mean of `log.every` steps in a row, one of which is logged; the name of the
     first; tokens a step."""
-    beside, make_trainer = Beside(), fit.make_trainer
+    callback, make_trainer = Beside(), fit.make_trainer
 
-    def with_callback(*made: object) -> L.Trainer:
-        trainer = make_trainer(*made)
-        trainer.callbacks.append(beside)
+    def with_callback(*arguments: object) -> L.Trainer:
+        trainer = make_trainer(*arguments)
+        trainer.callbacks.append(callback)
         return trainer
 
     with tempfile.TemporaryDirectory() as runs, mock.patch.object(fit, "make_trainer", with_callback):
@@ -88,7 +88,7 @@ def measured(arguments: list[str]) -> tuple[dict[str, list[float]], str, int]:
         steps = config.trainer.max_steps
         config.trainer.checkpoint_every = config.eval.every = steps
         train(config)
-    every = config.log.every
-    starts = range(WARM_UP, steps - every, every)  # without the last step, at which the run is evaluated
-    means = {name: [sum(seconds[start : start + every]) / every for start in starts] for name, seconds in beside.seconds.items()}
+    interval = config.log.every
+    starts = range(WARM_UP, steps - interval, interval)  # without the last step, at which the run is evaluated
+    means = {name: [sum(seconds[start : start + interval]) / interval for start in starts] for name, seconds in callback.seconds.items()}
     return means, "bare loop", config.optim.batch_tokens

@@ -22,8 +22,8 @@ def collect(folder: Path, name: str) -> Path:
     keys = KEYS if lines["size"].isna().all() else ["size", *KEYS]
     bins = lines[lines.until.notna()]
     means = bins.assign(metric="mean " + bins.metric, weight=bins.weight * (bins.until - bins.x), x=bins.until.max())
-    shown = lines[lines.until.isna() | (lines.stage == "final")]  # by position
-    lines = pd.concat([shown, means]).assign(weighted=lambda lines: lines.weight * lines.value)
+    selected = lines[lines.until.isna() | (lines.stage == "final")]  # by position
+    lines = pd.concat([selected, means]).assign(weighted=lambda lines: lines.weight * lines.value)
     sums = lines.groupby(keys, as_index=False).agg(weighted=("weighted", "sum"), weight=("weight", "sum"), sequences=("sample", "nunique"))
     sums["value"] = sums.weighted / sums.weight
     sums = pd.concat([sums, heads(lines[lines.stage == "final"], keys)])

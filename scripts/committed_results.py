@@ -21,16 +21,18 @@ def final_runs(name: str) -> pd.DataFrame:
     return pd.read_csv(RESULTS / name / "seeds.csv").query("stage == 'final'")
 
 
-def at_best(ours: Mapping[float, np.ndarray], theirs: Mapping[float, np.ndarray], higher: bool, every: bool = False) -> Comparison:
+def at_best(
+    arm_values: Mapping[float, np.ndarray], baseline_values: Mapping[float, np.ndarray], higher: bool, every: bool = False
+) -> Comparison:
     """The comparison of two arms by the values (seeds,) at each of their rates, of which the first is each arm's best.
 
     Args:
         higher: whether an arm is the better the higher its values are.
         every: whether rates were chosen by other values, so that a verdict must hold at every pair of rates.
     """
-    ordered = sorted(theirs, key=lambda rate: rate not in ours)
-    by_rates = np.stack([*ours.values()])[:, None] - np.stack([theirs[rate] for rate in ordered])
-    place, shared = (0, ordered.index(next(iter(theirs)))), sum(rate in ours for rate in theirs)
+    rates = sorted(baseline_values, key=lambda rate: rate not in arm_values)
+    by_rates = np.stack([*arm_values.values()])[:, None] - np.stack([baseline_values[rate] for rate in rates])
+    place, shared = (0, rates.index(next(iter(baseline_values)))), sum(rate in arm_values for rate in baseline_values)
     return Comparison(by_rates, place, shared=shared, every=every, higher=higher)
 
 

@@ -52,13 +52,13 @@ CASES = {
 
 def write_corpus(folder: Path) -> None:
     """Two folders of made-up documents, the same every time."""
-    drawn = random.Random(0)
-    words = ["".join(drawn.choices("abcdefghiklmnoprstuvw", k=drawn.randint(2, 7))) for _ in range(300)]
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghiklmnoprstuvw", k=rng.randint(2, 7))) for _ in range(300)]
     weights = [1 / (rank + 2) for rank in range(300)]
     for name, sizes in (("a", (400, 20, 300, 60, 500, 200, 10, 350)), ("b", (300, 30, 200, 250))):
         (folder / name).mkdir(parents=True)
         for number, size in enumerate(sizes):
-            sentences = [" ".join(drawn.choices(words, weights, k=drawn.randint(4, 12))) + "." for _ in range(size)]
+            sentences = [" ".join(rng.choices(words, weights, k=rng.randint(4, 12))) + "." for _ in range(size)]
             (folder / name / f"{number:02d}.txt").write_text(" ".join(sentences))
 
 
@@ -88,8 +88,8 @@ def curves(names: list[str], folder: Path, jobs: int, run: Callable[[list[str]],
         options = [option.replace("CORPUS", f"{folder}/corpus") for option in CASES[case]]
         run([*common, *options, f"name={name}"])
         lines = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-        found = {number: [line[number] for line in lines if number in line] for number in NAMES}
-        return {number: values for number, values in found.items() if values}
+        values_of = {number: [line[number] for line in lines if number in line] for number in NAMES}
+        return {number: values for number, values in values_of.items() if values}
 
     if jobs == 1:
         return {name: train(name) for name in names}
@@ -97,18 +97,18 @@ def curves(names: list[str], folder: Path, jobs: int, run: Callable[[list[str]],
         return dict(zip(names, pool.map(train, names), strict=True))
 
 
-def differences(ours: Curves, theirs: Curves, tolerance: float) -> list[str]:
+def differences(curves_a: Curves, curves_b: Curves, tolerance: float) -> list[str]:
     """What differs by more than a relative tolerance (0: at all), a line each."""
-    found = [f"{case}: only one has it" for case in ours.keys() ^ theirs.keys()]
-    for case in ours.keys() & theirs.keys():
+    lines = [f"{case}: only one has it" for case in curves_a.keys() ^ curves_b.keys()]
+    for case in curves_a.keys() & curves_b.keys():
         bound = LOOSER.get(case, 1) * tolerance
-        for name in dict.fromkeys((*ours[case], *theirs[case])):
-            a, b = ours[case].get(name, []), theirs[case].get(name, [])
-            apart = [step for step, (x, y) in enumerate(zip(a, b, strict=False), 1) if not abs(x - y) <= bound * abs(y)]
-            if len(a) != len(b) or apart:
-                place = f"from value {apart[0]} on: {a[apart[0] - 1]!r}, {b[apart[0] - 1]!r}" if apart else f"{len(a)} and {len(b)} values"
-                found.append(f"{case}: {name}: {place}")
-    return sorted(found)
+        for name in dict.fromkeys((*curves_a[case], *curves_b[case])):
+            a, b = curves_a[case].get(name, []), curves_b[case].get(name, [])
+            steps = [step for step, (x, y) in enumerate(zip(a, b, strict=False), 1) if not abs(x - y) <= bound * abs(y)]
+            if len(a) != len(b) or steps:
+                place = f"from value {steps[0]} on: {a[steps[0] - 1]!r}, {b[steps[0] - 1]!r}" if steps else f"{len(a)} and {len(b)} values"
+                lines.append(f"{case}: {name}: {place}")
+    return sorted(lines)
 
 
 def at_commit(commit: str, jobs: int) -> Curves:
@@ -133,16 +133,16 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.commits:
         first, second = [*arguments.commits, "HEAD"][:2]
-        found = differences(at_commit(first, arguments.jobs), at_commit(second, arguments.jobs), 0)
+        lines = differences(at_commit(first, arguments.jobs), at_commit(second, arguments.jobs), 0)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            ours = curves(list(CASES), Path(folder), arguments.jobs)
+            new_curves = curves(list(CASES), Path(folder), arguments.jobs)
         if arguments.write or arguments.out:
-            (arguments.out or PINNED).write_text(json.dumps(ours, indent=1) + "\n")
+            (arguments.out or PINNED).write_text(json.dumps(new_curves, indent=1) + "\n")
             return 0
-        found = differences(ours, json.loads(PINNED.read_text()), TOLERANCE)
-    print("\n".join(found) or f"{len(CASES)} curves: equal")
-    return bool(found)
+        lines = differences(new_curves, json.loads(PINNED.read_text()), TOLERANCE)
+    print("\n".join(lines) or f"{len(CASES)} curves: equal")
+    return bool(lines)
 
 
 if __name__ == "__main__":

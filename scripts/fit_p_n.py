@@ -90,26 +90,26 @@ def by_head(s: np.ndarray, b: np.ndarray, line: Fit) -> list[dict[str, float]]:
     ]  # fmt: skip
 
 
-def table(p: np.ndarray, found: dict[str, Fit]) -> str:
+def table(p: np.ndarray, fits_by_name: dict[str, Fit]) -> str:
     """CSV: n, p_n and the value of each fit, which has none at n = 1."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["n", "p_n", *found])
+    writer.writerow(["n", "p_n", *fits_by_name])
     for n, value in enumerate(p, 1):
-        writer.writerow([n, f"{value:.8g}", *("" if n < FIRST else f"{fit.values[n - FIRST]:.8g}" for fit in found.values())])
+        writer.writerow([n, f"{value:.8g}", *("" if n < FIRST else f"{fit.values[n - FIRST]:.8g}" for fit in fits_by_name.values())])
     return out.getvalue()
 
 
-def draw(p: np.ndarray, found: dict[str, Fit], heads: list[dict[str, float]]) -> bytes:
+def draw(p: np.ndarray, fits_by_name: dict[str, Fit], heads: list[dict[str, float]]) -> bytes:
     """A PNG file: p_n with its fits, what they leave, and the factor of each head with its line in ln n."""
     n = np.arange(FIRST, len(p) + 1)
     styles = {"constant": ("#555555", ":"), "logarithm": ("#0072B2", "-"), "power": ("#009E73", "--")}
-    with canvas(1, 3, (13, 3.8)) as (figure, (left, middle, right)):
-        left.plot(n, p[FIRST - 1 :], ".", markersize=3, color="#D55E00", label="learned p_n / its mean")
-        for name, fit in found.items():
+    with canvas(1, 3, (13, 3.8)) as (figure, (left_axes, middle, right)):
+        left_axes.plot(n, p[FIRST - 1 :], ".", markersize=3, color="#D55E00", label="learned p_n / its mean")
+        for name, fit in fits_by_name.items():
             colour, dashes = styles[name]
             text = f"{fit.formula}: R$^2$ = {fit.r2:.4f}" + (f", k = {fit.parameters['k']:.2f}" if name == "power" else "")
-            left.plot(n, fit.values, color=colour, linestyle=dashes, label=text)
+            left_axes.plot(n, fit.values, color=colour, linestyle=dashes, label=text)
             if name != "constant":
                 middle.plot(n, p[FIRST - 1 :] - fit.values, ".", markersize=3, color=colour, label=fit.formula)
         middle.axhline(0, color="#555555", linewidth=0.8)
@@ -119,7 +119,7 @@ def draw(p: np.ndarray, found: dict[str, Fit], heads: list[dict[str, float]]) ->
             label = f"layer {head['layer']}" if head["head"] == 0 else None
             right.plot(n, head["slope"] * np.log(n) + head["intercept"], color=colour, linewidth=0.9, label=label)
         titles = "p_n and its fits", "p_n minus the fit", "factor s p_n + b on the logits, by head"
-        for axes, title in zip((left, middle, right), titles, strict=True):
+        for axes, title in zip((left_axes, middle, right), titles, strict=True):
             axes.set_title(title, loc="left")
             finish(axes, 8, xlabel="n, keys that a query sees", xscale="log")
         return saved(figure, "png")
@@ -134,23 +134,23 @@ def main(arguments: list[str]) -> None:
     if any(normalizer.options.name != "p_n" for normalizer in normalizers):
         raise ConfigError(f"{run}: model.normalizer is not p_n in every layer; train configs/p_n.yaml")
     p = normalizers[0].p.detach().double().numpy()
-    s, b = (np.array([getattr(one, name).detach().double().tolist() for one in normalizers]) for name in ("s", "b"))
+    s, b = (np.array([getattr(normalizer, name).detach().double().tolist() for normalizer in normalizers]) for name in ("s", "b"))
     mean = p.mean()  # what divides p multiplies s
-    found = fits(p / mean)
-    heads = by_head(s * mean, b, found["logarithm"])
+    fits_by_name = fits(p / mean)
+    heads = by_head(s * mean, b, fits_by_name["logarithm"])
     summary = {
         "run": str(run),
         "train_length": len(p),
-        "fits": {name: {key: value for key, value in asdict(fit).items() if key != "values"} for name, fit in found.items()},
+        "fits": {name: {key: value for key, value in asdict(fit).items() if key != "values"} for name, fit in fits_by_name.items()},
         "heads": heads,
     }
     contents = {
-        out / "p_n.csv": table(p / mean, found).encode(),
+        out / "p_n.csv": table(p / mean, fits_by_name).encode(),
         out / "p_n.json": (json.dumps(summary, indent=1).replace("NaN", "null") + "\n").encode(),
-        out / "p_n.png": draw(p / mean, found, heads),
+        out / "p_n.png": draw(p / mean, fits_by_name, heads),
     }
     write_together(contents, "the fit")
-    for fit in found.values():
+    for fit in fits_by_name.values():
         values = ", ".join(f"{name} = {value:.4f}" for name, value in fit.parameters.items())
         print(f"p_n / mean = {fit.formula}: {values}; R^2 = {fit.r2:.4f}, residuals {fit.rms:.3f} standard deviations of p_n")
     slopes = np.array([head["slope"] for head in heads])

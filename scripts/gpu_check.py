@@ -57,19 +57,19 @@ def main() -> int:
     print(f"{name}; torch {torch.__version__}, python {platform.python_version()}\n", flush=True)
     facts = {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(), "parts": {}}
     for part in arguments.only:
-        started = time.perf_counter()
+        start = time.perf_counter()
         try:
             lines = PARTS[part](arguments.out)
         except Exception as error:  # a part that fails must not hide what the others show
             traceback.print_exc()
             lines = [(part, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}", "failed")]
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start
         facts["parts"][part] = {"seconds": round(seconds, 1), "lines": lines}
         print(f"== {part} ({seconds:.0f} s)")
-        for what, figure, state in lines:
-            print(f"{what:<44} {figure:<52} {state}", flush=True)
+        for label, figure, state in lines:
+            print(f"{label:<44} {figure:<52} {state}", flush=True)
         (arguments.out / "gpu_check.json").write_text(json.dumps(facts, indent=1) + "\n")
-    failed = [what for part in facts["parts"].values() for what, _, state in part["lines"] if state == "failed"]
+    failed = [label for part in facts["parts"].values() for label, _, state in part["lines"] if state == "failed"]
     print(f"\n{len(failed)} failed{': ' + ', '.join(failed) if failed else ''}; {arguments.out / 'gpu_check.json'}")
     return bool(failed)
 
@@ -86,8 +86,8 @@ def tests(out: Path) -> list[Line]:
     states: dict[str, Counter[str]] = {}
     for case in ElementTree.parse(file).iter("testcase"):
         name = case.get("name").partition("[")[0].removeprefix("test_").replace("_", " ")
-        found = {child.tag for child in case} & {"failure", "error", "skipped"}
-        states.setdefault(name, Counter())["skipped" if found == {"skipped"} else "failed" if found else "passed"] += 1
+        tags = {child.tag for child in case} & {"failure", "error", "skipped"}
+        states.setdefault(name, Counter())["skipped" if tags == {"skipped"} else "failed" if tags else "passed"] += 1
     return [
         (
             name,
@@ -113,22 +113,22 @@ def backends(out: Path) -> list[Line]:
         with profile(activities=activities) as profiled:
             normalizer(q, k, v, layout).sum().backward()
         names = [event.key for event in profiled.key_averages() if not ON_GPU or event.self_device_time_total > 0]
-        found = dict.fromkeys(label for word, label in FUSED.items() for one in names if word in one.lower())
-        lines.append((f"SDPA's kernel for {name}", ", ".join(found) or "math", "ok" if found or not ON_GPU else "failed"))
+        kernels_seen = dict.fromkeys(label for word, label in FUSED.items() for name_seen in names if word in name_seen.lower())
+        lines.append((f"SDPA's kernel for {name}", ", ".join(kernels_seen) or "math", "ok" if kernels_seen or not ON_GPU else "failed"))
     return lines
 
 
 def kernels(out: Path) -> list[Line]:
     """Attention alone, forward and backward, of every entry over softmax; and which route the elementwise ones take."""
     arguments = argparse.Namespace(bf16=True, n_head=16 if ON_GPU else 2, seq_len=4096 if ON_GPU else 64, device=DEVICE.type)
-    why = why_tiles(DEVICE, torch.bfloat16, 64)
-    lines = [("kernel of relu2, relu, sigmoid", why or "Triton", "ok" if not why or not ON_GPU else "failed")]
+    reason = why_tiles(DEVICE, torch.bfloat16, 64)
+    lines = [("kernel of relu2, relu, sigmoid", reason or "Triton", "ok" if not reason or not ON_GPU else "failed")]
     times = interleaved({name: attention_step(option(), arguments) for name, option in catalogue.SINGLE.items()}, 5 if ON_GPU else 1)
     base = float(np.median(times["softmax"]))
     shape = f"1 x {arguments.n_head} heads x {arguments.seq_len:,} x 64"
     return lines + [
-        (f"{name}, {shape}", f"{1e3 * np.median(taken):.2f} ms, {np.median(taken) / base:.2f} x softmax", "ok")
-        for name, taken in times.items()
+        (f"{name}, {shape}", f"{1e3 * np.median(seconds):.2f} ms, {np.median(seconds) / base:.2f} x softmax", "ok")
+        for name, seconds in times.items()
     ]
 
 
@@ -140,9 +140,9 @@ def speed(out: Path) -> list[Line]:
         for normalizer, compiled in (("softmax", False), ("softmax", True), ("ssmax", True), ("relu2", False)):
             torch.cuda.empty_cache()
             tokens, flops, seconds, memory = train_steps(normalizer, length, compiled and ON_GPU)
-            used = f", MFU {flops * tokens / seconds / peak:.1%}" if peak else ""
+            utilisation = f", MFU {flops * tokens / seconds / peak:.1%}" if peak else ""
             name = f"{normalizer}, {length:,}, {'compiled' if compiled else 'eager'}"
-            lines.append((name, f"{tokens / seconds:,.0f} tokens/s{used}, {memory / 2**30:.1f} GiB", "ok"))
+            lines.append((name, f"{tokens / seconds:,.0f} tokens/s{utilisation}, {memory / 2**30:.1f} GiB", "ok"))
     return lines
 
 
@@ -187,9 +187,9 @@ def long(out: Path) -> list[Line]:
         before = torch.cuda.memory_allocated() if ON_GPU else 0
         if ON_GPU:
             torch.cuda.reset_peak_memory_stats()
-        started = time.perf_counter()
+        start = time.perf_counter()
         nll = nll_by_token(decoder, HeldOut(tokens, np.ones(vocab, np.float32)), Device(DEVICE, True))
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start
         peak = torch.cuda.max_memory_allocated() - before if ON_GPU else 0
         state = "ok" if np.isfinite(nll).all() else "failed"
         lines.append((f"evaluation of {length:,} tokens, {normalizer}", f"{seconds:.1f} s, peak memory +{peak / 2**30:.2f} GiB", state))

@@ -73,8 +73,8 @@ class Losses:
 
     def _measured(self, line: str, metric: str, setting: str) -> tuple[pd.DataFrame, str]:
         """A metric of all arms in a setting, with what a line changes of the normalizer, and the line's arm."""
-        arm, comma, changed = line.partition(", ")
-        return self.data[(self.data.metric == metric) & (self.data.setting == setting + comma + changed)], arm
+        arm, comma, change = line.partition(", ")
+        return self.data[(self.data.metric == metric) & (self.data.setting == setting + comma + change)], arm
 
     @cached_property
     def verdicts(self) -> dict[tuple[str, str, str], Verdict]:

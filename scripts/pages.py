@@ -49,10 +49,10 @@ def finish(axes: Axes, size: float = 9, place: str = "best", **words: str) -> No
         axes.legend(frameon=False, fontsize=size, loc=place)
 
 
-def rendered(template: Path, **given: object) -> str:
+def rendered(template: Path, **values: object) -> str:
     """A jinja2 template in Markdown with what it is given; a name that is not given is an error."""
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    return environment.from_string(template.read_text(encoding="utf-8")).render(**given)
+    return environment.from_string(template.read_text(encoding="utf-8")).render(**values)
 
 
 def logarithmic_x(axes: Axes, values: Sequence[float]) -> None:

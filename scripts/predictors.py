@@ -75,16 +75,18 @@ class Prediction:
 
     def errors(self, runs: pd.DataFrame) -> pd.Series:
         """Mean error of each arm, octaves, by its name."""
-        seen = fell(runs)
-        return np.log2(self.lengths[seen.index].clip(NEAREST, FARTHEST) / seen["half-length"]).abs().groupby(seen.arm).mean().dropna()
+        falling = fell(runs)
+        return (
+            np.log2(self.lengths[falling.index].clip(NEAREST, FARTHEST) / falling["half-length"]).abs().groupby(falling.arm).mean().dropna()
+        )
 
     def in_order(self, runs: pd.DataFrame) -> float:
         """The part of pairs of runs of two arms that is in the order observed, those that are level counted half."""
-        arms, order, fallen = runs.arm.to_numpy(), self.order[runs.index].to_numpy(), np.isfinite(runs["half-length"].to_numpy())
-        ends = np.where(fallen, runs["half-length"], runs.longest)  # a run that doesn't fall ends later than this
-        later = (arms != arms[fallen, None]) & (ends > ends[fallen, None])  # (runs that fall, runs)
-        above, level = order > order[fallen, None], order == order[fallen, None]
-        return float((later & above).sum() + 0.5 * (later & level).sum()) / later.sum() if later.any() else float("nan")
+        arms, order, falls = runs.arm.to_numpy(), self.order[runs.index].to_numpy(), np.isfinite(runs["half-length"].to_numpy())
+        ends = np.where(falls, runs["half-length"], runs.longest)  # a run that doesn't fall ends later than this
+        later = (arms != arms[falls, None]) & (ends > ends[falls, None])  # (runs that fall, runs)
+        in_order, level = order > order[falls, None], order == order[falls, None]
+        return float((later & in_order).sum() + 0.5 * (later & level).sum()) / later.sum() if later.any() else float("nan")
 
 
 def predictions(runs: pd.DataFrame) -> Iterator[Prediction]:
@@ -92,8 +94,8 @@ def predictions(runs: pd.DataFrame) -> Iterator[Prediction]:
     yield Prediction(FORMULA, runs["predicted half-length"], runs["predicted half-length"])
     for name, number in LINES.items():
         values = number(runs).where(np.isfinite)  # a row without weight has no N_eff
-        yield Prediction(name, _by_arm(runs, lambda others, values=values: _line(others, values)), values)
-    yield Prediction(OTHERS, _by_arm(runs, lambda others: _line(others, None)), None)
+        yield Prediction(name, _by_arm(runs, lambda part, values=values: _line(part, values)), values)
+    yield Prediction(OTHERS, _by_arm(runs, lambda part: _line(part, None)), None)
     logs = np.log2(fell(runs)["half-length"]).reindex(runs.index)
     groups = logs.groupby([runs.line, runs.arm, runs.rate])
     count = groups.transform("count") - logs.notna()
@@ -104,51 +106,51 @@ def _by_arm(runs: pd.DataFrame, fitted: Callable[[pd.DataFrame], Callable[[pd.In
     """The lengths predicted for each arm by what is fitted on the runs of all others that fall."""
     lengths = pd.Series(np.nan, runs.index)
     for arm, part in runs.groupby("arm"):
-        others = fell(runs[runs.arm != arm])
-        if len(others):
-            lengths[part.index] = 2 ** fitted(others)(part.index)
+        rest = fell(runs[runs.arm != arm])
+        if len(rest):
+            lengths[part.index] = 2 ** fitted(rest)(part.index)
     return lengths
 
 
-def _line(others: pd.DataFrame, values: pd.Series | None) -> Callable[[pd.Index], np.ndarray]:
+def _line(runs: pd.DataFrame, values: pd.Series | None) -> Callable[[pd.Index], np.ndarray]:
     """The straight line in `values` (None: the constant) for log2 of the length, least squares with each arm of equal weight."""
-    others = others if values is None else others[values[others.index].notna()]
-    weights = 1 / others.groupby("arm").arm.transform("size")
-    heights = np.log2(others["half-length"])
+    runs = runs if values is None else runs[values[runs.index].notna()]
+    weights = 1 / runs.groupby("arm").arm.transform("size")
+    heights = np.log2(runs["half-length"])
     level = np.average(heights, weights=weights)
-    if values is None or np.ptp(values[others.index]) == 0:
+    if values is None or np.ptp(values[runs.index]) == 0:
         return lambda index: np.full(len(index), level)
-    center = np.average(values[others.index], weights=weights)
-    around = values[others.index] - center
-    slope = (weights * around * heights).sum() / (weights * around**2).sum()
+    center = np.average(values[runs.index], weights=weights)
+    centred = values[runs.index] - center
+    slope = (weights * centred * heights).sum() / (weights * centred**2).sum()
     return lambda index: slope * (values[index].to_numpy() - center) + level
 
 
 def compared(runs: pd.DataFrame) -> dict[str, Verdict]:
     """Each number against the formula, by the errors of the arms that both predict, as one family."""
-    formula, *others = predictions(runs)
-    ours = formula.errors(runs)
+    formula, *rest = predictions(runs)
+    errors = formula.errors(runs)
     comparisons = {}
-    for other in others:
-        differences = (other.errors(runs) - ours).dropna()
+    for other in rest:
+        differences = (other.errors(runs) - errors).dropna()
         comparisons[other.name] = Comparison(differences.tolist())
     return verdicts(comparisons, MATTERS)
 
 
 def table(runs: pd.DataFrame, markdown: Callable[[list[list[str]]], str]) -> str:
     """The table in Markdown: a line for each number."""
-    judged = compared(runs)
+    found_verdicts = compared(runs)
     lines = [
         ["number at the training length", "arms", "mean error, octaves", "minus the formula's", "pairs in order, %", "leaving an arm out"]
     ]
     for number in predictions(runs):
-        errors, verdict = number.errors(runs), judged.get(number.name)
+        errors, verdict = number.errors(runs), found_verdicts.get(number.name)
         cells = [number.name, str(len(errors)), f"{errors.mean():.2f}", "" if verdict is None else difference(verdict)]
         if number.order is None:
             cells += ["", ""]
         else:
-            without = [100 * number.in_order(runs[runs.arm != arm]) for arm in sorted(set(fell(runs).arm))]
-            cells += [f"{100 * number.in_order(runs):.0f}", f"{min(without):.0f} to {max(without):.0f}"]
+            leaving_out = [100 * number.in_order(runs[runs.arm != arm]) for arm in sorted(set(fell(runs).arm))]
+            cells += [f"{100 * number.in_order(runs):.0f}", f"{min(leaving_out):.0f} to {max(leaving_out):.0f}"]
         lines.append(cells)
     return markdown(lines)
 
@@ -165,24 +167,24 @@ def difference(verdict: Verdict) -> str:
 
 def drawn(runs: pd.DataFrame) -> bytes:
     """The picture: lengths observed over those predicted, a panel for each number; hollow: a run that doesn't fall."""
-    shown = [number for number in predictions(runs) if number.name != SEEDS]
+    numbers = [number for number in predictions(runs) if number.name != SEEDS]
     ticks = {2.0**power: f"{2**power:,}" for power in (6, 10, 14, 18)}
     with plt.rc_context({"font.size": 9}), canvas(2, 4, (9.6, 5.2), sharey=True, sharex=True) as (figure, panels):
-        for axes, number in zip(panels.flat, shown, strict=False):
+        for axes, number in zip(panels.flat, numbers, strict=False):
             axes.plot((NEAREST, FARTHEST), (NEAREST, FARTHEST), color="0.6", linewidth=1)
-            for holds, colour in ((1, COLOURS[0]), (0, COLOURS[1])):
-                part = runs[runs["formula holds"] == holds]
-                down = np.isfinite(part["half-length"])
-                kept = number.lengths[part.index].clip(NEAREST, FARTHEST)
-                axes.scatter(kept[~down], part.longest[~down], s=14, facecolors="none", edgecolors=colour, linewidths=0.6, alpha=0.6)
-                axes.scatter(kept[down], part["half-length"][down], s=14, color=colour)
+            for is_formula, colour in ((1, COLOURS[0]), (0, COLOURS[1])):
+                part = runs[runs["formula holds"] == is_formula]
+                falls = np.isfinite(part["half-length"])
+                lengths = number.lengths[part.index].clip(NEAREST, FARTHEST)
+                axes.scatter(lengths[~falls], part.longest[~falls], s=14, facecolors="none", edgecolors=colour, linewidths=0.6, alpha=0.6)
+                axes.scatter(lengths[falls], part["half-length"][falls], s=14, color=colour)
             axes.set_title(number.name.partition(":")[0], fontsize=9)
             axes.set(xscale="log", yscale="log")
             axes.set_xticks([*ticks], ticks.values(), fontsize=8)
             axes.set_yticks([*ticks], ticks.values())
             axes.minorticks_off()
             finish(axes)
-        for place in range(len(shown), panels.size):
+        for place in range(len(numbers), panels.size):
             panels.flat[place].set_axis_off()
             panels.flat[place - panels.shape[1]].tick_params(labelbottom=True)  # no panel below it has them
         for colour, words in zip(COLOURS, ("weights e^score", "other weights"), strict=False):

@@ -35,14 +35,14 @@ DESCRIBED = ("entropy", "effective keys", "S", "largest weight", "weight on the 
 
 def described(results: Results, context: int) -> list[Described]:
     """The diagnostics of the model, as those that statements are compared with; none: not measured."""
-    found = results.evaluation("diagnostics")
-    return [Described("pretrained", "softmax", Softmax(), Path(), 0, context, found.series)] if found else []
+    evaluation = results.evaluation("diagnostics")
+    return [Described("pretrained", "softmax", Softmax(), Path(), 0, context, evaluation.series)] if evaluation else []
 
 
 def numbers(results: Results) -> list[tuple[str, str, str, str]]:
     """Diagnostics as one number each: of the model, untrained, shuffled."""
-    found = results.evaluation("diagnostics")
-    series = {(one.metric, one.setting): float(one.means[0]) for one in found.series if not one.axis} if found else {}
+    evaluation = results.evaluation("diagnostics")
+    series = {(curve.metric, curve.setting): float(curve.means[0]) for curve in evaluation.series if not curve.axis} if evaluation else {}
     names = [name for metric in DESCRIBED for name in (metric, metric + NO_FIRST) if (name, TRAINED) in series]
     settings = (TRAINED, UNTRAINED, "shuffled scores")
     return [(name, *(f"{series[name, setting]:.3g}" if (name, setting) in series else "-" for setting in settings)) for name in names]
@@ -50,11 +50,13 @@ def numbers(results: Results) -> list[tuple[str, str, str, str]]:
 
 def sinks(results: Results) -> tuple[int, int, int] | None:
     """Layers in which the mean weight on the first token exceeds one half, heads of which that holds, and all heads; None: not measured."""
-    found = results.evaluation("diagnostics")
-    if found is None:
+    evaluation = results.evaluation("diagnostics")
+    if evaluation is None:
         return None
     metric = ("weight on the first token", TRAINED, "head")
-    heads = np.stack([one.means for one in found.series if one.axis and (one.metric, one.setting, one.axis.name) == metric])
+    heads = np.stack(
+        [curve.means for curve in evaluation.series if curve.axis and (curve.metric, curve.setting, curve.axis.name) == metric]
+    )
     return int((heads.mean(1) > 0.5).sum()), int((heads > 0.5).sum()), heads.size
 
 
@@ -63,10 +65,10 @@ def table(results: Results) -> bytes:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["part", "arm", "setting", "where", "metric", "value", "low", "high", "interval over"])
-    for part, found in results.parts.items():
-        for arm, evaluation in found.evaluations.items() if found else ():
-            left_out = ("head", "layer") if part != "diagnostics" else {one.axis.name for one in evaluation.series if one.axis}
-            series = [one for one in evaluation.series if not (one.axis and one.axis.name in left_out)]
+    for part, record in results.parts.items():
+        for arm, evaluation in record.evaluations.items() if record else ():
+            left_out = ("head", "layer") if part != "diagnostics" else {curve.axis.name for curve in evaluation.series if curve.axis}
+            series = [curve for curve in evaluation.series if not (curve.axis and curve.axis.name in left_out)]
             for row in rows_of(series):
                 ends = ["" if end is None else f"{end:.6g}" for end in (row.low, row.high)]
                 writer.writerow([part, arm, row.setting, row.where, row.metric, f"{row.value:.6g}", *ends, row.over])
@@ -96,7 +98,7 @@ def section(bench: Workbench, results: Results) -> str:
         beyond_of=sequences("beyond_softmax", sizes.beyond),
         described=diagnosed and diagnosed.options,
         needles=results.needles(sizes.needles),
-        depths=sorted({depth for one in sizes.needles.values() for depth in one.depths}),
+        depths=sorted({depth for needles in sizes.needles.values() for depth in needles.depths}),
         heads=None if results.heads is None else results.best_heads(4),
         heads_of=results.heads_of,
         looking=None if results.heads is None else int((results.heads > 0.1).sum()),
@@ -124,19 +126,19 @@ def write_page(bench: Workbench, page: Path) -> None:
     if HEADING not in text:
         raise RunError(f"{page}: has no heading {HEADING.strip()!r}; add that line at its end")
     context = bench.loaded.spec.seq_len
-    beside = {
+    files = {
         "pretrained-loss.svg": loss_picture(results, context, FIRST),
         "pretrained-attention.svg": attention_picture(results),
         "pretrained-scale.svg": scale_picture(results, FIRST),
         "pretrained.csv": table(results),
         "pretrained-statements.csv": values([described(results, context)]),
     }
-    whole = text.partition(HEADING)[0] + section(bench, results)
-    write_together({page: whole.encode(), **{page.parent / name: content for name, content in beside.items()}})
-    print(f"{page}, {', '.join(beside)}" + (f"; not measured: {', '.join(results.missing)}" if results.missing else ""))
+    content = text.partition(HEADING)[0] + section(bench, results)
+    write_together({page: content.encode(), **{page.parent / name: content for name, content in files.items()}})
+    print(f"{page}, {', '.join(files)}" + (f"; not measured: {', '.join(results.missing)}" if results.missing else ""))
 
 
-def main(given: list[str], sizes: Sizes) -> None:
+def main(words: list[str], sizes: Sizes) -> None:
     """Measure what is missing, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="model folder, as lm import writes it")
@@ -145,7 +147,7 @@ def main(given: list[str], sizes: Sizes) -> None:
     parser.add_argument("--only", nargs="*", metavar="PART", help="measure these parts alone; none: write the page from what is there")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--page", type=Path, default=Path("docs/smollm2.md"), help="page to write below its heading")
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args(words)
     overrides = [f"trainer.threads={arguments.threads}", "trainer.precision=bf16-mixed"]
     bench = Workbench(arguments.model, arguments.text, arguments.out, overrides, sizes)
     if unknown := set(arguments.only or ()) - set(bench.parts):

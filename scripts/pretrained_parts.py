@@ -111,12 +111,12 @@ class Result:
     def read(cls, path: Path) -> "Result":
         """As `write` has written it. Raises RunError: it can't be read."""
         content = read_json(path)
-        evaluations = {arm: Evaluation.of(one) for arm, one in content["evaluations"].items()}
+        evaluations = {arm: Evaluation.of(evaluation) for arm, evaluation in content["evaluations"].items()}
         return cls(content["seconds"], content["cpu_seconds"], evaluations, content["facts"], content.get("fingerprint", {}))
 
     def write(self, path: Path) -> None:
         """A JSON file."""
-        write_json(path, vars(self) | {"evaluations": {arm: one.plain() for arm, one in self.evaluations.items()}})
+        write_json(path, vars(self) | {"evaluations": {arm: evaluation.plain() for arm, evaluation in self.evaluations.items()}})
 
 
 Made = dict[str, Evaluation] | tuple[dict[str, Evaluation], dict[str, Plain]]
@@ -171,26 +171,26 @@ class Workbench:
         if arm in NORMALIZERS:
             return swapped(self.loaded.decoder, NORMALIZERS[arm])
         if arm == "fit":
-            made = swapped(self.loaded.decoder, NORMALIZERS["ssmax"])
-            for one, s in zip(made.normalizers(), self.result("swap_fit").facts["s"], strict=True):
-                one.s.data = torch.tensor(s)
-            return made
+            decoder = swapped(self.loaded.decoder, NORMALIZERS["ssmax"])
+            for module, s in zip(decoder.normalizers(), self.result("swap_fit").facts["s"], strict=True):
+                module.s.data = torch.tensor(s)
+            return decoder
         normalizer, training = TRAINED[arm]
-        made = swapped(self.loaded.decoder, NORMALIZERS[normalizer])
+        decoder = swapped(self.loaded.decoder, NORMALIZERS[normalizer])
         weights = load(self.out / training).decoder.state_dict()
-        made.load_state_dict({name: value for name, value in weights.items() if name in made.state_dict()}, strict=False)
-        return made
+        decoder.load_state_dict({name: value for name, value in weights.items() if name in decoder.state_dict()}, strict=False)
+        return decoder
 
     def loss(self, arm: str, size: tuple[float, int], decoder: Decoder | None = None) -> dict[str, Evaluation]:
         """Loss by position of sequences within one document each, so long and so many."""
-        asked = f"eval.long_context={{length_factor: {size[0]}, sequences: {size[1]}, inference: [{{}}]}}"
-        return {arm: self.measure("long_context", decoder or self.decoder(arm), asked)}
+        override = f"eval.long_context={{length_factor: {size[0]}, sequences: {size[1]}, inference: [{{}}]}}"
+        return {arm: self.measure("long_context", decoder or self.decoder(arm), override)}
 
     def needle(self, arm: str, size: Needles) -> dict[str, Evaluation]:
         """Needles by length and depth, and the control without them."""
-        asked = f"length_factors: {list(size.lengths)}, depths: {list(size.depths)}, trials: {size.trials}"
+        options = f"length_factors: {list(size.lengths)}, depths: {list(size.depths)}, trials: {size.trials}"
         heads = "" if size.heads_at is None else f", heads_at: {size.heads_at}"
-        return {arm: self.measure("needle", self.decoder(arm), f"eval.needle={{{asked}{heads}}}")}
+        return {arm: self.measure("needle", self.decoder(arm), f"eval.needle={{{options}{heads}}}")}
 
     def scaled(self, name: str, scale: float) -> dict[str, Evaluation]:
         """Loss within the context where the logits have the factor `scale`: everywhere, or as a mean over the sequence, growing as ln n."""
@@ -201,13 +201,13 @@ class Workbench:
 
     def swap(self, name: str) -> Made:
         """`lm swap`: a run folder, and how far its outputs are from the model's."""
-        to, *options = SWAPS[name]
+        target, *options = SWAPS[name]
         if (self.out / name).is_dir():  # stopped before the part's result was written
-            found = Evaluation.of(read_json(evaluation_path(self.out / name, SwapMeasurement.kind, 0)))
-            if (found.options, found.data_fingerprint) != (self._continuity().options, self.store.fingerprint):
+            evaluation = Evaluation.of(read_json(evaluation_path(self.out / name, SwapMeasurement.kind, 0)))
+            if (evaluation.options, evaluation.data_fingerprint) != (self._continuity().options, self.store.fingerprint):
                 raise RunError(f"{self.out / name}: a swap of another model, or measured on other sequences: {REMEDY}")
-            return {name: found}
-        result = swap_run(self.model, "last", to, None, self.out / name, [*self._swap_options(), *options], [self.text])
+            return {name: evaluation}
+        result = swap_run(self.model, "last", target, None, self.out / name, [*self._swap_options(), *options], [self.text])
         return {name: result.evaluation}
 
     def _continuity(self) -> SwapMeasurement:
@@ -222,8 +222,8 @@ class Workbench:
         length, count = int(self.sizes.fit[0] * self.loaded.spec.seq_len), self.sizes.fit[1]
         old, new = self.loaded.decoder, self.decoder("ssmax")
         open_device(self.config, {})  # sets the number of threads
-        chosen = np.arange(count) * ((self.store.train.n_tokens - length - 1) // count)
-        before, after = fit(old, new, [Batch.of(sequence[None]) for sequence in self.store.train.take(chosen, length + 1)])
+        starts = np.arange(count) * ((self.store.train.n_tokens - length - 1) // count)
+        before, after = fit(old, new, [Batch.of(sequence[None]) for sequence in self.store.train.take(starts, length + 1)])
         return {"fit": self._measured(self._continuity(), new)}, {"before": before, "after": after, "s": scales(new)}
 
     def train(self, name: str) -> Made:
@@ -232,7 +232,7 @@ class Workbench:
         source = [str(self.text), f"init_from={self.model}"]
         if name != "train_softmax":
             source = [str(self.out / "ssmax" / "config.yaml"), f"init_from={self.out / 'ssmax'}"]
-        own = {"train_s": ["train_only=normalizer"], "train_ssmax": ["optim.groups.normalizer.lr_factor=100"]}.get(name, [])
+        extra_options = {"train_s": ["train_only=normalizer"], "train_ssmax": ["optim.groups.normalizer.lr_factor=100"]}.get(name, [])
         options = [
             *self.overrides,
             f"name={name}",
@@ -243,37 +243,37 @@ class Workbench:
             f"trainer={{max_steps: {steps}, checkpoint_every: {steps}, compile: false}}",
             f"eval={{every: {steps}, sequences: 16, long_context: {{length_factor: 0}}}}",
         ]
-        status = train(load_config([*source, *options, *own], with_shape_of))
+        status = train(load_config([*source, *options, *extra_options], with_shape_of))
         if status:
             raise RunError(f"{self.out / name}: training was stopped; the same command goes on from its last checkpoint")
-        trained = load(self.out / name).decoder
-        return {}, {"s": scales(trained)}
+        decoder = load(self.out / name).decoder
+        return {}, {"s": scales(decoder)}
 
     @cached_property
     def parts(self) -> dict[str, Part]:
         """All parts by name, those that others need first."""
-        sizes, made = self.sizes, {}
+        sizes, parts = self.sizes, {}
         length, sequences, queries = sizes.diagnostics
-        asked = f"eval.diagnostics={{statistics: [concentration, sparsity, limits], length_factor: {length}, sequences: {sequences}"
-        asked += f", queries: {queries}}}"
+        override = f"eval.diagnostics={{statistics: [concentration, sparsity, limits], length_factor: {length}, sequences: {sequences}"
+        override += f", queries: {queries}}}"
         swaps = {"lengths": sizes.swaps, "sequences": sizes.swap_sequences}
-        made["positions"] = Part(lambda: self.loss("softmax", sizes.positions), sizes.positions)
-        made["diagnostics"] = Part(lambda: {"softmax": self.measure("diagnostics", self.decoder("softmax"), asked)}, sizes.diagnostics)
-        made["needles"] = self._needles("softmax", sizes.needles["needles"])
-        made["swap_ssmax"] = Part(lambda: self.swap("ssmax"), swaps)
+        parts["positions"] = Part(lambda: self.loss("softmax", sizes.positions), sizes.positions)
+        parts["diagnostics"] = Part(lambda: {"softmax": self.measure("diagnostics", self.decoder("softmax"), override)}, sizes.diagnostics)
+        parts["needles"] = self._needles("softmax", sizes.needles["needles"])
+        parts["swap_ssmax"] = Part(lambda: self.swap("ssmax"), swaps)
         for name in ("softmax", "ssmax"):
             for scale in SCALES:
-                made[f"scale_{name}_{scale:g}"] = Part(lambda name=name, scale=scale: self.scaled(name, scale), sizes.within)
+                parts[f"scale_{name}_{scale:g}"] = Part(lambda name=name, scale=scale: self.scaled(name, scale), sizes.within)
         for name, steps in sizes.steps.items():
             training = {"length": sizes.train, "steps": steps, "rate": sizes.rates[name]}
-            made[name] = Part(lambda name=name: self.train(name), training, () if name == "train_softmax" else ("swap_ssmax",))
-        made |= {f"within_{slug(arm)}": self._loss(arm, sizes.within) for arm in (*TRAINED, "ssmax", "log_n")}
-        made |= {f"asked_{slug(arm)}": self._needles(arm, sizes.asked) for arm in ("ssmax", *OWN)}
-        made |= {f"swap_{name}": Part(lambda name=name: self.swap(name), swaps) for name in ("log_n", "bias")}
-        made["swap_fit"] = Part(self.fitted, {"fit": sizes.fit, **swaps})
-        made |= {f"beyond_{slug(arm)}": self._loss(arm, sizes.beyond) for arm in ("softmax", "ssmax", *OWN, "log_n", "fit")}
-        made |= {name: self._needles("softmax", size) for name, size in sizes.needles.items() if name != "needles"}
-        return made
+            parts[name] = Part(lambda name=name: self.train(name), training, () if name == "train_softmax" else ("swap_ssmax",))
+        parts |= {f"within_{slug(arm)}": self._loss(arm, sizes.within) for arm in (*TRAINED, "ssmax", "log_n")}
+        parts |= {f"asked_{slug(arm)}": self._needles(arm, sizes.asked) for arm in ("ssmax", *OWN)}
+        parts |= {f"swap_{name}": Part(lambda name=name: self.swap(name), swaps) for name in ("log_n", "bias")}
+        parts["swap_fit"] = Part(self.fitted, {"fit": sizes.fit, **swaps})
+        parts |= {f"beyond_{slug(arm)}": self._loss(arm, sizes.beyond) for arm in ("softmax", "ssmax", *OWN, "log_n", "fit")}
+        parts |= {name: self._needles("softmax", size) for name, size in sizes.needles.items() if name != "needles"}
+        return parts
 
     def _loss(self, arm: str, size: tuple[float, int]) -> Part:
         return Part(lambda: self.loss(arm, size), size, _needed(arm))
@@ -284,20 +284,20 @@ class Workbench:
     def fingerprint(self, part: str) -> dict[str, Plain]:
         """All that decides a part's numbers beside the code: the model, the text, options, and the sizes of the part and those it needs."""
         needed = [part]
-        for one in needed:
-            needed += self.parts[one].needs
-        asked = json.loads(json.dumps({one: self.parts[one].asked for one in needed}))  # as it is read back: without tuples
-        return {"weights": self.weights, "data": self.store.fingerprint, "overrides": self.overrides, "sizes": asked}
+        for name in needed:
+            needed += self.parts[name].needs
+        sizes = json.loads(json.dumps({name: self.parts[name].asked for name in needed}))  # as it is read back: without tuples
+        return {"weights": self.weights, "data": self.store.fingerprint, "overrides": self.overrides, "sizes": sizes}
 
     def result(self, part: str) -> Result | None:
         """The result of a part; None: it is not there. Raises RunError: it can't be read, or has another fingerprint."""
         path = self.path(part)
         if not path.is_file():
             return None
-        found = Result.read(path)
-        if other := [name for name, value in self.fingerprint(part).items() if found.fingerprint.get(name) != value]:
-            raise RunError(f"{path}: was measured with other {', '.join(other)}: {REMEDY}")
-        return found
+        result = Result.read(path)
+        if differing := [name for name, value in self.fingerprint(part).items() if result.fingerprint.get(name) != value]:
+            raise RunError(f"{path}: was measured with other {', '.join(differing)}: {REMEDY}")
+        return result
 
     def path(self, part: str) -> Path:
         """The file of a part's result."""
@@ -308,12 +308,14 @@ class Workbench:
         if self.result(part):
             print(f"{part}: is there", flush=True)
             return
-        if missing := [one for one in self.parts[part].needs if not self.result(one)]:
-            raise RunError(f"{part}: needs {', '.join(missing)}, which is not measured: name it before in --only, or leave --only out")
+        if missing_parts := [name for name in self.parts[part].needs if not self.result(name)]:
+            raise RunError(
+                f"{part}: needs {', '.join(missing_parts)}, which is not measured: name it before in --only, or leave --only out"
+            )
         print(f"{part} ...", flush=True)
         seconds, cpu_seconds = time.perf_counter(), time.process_time()
-        made = self.parts[part].measure()
-        evaluations, facts = made if isinstance(made, tuple) else (made, {})
+        result = self.parts[part].measure()
+        evaluations, facts = result if isinstance(result, tuple) else (result, {})
         seconds, cpu_seconds = time.perf_counter() - seconds, time.process_time() - cpu_seconds
         Result(seconds, cpu_seconds, evaluations, facts, self.fingerprint(part)).write(self.path(part))
         print(f"{part}: {seconds:.0f} s, {cpu_seconds:.0f} s of the processor", flush=True)
@@ -331,4 +333,4 @@ def slug(arm: str) -> str:
 
 def scales(decoder: Decoder) -> list[list[float]]:
     """s of each layer and head of a decoder with SSMax; [] of another."""
-    return [one.s.tolist() for one in decoder.normalizers() if hasattr(one, "s")]
+    return [module.s.tolist() for module in decoder.normalizers() if hasattr(module, "s")]

@@ -39,28 +39,28 @@ def shown(interval: Interval | None, digits: int = 3) -> str:
     return f"{interval.mean:+.{digits}f} [{interval.low:+.{digits}f}, {interval.high:+.{digits}f}]"
 
 
-def within(one: Series, low: float, high: float) -> np.ndarray:
+def within(series: Series, low: float, high: float) -> np.ndarray:
     """Mean of each sequence over the positions from `low` to `high`, which are edges of its bins: (sequences,)."""
-    edges = np.array(one.axis.values)
-    chosen = (edges[:-1] >= low) & (edges[1:] <= high)
-    return np.average(one.samples[0].values[:, chosen], axis=1, weights=np.diff(edges)[chosen])
+    edges = np.array(series.axis.values)
+    bins = (edges[:-1] >= low) & (edges[1:] <= high)
+    return np.average(series.samples[0].values[:, bins], axis=1, weights=np.diff(edges)[bins])
 
 
-def octaves(one: Series, first: int) -> list[tuple[int, int]]:
+def octaves(series: Series, first: int) -> list[tuple[int, int]]:
     """The octaves of positions of a series up to the training length and the rest beyond, from `first` on."""
-    length, edges = int(one.axis.values[-1]), []
-    while not edges or edges[-1] < min(one.seq_len, length):
+    length, edges = int(series.axis.values[-1]), []
+    while not edges or edges[-1] < min(series.seq_len, length):
         edges.append(edges[-1] * 2 if edges else first)
-    stops = [*edges, *(x for x in one.axis.values if x > edges[-1])]
+    stops = [*edges, *(x for x in series.axis.values if x > edges[-1])]
     return [(int(low), int(high)) for low, high in pairwise(stops)]
 
 
 def jackknifed(values: Callable[[np.ndarray], float], count: int) -> Interval:
     """A number made of documents, with its 95 % interval by the jackknife: `values` of which documents are taken, (count,) bool."""
-    every = np.ones(count, bool)
-    left = np.array([values(np.arange(count) != out) for out in range(count)])
-    half = stdtrit(count - 1, 0.975) * math.sqrt((count - 1) / count * np.square(left - left.mean()).sum())
-    mean = values(every)
+    all_documents = np.ones(count, bool)
+    estimates = np.array([values(np.arange(count) != out) for out in range(count)])
+    half = stdtrit(count - 1, 0.975) * math.sqrt((count - 1) / count * np.square(estimates - estimates.mean()).sum())
+    mean = values(all_documents)
     return Interval(mean, mean - half, mean + half, "documents, 1 seed")
 
 
@@ -79,7 +79,7 @@ class Scales:
 
     def losses(self, series: list[Series], low: float, high: float) -> np.ndarray:
         """(factors, documents)."""
-        return np.stack([within(one, low, high) for one in series])
+        return np.stack([within(curve, low, high) for curve in series])
 
     @property
     def mean_log_n(self) -> float:
@@ -90,19 +90,19 @@ class Scales:
         """The best factor and its loss, of a parabola in ln factor by least squares through the mean over documents of `losses`; the best
         lies within the factors that were measured."""
         a, b, c = np.polyfit(np.log(self.factors), losses.mean(1), 2)
-        at = -b / (2 * a) if a > 0 else math.log(self.factors[int(losses.mean(1).argmin())])
-        at = float(np.clip(at, *np.log(self.factors[[0, -1]])))
-        return math.exp(at), float(a * at**2 + b * at + c)
+        log_factor = -b / (2 * a) if a > 0 else math.log(self.factors[int(losses.mean(1).argmin())])
+        log_factor = float(np.clip(log_factor, *np.log(self.factors[[0, -1]])))
+        return math.exp(log_factor), float(a * log_factor**2 + b * log_factor + c)
 
     def best(self, series: list[Series], low: float = 0, high: float = math.inf) -> Interval:
         """The best factor."""
         losses = self.losses(series, low, high)
-        return jackknifed(lambda taken: self.fitted(losses[:, taken])[0], losses.shape[1])
+        return jackknifed(lambda documents: self.fitted(losses[:, documents])[0], losses.shape[1])
 
     def by_shape(self, low: float = 0) -> Interval:
         """Loss of SSMax at its best factor minus that of softmax at its own, over the positions from `low` on."""
-        one, other = (self.losses(series, low, math.inf) for series in (self.ssmax, self.softmax))
-        return jackknifed(lambda taken: self.fitted(one[:, taken])[1] - self.fitted(other[:, taken])[1], one.shape[1])
+        ssmax, softmax = (self.losses(series, low, math.inf) for series in (self.ssmax, self.softmax))
+        return jackknifed(lambda documents: self.fitted(ssmax[:, documents])[1] - self.fitted(softmax[:, documents])[1], ssmax.shape[1])
 
     def slope(self, first: int) -> Interval:
         """Growth of softmax's best factor with ln n, by least squares over octaves of positions from `first` on."""
@@ -110,7 +110,8 @@ class Scales:
         losses = [self.losses(self.softmax, *place) for place in places]
         middle = [math.log(math.sqrt(low * high)) for low, high in places]
         return jackknifed(
-            lambda taken: float(np.polyfit(middle, [self.fitted(one[:, taken])[0] for one in losses], 1)[0]), losses[0].shape[1]
+            lambda documents: float(np.polyfit(middle, [self.fitted(octave[:, documents])[0] for octave in losses], 1)[0]),
+            losses[0].shape[1],
         )
 
 
@@ -127,43 +128,43 @@ class Results:
     @property
     def missing(self) -> list[str]:
         """The parts that are not there."""
-        return [name for name, one in self.parts.items() if one is None]
+        return [name for name, part in self.parts.items() if part is None]
 
     def evaluation(self, part: str) -> Evaluation | None:
         """The evaluation of a part that has one; None: the part is not there."""
-        found = self.parts.get(part)
-        return found and next(iter(found.evaluations.values()))
+        record = self.parts.get(part)
+        return record and next(iter(record.evaluations.values()))
 
     def series(self, part: str, metric: str, what: str = "") -> Series | None:
         """A series of a part's evaluation; None: it is not there."""
-        found = self.evaluation(part)
-        return found and next((one for one in found.series if (one.metric, one.what) == (metric, what)), None)
+        evaluation = self.evaluation(part)
+        return evaluation and next((series for series in evaluation.series if (series.metric, series.what) == (metric, what)), None)
 
     def loss(self, part: str) -> Series | None:
         """Loss by position of a part."""
         return self.series(part, "loss")
 
-    def sequences(self, part: str, asked: tuple[int, int]) -> tuple[int, int]:
-        """Length and number of the sequences that a part's loss by position is of; `asked` if it is not there."""
-        one = self.loss(part)
-        return (int(one.axis.values[-1]), len(one.samples[0].values)) if one else asked
+    def sequences(self, part: str, default: tuple[int, int]) -> tuple[int, int]:
+        """Length and number of the sequences behind the loss by position of a part; `default` if the part is not there."""
+        series = self.loss(part)
+        return (int(series.axis.values[-1]), len(series.samples[0].values)) if series else default
 
     def change(self, part: str, base: str, low: float = 0, high: float = math.inf) -> Interval | None:
         """Difference in loss between two parts on the same sequences, over positions; None: not both are there."""
-        one, other = self.loss(part), self.loss(base)
-        if one is None or other is None:
+        curve, base_curve = self.loss(part), self.loss(base)
+        if curve is None or base_curve is None:
             return None
-        a, b = (within(each, low, high) for each in (one, other))
-        return paired_difference(a, b, groups=one.samples[0].groups)
+        a, b = (within(series, low, high) for series in (curve, base_curve))
+        return paired_difference(a, b, groups=curve.samples[0].groups)
 
     # ------------------------------------------------------------ tables
 
     def positions(self, first: int) -> list[dict[str, object]]:
         """Loss of the model by octaves of positions."""
-        one = self.loss("positions")
+        series = self.loss("positions")
         rows = []
-        for low, high in octaves(one, first) if one else []:
-            values = within(one, low, high)
+        for low, high in octaves(series, first) if series else []:
+            values = within(series, low, high)
             rows.append({"low": low, "high": high, "loss": values.mean(), "documents": values})
         return rows
 
@@ -171,16 +172,16 @@ class Results:
         """Exact answers by length and depth, and the control."""
         rows = []
         for part in parts:
-            found = self.evaluation(part)
-            grid = [one for one in found.series if one.metric == "exact"] if found else []
-            losses = {one.what: one for one in found.series if one.metric == "loss of answers"} if found else {}
+            evaluation = self.evaluation(part)
+            grid = [series for series in evaluation.series if series.metric == "exact"] if evaluation else []
+            losses = {series.what: series for series in evaluation.series if series.metric == "loss of answers"} if evaluation else {}
             for column, length in enumerate(grid[0].axis.values if grid else ()):
-                cells = {one.what: one.column(column)[1] for one in grid}
-                with_needle = np.mean([one.means[column] for what, one in losses.items() if what != "no needle"])
+                cells = {series.what: series.column(column)[1] for series in grid}
+                with_needle = np.mean([series.means[column] for label, series in losses.items() if label != "no needle"])
                 rows.append(
                     {
                         "length": int(length),
-                        "cells": {what: (int(values.sum()), len(values)) for what, values in cells.items()},
+                        "cells": {label: (int(values.sum()), len(values)) for label, values in cells.items()},
                         "all": [100 * end for end in self.over_depths(part, column).listed()],
                         "loss": with_needle,
                         "control": losses["no needle"].means[column],
@@ -195,9 +196,9 @@ class Results:
     @cached_property
     def heads(self) -> np.ndarray | None:
         """Mean attention to the number, (layers, heads)."""
-        found = self.evaluation("needles")
-        layers = [one for one in found.series if one.metric == "attention to the number"] if found else []
-        return np.stack([one.means for one in layers]) if layers else None
+        evaluation = self.evaluation("needles")
+        layers = [series for series in evaluation.series if series.metric == "attention to the number"] if evaluation else []
+        return np.stack([layer.means for layer in layers]) if layers else None
 
     @property
     def uniform(self) -> float:
@@ -207,8 +208,8 @@ class Results:
     @property
     def heads_of(self) -> tuple[int, int] | None:
         """Length and number of the sequences that the heads' attention is of; None: it is not there."""
-        one = self.series("needles", "attention to the number", "layer 0")
-        return one and (one.options["length"], len(one.samples[0].values))
+        series = self.series("needles", "attention to the number", "layer 0")
+        return series and (series.options["length"], len(series.samples[0].values))
 
     def best_heads(self, count: int) -> list[tuple[int, int, float]]:
         """Layer, head and attention to the number of those with the most of it."""
@@ -219,12 +220,12 @@ class Results:
         """What each swap changed at once."""
         rows = []
         for name, words in SWAPPED.items():
-            found = self.evaluation(f"swap_{name}")
-            if found is None:
+            evaluation = self.evaluation(f"swap_{name}")
+            if evaluation is None:
                 continue
-            by_length = {one.metric: one for one in found.series if one.samples and not one.bins}
+            by_length = {series.metric: series for series in evaluation.series if series.samples and not series.bins}
             change, kl = by_length["change of loss"], by_length["KL divergence"]
-            drift = [one for one in found.series if one.metric == "attention drift"][-1]
+            drift = [series for series in evaluation.series if series.metric == "attention drift"][-1]
             changes = []
             for column in range(len(change.means)):
                 sample, values = change.column(column)
@@ -236,21 +237,25 @@ class Results:
     @property
     def swap_lengths(self) -> list[int]:
         """Lengths at which swaps were measured."""
-        one = self.series("swap_ssmax", "change of loss")
-        return [int(length) for length in one.axis.values] if one else []
+        series = self.series("swap_ssmax", "change of loss")
+        return [int(length) for length in series.axis.values] if series else []
 
     @property
     def swap_documents(self) -> list[int]:
         """The numbers of sequences that swaps were measured on, each once."""
-        one = self.series("swap_ssmax", "change of loss")
-        return sorted({len(sample.values) for sample in one.samples}) if one else []
+        series = self.series("swap_ssmax", "change of loss")
+        return sorted({len(sample.values) for sample in series.samples}) if series else []
 
     @cached_property
     def scales(self) -> Scales | None:
         """Losses by those factors on the logits that both were measured with; None: fewer than three, too few for a parabola."""
         pairs = {scale: [self.loss(f"scale_{name}_{scale:g}") for name in ("softmax", "ssmax")] for scale in SCALES}
-        found = {scale: pair for scale, pair in pairs.items() if None not in pair}
-        return Scales(np.array(list(found)), *map(list, zip(*found.values(), strict=True))) if len(found) > 2 else None
+        complete_pairs = {scale: pair for scale, pair in pairs.items() if None not in pair}
+        return (
+            Scales(np.array(list(complete_pairs)), *map(list, zip(*complete_pairs.values(), strict=True)))
+            if len(complete_pairs) > 2
+            else None
+        )
 
     def scale_rows(self) -> list[dict[str, object]]:
         """Change of the loss by factor, to softmax as it is."""
@@ -258,13 +263,13 @@ class Results:
         rows = [{"scale": scale} | {name: self.change(f"scale_{name}_{scale:g}", "scale_softmax_1") for name in names} for scale in SCALES]
         return [row for row in rows if row["softmax"] or row["ssmax"]]
 
-    def arms(self, context: int, trained: int) -> list[dict[str, object]]:
-        """Loss within and beyond the context, and before and after the `trained` length of sequences, and needles of all arms."""
+    def arms(self, context: int, trained_length: int) -> list[dict[str, object]]:
+        """Loss within and beyond the context, loss before and after `trained_length` of the sequences, and needles, of all arms."""
         rows = []
         for arm in ("softmax", "ssmax", "log_n", *TRAINED):
             places = {
-                "early": ("within", "scale_softmax_1", 0, trained),
-                "late": ("within", "scale_softmax_1", trained, math.inf),
+                "early": ("within", "scale_softmax_1", 0, trained_length),
+                "late": ("within", "scale_softmax_1", trained_length, math.inf),
                 "near": ("within", "scale_softmax_1", 0, math.inf),
                 "far": ("beyond", "beyond_softmax", 0, context),
                 "beyond": ("beyond", "beyond_softmax", context, math.inf),
@@ -279,8 +284,8 @@ class Results:
 
     def asked(self, part: str) -> tuple[int, int] | None:
         """Exact answers at the longest length of a part, at half depth, and how many there were; None: it is not there."""
-        one = self.series(part, "exact", "depth 50%")
-        return one and (int(one.column(len(one.means) - 1)[1].sum()), len(one.column(len(one.means) - 1)[1]))
+        series = self.series(part, "exact", "depth 50%")
+        return series and (int(series.column(len(series.means) - 1)[1].sum()), len(series.column(len(series.means) - 1)[1]))
 
 
 def remarks(results: Results, context: int) -> list[str]:
@@ -294,31 +299,31 @@ def remarks(results: Results, context: int) -> list[str]:
         _s_trained(results),
         _all_trained(results),
     )
-    return [said for said in sentences if said]
+    return [sentence for sentence in sentences if sentence]
 
 
 def _loss_beyond_context(results: Results, context: int) -> str | None:
     rows = results.positions(context // 8)
     if not rows:
         return None
-    within = next(row["loss"] for row in rows if row["high"] == context)
-    worse = [row for row in rows if row["low"] >= context and row["loss"] > within + RISE]
+    loss_within = next(row["loss"] for row in rows if row["high"] == context)
+    worse = [row for row in rows if row["low"] >= context and row["loss"] > loss_within + RISE]
     if not worse:
         return f"Up to {rows[-1]['high']:,} tokens the loss stays within {RISE} nats of that in the last octave of the context."
     first, last = worse[0]["low"], worse[-1]
     return (
         f"Up to {first:,} tokens ({first / context:.1f} contexts) the loss stays within {RISE} nats of that in the context's last octave. "
-        f"From {last['low']:,} to {last['high']:,} tokens it is {last['loss'] - within:.1f} nats above."
+        f"From {last['low']:,} to {last['high']:,} tokens it is {last['loss'] - loss_within:.1f} nats above."
     )
 
 
 def _needles_found(results: Results) -> str | None:
     rows = results.needles(part for part in results.parts if part.startswith("needles"))
-    said = []
+    phrases = []
     for row in rows:
-        exact, asked = np.sum([cell for what, cell in row["cells"].items() if what != "no needle"], axis=0)
-        said.append(f"{exact} of {asked} at {row['length']:,}")
-    return f"Needles found, by tokens: {', '.join(said)}." if said else None
+        exact, count = np.sum([cell for label, cell in row["cells"].items() if label != "no needle"], axis=0)
+        phrases.append(f"{exact} of {count} at {row['length']:,}")
+    return f"Needles found, by tokens: {', '.join(phrases)}." if phrases else None
 
 
 def _match_by_length(results: Results, context: int) -> str | None:
@@ -326,21 +331,21 @@ def _match_by_length(results: Results, context: int) -> str | None:
     if row is None:
         return None
     means = [math.lgamma(length + 1) / length for length in (*results.swap_lengths, context)]  # of ln n
-    each = [
+    phrases = [
         f"{change.mean:+.2f} nats at {length:,} tokens (mean factor {mean / means[-1]:.2f})"
         for length, change, mean in zip(results.swap_lengths, row["changes"], means[:-1], strict=True)
     ]
-    return f"SSMax by `match` has a mean factor of 1 on the logits over {context:,} tokens. Shorter sequences: {', '.join(each)}."
+    return f"SSMax by `match` has a mean factor of 1 on the logits over {context:,} tokens. Shorter sequences: {', '.join(phrases)}."
 
 
 def _shape_or_scale(results: Results) -> str | None:
     if results.scales is None:
         return None
-    every, later = results.scales.by_shape(), results.scales.by_shape(FIRST)
-    verdict = "costs" if every.low > 0 else "gains" if every.high < 0 else "neither costs nor gains resolvably"
+    gap, later_gap = results.scales.by_shape(), results.scales.by_shape(FIRST)
+    verdict = "costs" if gap.low > 0 else "gains" if gap.high < 0 else "neither costs nor gains resolvably"
     return (
-        f"Growing with n {verdict}. SSMax at its best mean factor, less softmax at its best constant, is {shown(every, 4)} nats over all "
-        f"positions and {shown(later, 4)} from {FIRST} on."
+        f"Growing with n {verdict}. SSMax at its best mean factor, less softmax at its best constant, is {shown(gap, 4)} nats over all "
+        f"positions and {shown(later_gap, 4)} from {FIRST} on."
     )
 
 
@@ -353,18 +358,20 @@ def _best_constant(results: Results) -> str | None:
 
 
 def _s_trained(results: Results) -> str | None:
-    found, before = results.change("within_s_trained", "scale_softmax_1"), results.change("within_ssmax", "scale_softmax_1")
-    if found is None or before is None or results.parts["train_s"] is None:
+    after, before = results.change("within_s_trained", "scale_softmax_1"), results.change("within_ssmax", "scale_softmax_1")
+    if after is None or before is None or results.parts["train_s"] is None:
         return None
     s = np.array(results.parts["train_s"].facts["s"])
     return (
-        f"Training s alone takes the swapped model from {shown(before)} to {shown(found)} nats from softmax. Its mean s is then "
+        f"Training s alone takes the swapped model from {shown(before)} to {shown(after)} nats from softmax. Its mean s is then "
         f"{s.mean():.3f}, from {s.min():.3f} to {s.max():.3f}."
     )
 
 
 def _all_trained(results: Results) -> str | None:
-    found = results.change("within_ssmax_trained", "within_softmax_trained")
+    change = results.change("within_ssmax_trained", "within_softmax_trained")
     return (
-        None if found is None else f"All weights trained under SSMax are {shown(found)} nats from those trained under softmax for as long."
+        None
+        if change is None
+        else f"All weights trained under SSMax are {shown(change)} nats from those trained under softmax for as long."
     )

@@ -89,13 +89,13 @@ class Recall:
         """The verdicts by arm, rate and length, as one family."""
         comparisons = {}
         for arm in self.labels:
-            ours = self.rates(arm)
+            arm_rates = self.rates(arm)
             for length in self.deciding if arm != self.baseline else ():
                 if self.tuned:
-                    by_rates = [{rate: self.accuracies[one, rate, length] for rate in self.rates(one)} for one in (arm, self.baseline)]
-                    comparisons[arm, ours[0], length] = at_best(*by_rates, higher=True)
+                    by_rates = [{rate: self.accuracies[name, rate, length] for rate in self.rates(name)} for name in (arm, self.baseline)]
+                    comparisons[arm, arm_rates[0], length] = at_best(*by_rates, higher=True)
                     continue
-                for rate in ours:
+                for rate in arm_rates:
                     differences = self.accuracies[arm, rate, length] - self.accuracies[self.baseline, rate, length]
                     comparisons[arm, rate, length] = Comparison(differences, higher=True)
         return verdicts(comparisons, self.matters)
@@ -124,9 +124,9 @@ class Recall:
 
     def table(self) -> str:
         """The table in Markdown: a line for each arm and rate, accuracies in per cent and the verdicts."""
-        against = f"minus {self.labels[self.baseline].partition(' at ')[0]}"
+        title = f"minus {self.labels[self.baseline].partition(' at ')[0]}"
         heads = [self.heading, self.layers, *(f"{length:,}" for length in self.lengths)]
-        heads += [f"{against}, at {length:,}" for length in self.deciding]
+        heads += [f"{title}, at {length:,}" for length in self.deciding]
         places = [(arm, rate) for arm in self.arms for rate in (self.rates(arm)[:1] if self.ranked else self.rates(arm))]
         lines = [
             [self._row(rate), self.labels[arm], *self._cells(arm, rate)]
@@ -153,12 +153,12 @@ class Recall:
             cells = [f"{margin.mean():.1f} [{margin.min():.1f}, {margin.max():.1f}]" if margin.min() < MOST else f"more than {MOST}"]
             by_length = np.array([self.accuracies[arm, row, length] for length in self.lengths])
             observed = [observed_half_length(self.lengths, accuracy) for accuracy in by_length.T]
-            fell, median = int(np.isfinite(observed).sum()), float(np.median(observed))
-            counted = f" ({fell} of {len(observed)} fall)" if 0 < fell < len(observed) else ""
+            n_fallen, median = int(np.isfinite(observed).sum()), float(np.median(observed))
+            counted = f" ({n_fallen} of {len(observed)} fall)" if 0 < n_fallen < len(observed) else ""
             predicted = _tokens(float(run["predicted half-length"].median()), "never")
             cells += [f"{run['slope'].mean():.2f}", predicted] if run["formula holds"].all() else ["", ""]
-            up_to = f"not up to {self.lengths[-1]:,}"
-            cells += ["not learned" if median <= self.lengths[0] else _tokens(median, up_to) + counted]
+            beyond_all = f"not up to {self.lengths[-1]:,}"
+            cells += ["not learned" if median <= self.lengths[0] else _tokens(median, beyond_all) + counted]
             lines.append([self._row(row), self.labels[arm], *cells])
         return markdown(lines)
 
@@ -196,8 +196,8 @@ class Recall:
                 axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=8, color="w" if value < 60 else "0.1")
             for row, arm in enumerate(self.arms):
                 verdict = self.verdicts.get((arm, self.rates(arm)[0], self.deciding[0]))
-                said = "baseline" if verdict is None else replace(verdict, margin=f"{100 * self.matters:g}").statement.partition(":")[0]
-                axes.text(len(self.lengths) - 0.4, row, said, va="center", fontsize=8, color="0.5")
+                words = "baseline" if verdict is None else replace(verdict, margin=f"{100 * self.matters:g}").statement.partition(":")[0]
+                axes.text(len(self.lengths) - 0.4, row, words, va="center", fontsize=8, color="0.5")
             axes.set_yticks(range(len(self.arms)), [self.labels[arm] for arm in self.arms])
             axes.set_xticks(range(len(self.lengths)), [f"{length:,}" for length in self.lengths])
             axes.set_xlabel(
@@ -248,9 +248,9 @@ def observed_half_length(lengths: Sequence[int], accuracy: Sequence[float]) -> f
     return math.inf
 
 
-def _tokens(length: float, never: str) -> str:
-    """A length in tokens; `never` for an infinite one."""
-    return never if math.isinf(length) else f"{length:,.0f}" if length < 1e6 else f"{length:.0e}".replace("e+0", "e")
+def _tokens(length: float, infinite: str) -> str:
+    """A length in tokens; `infinite` for an infinite length."""
+    return infinite if math.isinf(length) else f"{length:,.0f}" if length < 1e6 else f"{length:.0e}".replace("e+0", "e")
 
 
 def _spread(accuracies: np.ndarray) -> str:

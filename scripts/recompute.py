@@ -154,12 +154,12 @@ def files() -> dict[Path, bytes]:
     """What is made of the results: the pages with their tables, and the pictures."""
     pages: dict[Path, str] = {}
     pictures = {}
-    for shown in SHOWN:
-        page = ROOT / "docs" / shown.page
-        for place, table in shown.tables().items():
+    for result in SHOWN:
+        page = ROOT / "docs" / result.page
+        for place, table in result.tables().items():
             pages[page] = filled(pages.get(page) or page.read_text(encoding="utf-8"), place, table)
-        if picture := shown.drawn():
-            pictures[ROOT / "docs" / f"{shown.place}.svg"] = picture
+        if picture := result.drawn():
+            pictures[ROOT / "docs" / f"{result.place}.svg"] = picture
     runs, page = predictors.learned(RESULTS), ROOT / "docs" / "half-length.md"
     pages[page] = filled(page.read_text(encoding="utf-8"), "predictors", predictors.table(runs, markdown))
     pictures[page.with_suffix(".svg")] = predictors.drawn(runs)
@@ -175,14 +175,14 @@ def same(committed: bytes, content: bytes) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    asked = parser.parse_args()
-    equal = same if asked.check else bytes.__eq__
+    options = parser.parse_args()
+    equal = same if options.check else bytes.__eq__
     differing = {path: content for path, content in files().items() if not path.exists() or not equal(path.read_bytes(), content)}
     for path, content in differing.items():
-        print(f"{path.relative_to(ROOT)}: {'differs from results/' if asked.check else 'written'}")
-        if not asked.check:
+        print(f"{path.relative_to(ROOT)}: {'differs from results/' if options.check else 'written'}")
+        if not options.check:
             path.write_bytes(content)
-    return int(asked.check and bool(differing))
+    return int(options.check and bool(differing))
 
 
 if __name__ == "__main__":

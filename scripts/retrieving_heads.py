@@ -59,10 +59,12 @@ def accuracies(folder: Path, decoder: Decoder) -> tuple[list[int], list[float]]:
 
     Raises RunError: it has no recall evaluation.
     """
-    every, missing = last_evaluations(folder, to_plain(read_config(folder)))
-    curves = [curve for evaluation in every for curve in evaluation.series if evaluation.kind == "recall" and curve.metric == "accuracy"]
+    evaluations, missing_names = last_evaluations(folder, to_plain(read_config(folder)))
+    curves = [
+        curve for evaluation in evaluations for curve in evaluation.series if evaluation.kind == "recall" and curve.metric == "accuracy"
+    ]
     if not curves:
-        raise RunError(f"{folder}: has no recall evaluation ({', '.join(missing)}): lm eval {folder}")
+        raise RunError(f"{folder}: has no recall evaluation ({', '.join(missing_names)}): lm eval {folder}")
     curve = curves[0]  # teacher-forced; the roll-out follows
     lengths, accuracy = [int(value) for value in curve.axis.values], curve.means.tolist()
     for length in between(lengths, accuracy):
@@ -89,8 +91,8 @@ def accuracy_at(decoder: Decoder, folder: Path, length: int) -> float:
     task, right = read_config(folder).data.tasks[0].task, []
     for index in range(UNSEEN):
         sequence = example(task, QUESTION_SEED, index, length, "test")
-        at = torch.as_tensor(sequence.questions[:, 0])
-        first = int(at.min()) - 1
-        logits = decoder.head(decoder.hidden(Batch.of(sequence.tokens[None]), first)[0, at - 1 - first])
-        right += (logits.argmax(-1) == torch.as_tensor(sequence.tokens)[at]).tolist()
+        positions = torch.as_tensor(sequence.questions[:, 0])
+        first = int(positions.min()) - 1
+        logits = decoder.head(decoder.hidden(Batch.of(sequence.tokens[None]), first)[0, positions - 1 - first])
+        right += (logits.argmax(-1) == torch.as_tensor(sequence.tokens)[positions]).tolist()
     return float(np.mean(right))

@@ -76,22 +76,25 @@ def simulated(world: World, trial: int) -> tuple[list[Verdict], list[float], lis
     sizes = [_Size(world, random) for _ in range(world.sizes)]
     looks = 2 if world.more_seeds else 1
     for seeds in dict.fromkeys((world.seeds, world.seeds + world.more_seeds)):
-        comparisons = {(number, arm): one for number, size in enumerate(sizes) for arm, one in size.compared(seeds).items()}
-        judged = verdicts(comparisons, MATTERS, looks=looks)
-        if all(one.kind != "undecided" for one in judged.values()):
+        comparisons = {(number, arm): comparison for number, size in enumerate(sizes) for arm, comparison in size.compared(seeds).items()}
+        found_verdicts = verdicts(comparisons, MATTERS, looks=looks)
+        if all(verdict.kind != "undecided" for verdict in found_verdicts.values()):
             break
     truths = [size.truth(arm) for size in sizes for arm in size.arms[1:]]
-    held = []
+    coverage = []
     for (comparison, verdict), (text, population), differ in zip(
-        zip(comparisons.values(), judged.values(), strict=True), truths, [one for size in sizes for one in size.differ], strict=True
+        zip(comparisons.values(), found_verdicts.values(), strict=True),
+        truths,
+        [differ for size in sizes for differ in size.differ],
+        strict=True,
     ):
         if comparison.tuned and not comparison.diverged:
             over_both = comparison.over_documents
-            both = over_both and comparison.enclosing(over_both)
-            held.append(
-                (_holds(verdict.alone, text), _holds(both, population) if both else math.nan, differ, _holds(verdict.interval, text))
+            wide = over_both and comparison.enclosing(over_both)
+            coverage.append(
+                (_holds(verdict.alone, text), _holds(wide, population) if wide else math.nan, differ, _holds(verdict.interval, text))
             )
-    return list(judged.values()), [text for text, _ in truths], held, seeds
+    return list(found_verdicts.values()), [text for text, _ in truths], coverage, seeds
 
 
 class _Size:
@@ -117,11 +120,11 @@ class _Size:
     def of_runs(self, arm: int, rate: float, seeds: int) -> np.ndarray:
         """What the runs of an arm at a rate have for themselves, of mean 0."""
         world = self.world
-        own = self.draw(self.noise[arm] * world.arm_seed * (rate / 1e-3 if world.growing else 1.0), seeds)
+        noise = self.draw(self.noise[arm] * world.arm_seed * (rate / 1e-3 if world.growing else 1.0), seeds)
         if world.unlucky and rate >= UNLUCKY_FROM:
             random = self.random
-            own += (random.random(seeds) < world.unlucky) * random.exponential(world.unlucky_by, seeds) - world.unlucky * world.unlucky_by
-        return own
+            noise += (random.random(seeds) < world.unlucky) * random.exponential(world.unlucky_by, seeds) - world.unlucky * world.unlucky_by
+        return noise
 
     def _tune(self) -> None:
         """The rates of the arms: by the mean over the selection text, whose documents are the same at every rate and seed."""
@@ -153,44 +156,46 @@ class _Size:
                 on_text -= self.weights @ on_text
             values, selected, means = np.empty((len(self.crossed[arm]), seeds, world.documents)), {}, []
             for of_rate, rate in zip(values, self.crossed[arm], strict=True):
-                own, at = self.of_runs(number, rate, seeds)[:, None], self.expected(number, rate)
-                of_rate[:] = at + own + self.draw(self.noise[number] * world.arm_seed_document, seeds, world.documents)
+                noise, mean = self.of_runs(number, rate, seeds)[:, None], self.expected(number, rate)
+                of_rate[:] = mean + noise + self.draw(self.noise[number] * world.arm_seed_document, seeds, world.documents)
                 rest = self.draw(self.noise[number] * world.arm_seed_document / math.sqrt(world.documents / 2), seeds)
-                selecting = self.expected(number, rate, 1.0) if world.other_metric else at
-                selected[rate] = selecting + by_seed[:, 0] + own[:, 0] + self.shift[number] + rest
-                means.append(at)
+                selecting = self.expected(number, rate, 1.0) if world.other_metric else mean
+                selected[rate] = selecting + by_seed[:, 0] + noise[:, 0] + self.shift[number] + rest
+                means.append(mean)
             self.values[arm], self.selected[arm] = values + by_seed + by_document + on_text, selected
-            self.true[arm] = np.array([[at, at + self.weights @ on_text] for at in means])
+            self.true[arm] = np.array([[mean, mean + self.weights @ on_text] for mean in means])
             self.lost[arm] = self.random.random(seeds) < world.lost
 
     def compared(self, seeds: int) -> dict[str, Comparison]:
         """What the first seeds show of each arm."""
-        found = {arm: Comparison((), tuned=False) for arm in self.arms[1:]}
+        comparisons = {arm: Comparison((), tuned=False) for arm in self.arms[1:]}
         self.judged_at = {arm: self._best(arm, seeds) for arm in self.values}
         for arm in self.arms[1:]:
             if not {arm, "base"} <= self.values.keys():
                 continue
-            lost = int(self.lost[arm][:seeds].sum() + self.lost["base"][:seeds].sum())
-            order = sorted(range(len(self.crossed["base"])), key=lambda at: self.crossed["base"][at] not in self.crossed[arm])
+            n_lost = int(self.lost[arm][:seeds].sum() + self.lost["base"][:seeds].sum())
+            order = sorted(range(len(self.crossed["base"])), key=lambda place: self.crossed["base"][place] not in self.crossed[arm])
             shared = sum(rate in self.crossed[arm] for rate in self.crossed["base"])  # the rates of both come first
             place = self.judged_at[arm], order.index(self.judged_at["base"])
-            ours, theirs = (self.values[name][:, :seeds] for name in (arm, "base"))
-            differences = self._measured(ours)[:, None] - self._measured(theirs)[order]  # (ours, theirs, seeds, documents)
+            arm_values, base_values = (self.values[name][:, :seeds] for name in (arm, "base"))
+            differences = (
+                self._measured(arm_values)[:, None] - self._measured(base_values)[order]
+            )  # (rates of the arm, of the base, seeds, documents)
             by_rates = differences @ self.weights
             over_both = over_seeds_and_documents(differences, self.weights, np.arange(self.world.documents))
-            found[arm] = Comparison(
+            comparisons[arm] = Comparison(
                 by_rates,
                 place,
-                lost,
+                n_lost,
                 shared,
                 self.world.other_metric,
                 over_documents=None if self.world.ceiling else over_both,
             )
-        return found
+        return comparisons
 
     def _best(self, arm: str, seeds: int) -> int:
         return self.crossed[arm].index(
-            best_rate({rate: list(some[:seeds]) for rate, some in self.selected[arm].items()}, self.crossed[arm])
+            best_rate({rate: list(losses[:seeds]) for rate, losses in self.selected[arm].items()}, self.crossed[arm])
         )
 
     def _measured(self, losses: np.ndarray) -> np.ndarray:
@@ -205,8 +210,8 @@ class _Size:
         the one that chooses, at the rates that are judged."""
         if not {arm, "base"} <= self.true.keys():
             return math.nan, math.nan
-        at = [self.judged_at[name] if self.world.other_metric else int(self.true[name][:, 0].argmin()) for name in (arm, "base")]
-        population, text = self.true[arm][at[0]] - self.true["base"][at[1]]
+        rates = [self.judged_at[name] if self.world.other_metric else int(self.true[name][:, 0].argmin()) for name in (arm, "base")]
+        population, text = self.true[arm][rates[0]] - self.true["base"][rates[1]]
         return float(text), float(population)
 
     @property
@@ -233,15 +238,15 @@ def false(kind: Kind, truth: float) -> bool:
 def many(world: World, trials: range) -> tuple[Counter, np.ndarray]:
     """Of many trials: how many had each verdict on any comparison, and `false` any false word; `together`, in how many all
     intervals that verdicts follow from hold, and the `seeds` that were trained; and what `simulated` says of intervals, (intervals, 4)."""
-    counts, held = Counter(), []
+    counts, coverage = Counter(), []
     for trial in trials:
-        judged, truths, intervals, seeds = simulated(world, trial)
-        counts.update({one.kind for one in judged})
-        counts["false"] += any(false(one.kind, truth) for one, truth in zip(judged, truths, strict=True))
-        counts["together"] += all(own for *_, own in intervals)
+        found_verdicts, truths, intervals, seeds = simulated(world, trial)
+        counts.update({verdict.kind for verdict in found_verdicts})
+        counts["false"] += any(false(verdict.kind, truth) for verdict, truth in zip(found_verdicts, truths, strict=True))
+        counts["together"] += all(holds for *_, holds in intervals)
         counts["seeds"] += seeds
-        held += intervals
-    return counts, np.array(held, dtype=float).reshape(-1, 4)
+        coverage += intervals
+    return counts, np.array(coverage, dtype=float).reshape(-1, 4)
 
 
 def report(worlds: list[World], trials: int, jobs: int) -> None:
@@ -253,9 +258,9 @@ def report(worlds: list[World], trials: int, jobs: int) -> None:
     with ProcessPoolExecutor(jobs) as pool:
         for world in worlds:
             pieces = [range(start, min(start + 250, trials)) for start in range(0, trials, 250)]
-            found = list(pool.map(many, [world] * len(pieces), pieces))
-            counts, held = sum((counts for counts, _ in found), Counter()), np.concatenate([held for _, held in found])
-            cells = ["" if np.isnan(some).all() else f"{100 * np.nanmean(some):.1f}" for some in held.T[:3]]
+            results = list(pool.map(many, [world] * len(pieces), pieces))
+            counts, covering = sum((counts for counts, _ in results), Counter()), np.concatenate([part for _, part in results])
+            cells = ["" if np.isnan(column).all() else f"{100 * np.nanmean(column):.1f}" for column in covering.T[:3]]
             cells += [f"{100 * counts[kind] / trials:.1f}" for kind in ("together", "false", *KINDS)]
             seeds = f"{world.seeds} + {world.more_seeds}: {counts['seeds'] / trials:.1f}" if world.more_seeds else world.seeds
             print(f"| {world.name} | {seeds} | " + " | ".join(cells) + " |", flush=True)
@@ -299,8 +304,8 @@ def all_worlds() -> list[World]:
         worlds += [staged, replace(staged, more_seeds=10), replace(staged, seeds=15)]
     staged = World("4 equal arms, not tuned", 5, (0.0,) * 4, equal_on_text=True, tuning="none", arm_seed=0.02, more_seeds=10)
     spread = math.sqrt(2 * (0.008**2 + 0.02**2 / 24))
-    planned = World(f"1 arm better by {MATTERS:g}, planned", seeds_needed(spread, MATTERS), (-MATTERS,), equal_on_text=True)
-    return [*worlds, staged, planned, replace(planned, name=f"{planned.name}, best rate on the grid", optima=(0.4, 0.4))]
+    planned_world = World(f"1 arm better by {MATTERS:g}, planned", seeds_needed(spread, MATTERS), (-MATTERS,), equal_on_text=True)
+    return [*worlds, staged, planned_world, replace(planned_world, name=f"{planned_world.name}, best rate on the grid", optima=(0.4, 0.4))]
 
 
 def report_intervals(trials: int) -> None:
@@ -309,31 +314,33 @@ def report_intervals(trials: int) -> None:
     random = np.random.default_rng(0)
     print("| documents | their lengths | coverage, % | percentile bootstrap, % |\n|---:|---|---:|---:|")
     for documents, spread in ((4, 0.0), (4, 0.6), (8, 0.0), (8, 0.6), (20, 0.0), (20, 0.6)):
-        covered = np.zeros(2)
+        hits = np.zeros(2)
         for _ in range(trials):
             weights = random.lognormal(0, spread, documents)
             values = 0.1 + 0.1 * random.standard_normal(documents) + 0.05 * random.standard_normal(documents) / np.sqrt(weights)
             low, high = mean_ends(values[:, None], weights)
-            drawn = random.integers(0, documents, (1000, documents))
-            means = (weights[drawn] * values[drawn]).sum(1) / weights[drawn].sum(1)
-            covered += low[0] <= 0.1 <= high[0], np.quantile(means, 0.025) <= 0.1 <= np.quantile(means, 0.975)
+            resamples = random.integers(0, documents, (1000, documents))
+            means = (weights[resamples] * values[resamples]).sum(1) / weights[resamples].sum(1)
+            hits += low[0] <= 0.1 <= high[0], np.quantile(means, 0.025) <= 0.1 <= np.quantile(means, 0.975)
         lengths = f"log-normal, sigma {spread:g}" if spread else "equal"
-        print(f"| {documents} | {lengths} | " + " | ".join(f"{100 * fraction:.1f}" for fraction in covered / trials) + " |", flush=True)
+        print(f"| {documents} | {lengths} | " + " | ".join(f"{100 * fraction:.1f}" for fraction in hits / trials) + " |", flush=True)
     correlations = (0.0, 0.1, 0.4, 0.8)
-    print("\n| sequences | questions in each | right | " + " | ".join(f"correlation {one:g}" for one in correlations) + " |")
+    print(
+        "\n| sequences | questions in each | right | " + " | ".join(f"correlation {correlation:g}" for correlation in correlations) + " |"
+    )
     print("|---:|---:|---:|" + "---:|" * len(correlations))
     for sequences, size, chance in product((8, 32, 128), (1, 8), (0.5, 0.95)):
         cells = []
         for correlation in correlations[: len(correlations) if size > 1 else 1]:
-            covered, asked = np.zeros(2), np.full(sequences, size)
+            hits, counts = np.zeros(2), np.full(sequences, size)
             for _ in range(trials):
                 rest = 1 / correlation - 1 if correlation else math.inf  # sum of the beta distribution's parameters
                 chances = random.beta(chance * rest, (1 - chance) * rest, sequences) if correlation else chance
                 right = random.binomial(size, chances, sequences)
-                for column, number in enumerate((effective_trials(right, asked), asked.sum())):
-                    found = wilson(right.sum() / asked.sum() * number, number)
-                    covered[column] += found.low <= chance <= found.high
-            cells.append(", ".join(f"{100 * fraction:.1f}" for fraction in covered / trials))
+                for column, number in enumerate((effective_trials(right, counts), counts.sum())):
+                    interval = wilson(right.sum() / counts.sum() * number, number)
+                    hits[column] += interval.low <= chance <= interval.high
+            cells.append(", ".join(f"{100 * fraction:.1f}" for fraction in hits / trials))
         print(f"| {sequences} | {size} | {chance:g} | {' | '.join(cells + [''] * (len(correlations) - len(cells)))} |", flush=True)
 
 
@@ -346,9 +353,9 @@ def report_learned() -> None:
         cells = []
         for base, arm in chances:
             kinds: Counter = Counter()
-            for theirs, ours in product(range(seeds + 1), repeat=2):
-                found = learned_verdicts({"arm": LearnedCounts([(ours, theirs)], seeds, planned=seeds)})["arm"]
-                kinds[found.kind] += binom.pmf(theirs, seeds, base) * binom.pmf(ours, seeds, arm)
+            for base_count, arm_count in product(range(seeds + 1), repeat=2):
+                verdict = learned_verdicts({"arm": LearnedCounts([(arm_count, base_count)], seeds, planned=seeds)})["arm"]
+                kinds[verdict.kind] += binom.pmf(base_count, seeds, base) * binom.pmf(arm_count, seeds, arm)
             cells.append(f"{100 * kinds['better']:.1f}, {100 * kinds['worse']:.1f}")
         print(f"| {seeds} | " + " | ".join(cells) + " |", flush=True)
 

@@ -43,8 +43,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the files outside docs/ that pages link to."""
     for source, name in PAGES.items():
         files.append(File.generated(config, name, content=_within_docs((ROOT / source).read_text(encoding="utf-8"))))
-    linked = {found[1] for page in files.documentation_pages() for found in OUTSIDE.finditer(page.content_string)}
-    for path in sorted(linked - PAGES.keys()):
+    links = {match[1] for page in files.documentation_pages() for match in OUTSIDE.finditer(page.content_string)}
+    for path in sorted(links - PAGES.keys()):
         if (ROOT / path).is_file():
             files.append(File.generated(config, f"files/{path}", abs_src_path=str(ROOT / path)))
     files.append(File.generated(config, "site.css", content=STYLE))
@@ -60,8 +60,8 @@ def _within_docs(text: str) -> str:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Lead links outside docs/ to the site's copies; a folder's name stays without its link."""
 
-    def link(found: re.Match[str]) -> str:
-        path, anchor = found[1], found[2] or ""
+    def link(match: re.Match[str]) -> str:
+        path, anchor = match[1], match[2] or ""
         if path in PAGES:
             return f"]({PAGES[path]}{anchor})"
         return f"](files/{path})" if (ROOT / path).is_file() else "](README.md)"

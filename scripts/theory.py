@@ -32,10 +32,10 @@ TEMPLATE = Path(__file__).parent / "theory.md.j2"
 
 def run_folders(root: Path) -> list[Path]:
     """All run folders below `root`, or itself, in the order of arms and seeds. Raises RunError: there are none."""
-    found = [path.parent for path in root.rglob(CONFIG)]
-    if not found:
+    folders = [path.parent for path in root.rglob(CONFIG)]
+    if not folders:
         raise RunError(f"{root}: no run folders there: make them with lm compare")
-    return sorted(found, key=lambda one: (one.parent, one.name.split("-seed")[0], read_config(one).seed))
+    return sorted(folders, key=lambda folder: (folder.parent, folder.name.split("-seed")[0], read_config(folder).seed))
 
 
 def judged_rates(experiment: Path) -> dict[tuple[str | None, str | None], float | str | None]:
@@ -55,23 +55,23 @@ def first_runs(experiment: Path) -> dict[str, Path]:
     rates, configs = judged_rates(experiment), {folder: read_config(folder) for folder in run_folders(experiment)}
     places = {folder: config.experiment for folder, config in configs.items()}
     of_no_arm = math.nan if rates else None  # equals no rate
-    judged = [folder for folder, place in places.items() if place.rate == rates.get((place.size, place.arm), of_no_arm)]
-    if not judged:
+    judged_folders = [folder for folder, place in places.items() if place.rate == rates.get((place.size, place.arm), of_no_arm)]
+    if not judged_folders:
         raise RunError(f"{experiment}: says of no run that its learning rate was judged: finish the experiment with lm compare")
-    found: dict[tuple[str, ...], Path] = {}
-    for folder in sorted(judged, key=lambda one: configs[one].seed):
+    folders: dict[tuple[str, ...], Path] = {}
+    for folder in sorted(judged_folders, key=lambda folder: configs[folder].seed):
         label, place = configs[folder].model.normalizer.label(), places[folder]
-        found.setdefault((label, *(name for name in (place.size, place.arm) if name)), folder)
-    shared = Counter(label for label, *_ in found)
-    ordered = sorted(found, key=lambda arm: arm[0] != "softmax")
-    return {", ".join(arm) if shared[arm[0]] > 1 else arm[0]: found[arm] for arm in ordered}
+        folders.setdefault((label, *(name for name in (place.size, place.arm) if name)), folder)
+    shared = Counter(label for label, *_ in folders)
+    arms = sorted(folders, key=lambda arm: arm[0] != "softmax")
+    return {", ".join(arm) if shared[arm[0]] > 1 else arm[0]: folders[arm] for arm in arms}
 
 
 def described(arm: str, folder: Path) -> Described:
     """The diagnostics of a run on text."""
-    (one,), config = diagnose([folder], overrides=[FAMILIES]), read_config(folder)
+    (result,), config = diagnose([folder], overrides=[FAMILIES]), read_config(folder)
     name, normalizer = config.experiment.name or "", config.model.normalizer
-    return Described(name, arm, normalizer, folder, one.evaluation.step, config.data.seq_len, one.evaluation.series)
+    return Described(name, arm, normalizer, folder, result.evaluation.step, config.data.seq_len, result.evaluation.series)
 
 
 def statements_picture(models: list[Described]) -> bytes:
@@ -88,12 +88,12 @@ def statements_picture(models: list[Described]) -> bytes:
         grid[0, 0].set_yscale("log")
         grid[0, 0].yaxis.set_minor_formatter(lambda value, place: f"{value:g}")
         for axes, metric in zip(grid.flat[2:], (OF_5, "N_s / N", "D of the largest weights", "change of weights"), strict=True):
-            lines = [one for one in models[0].series if (one.metric, one.setting) == (metric, TRAINED) and one.axis]
-            for index, one in enumerate(lines):
-                axes.plot(one.axis.values, one.means, label=one.what, markersize=3, **colour_and_marker(index))
-            for one in lines[:1]:
-                logarithmic_x(axes, one.axis.values)
-                axes.set(title=f"{metric}, {models[0].arm}", xlabel=one.axis.name, ylabel=one.unit)
+            lines = [curve for curve in models[0].series if (curve.metric, curve.setting) == (metric, TRAINED) and curve.axis]
+            for index, series in enumerate(lines):
+                axes.plot(series.axis.values, series.means, label=series.what, markersize=3, **colour_and_marker(index))
+            for series in lines[:1]:
+                logarithmic_x(axes, series.axis.values)
+                axes.set(title=f"{metric}, {models[0].arm}", xlabel=series.axis.name, ylabel=series.unit)
         grid[1, 2].set_yscale("log")
         for axes in grid.flat:
             finish(axes, place="lower left" if axes is grid[1, 2] else "best")
@@ -103,8 +103,8 @@ def statements_picture(models: list[Described]) -> bytes:
 def page_of(experiments: list[list[Described]], text: list[Path]) -> str:
     """The text of docs/theory.md, from the models of each experiment and their folders."""
     tables = [compared(models) for models in experiments]
-    made_in = [{(one.source, one.says): one for one in table} for table in tables]
-    statements = {(one.source, one.says): one for table in tables for one in table}
+    made_in = [{(statement.source, statement.says): statement for statement in table} for table in tables]
+    statements = {(statement.source, statement.says): statement for table in tables for statement in table}
     return rendered(
         TEMPLATE,
         experiments=experiments,
@@ -117,20 +117,20 @@ def page_of(experiments: list[list[Described]], text: list[Path]) -> str:
     )
 
 
-def main(given: list[str]) -> None:
+def main(words: list[str]) -> None:
     """Describe, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True, nargs="+", help="folders of experiments on text")
     parser.add_argument("--out", type=Path, default=Path("docs/theory.md"), help="page to write; pictures and values lie beside it")
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args(words)
     torch.set_num_threads(1)
-    started = time.perf_counter()
+    start = time.perf_counter()
     on_text = [first_runs(experiment) for experiment in arguments.text]
     experiments = [[described(arm, folder) for arm, folder in arms.items()] for arms in on_text]
-    beside = {"theory-statements.csv": values(experiments), "theory-statements.svg": statements_picture(experiments[0])}
+    files = {"theory-statements.csv": values(experiments), "theory-statements.svg": statements_picture(experiments[0])}
     text = page_of(experiments, arguments.text)
-    write_together({arguments.out: text.encode(), **{arguments.out.parent / name: content for name, content in beside.items()}})
-    print(f"{arguments.out}, {', '.join(beside)}: {time.perf_counter() - started:.0f} s")
+    write_together({arguments.out: text.encode(), **{arguments.out.parent / name: content for name, content in files.items()}})
+    print(f"{arguments.out}, {', '.join(files)}: {time.perf_counter() - start:.0f} s")
 
 
 if __name__ == "__main__":

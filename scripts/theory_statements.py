@@ -34,7 +34,10 @@ class Described:
 
     def curve(self, metric: str, what: str = "") -> Series | None:
         """A metric over its axis; None if it is not defined."""
-        return next((one for one in self.series if (one.metric, one.setting, one.what) == (metric, TRAINED, what) and one.axis), None)
+        return next(
+            (series for series in self.series if (series.metric, series.setting, series.what) == (metric, TRAINED, what) and series.axis),
+            None,
+        )
 
     @property
     def is_exp(self) -> bool:
@@ -49,13 +52,14 @@ class Described:
     def number(self, metric: str, setting: str = TRAINED) -> float:
         """A metric of all that is described; NaN if it is not defined."""
         return next(
-            (float(one.means[0]) for one in self.series if (one.metric, one.setting) == (metric, setting) and not one.axis), math.nan
+            (float(series.means[0]) for series in self.series if (series.metric, series.setting) == (metric, setting) and not series.axis),
+            math.nan,
         )
 
     def values(self, metric: str, what: str = "") -> np.ndarray:
         """The means of a curve; empty if it is not defined."""
-        found = self.curve(metric, what)
-        return np.empty(0) if found is None else found.means
+        curve = self.curve(metric, what)
+        return np.empty(0) if curve is None else curve.means
 
     def last(self, metric: str, what: str = "") -> float:
         """The last defined mean of a curve; NaN if there is none."""
@@ -65,11 +69,11 @@ class Described:
 
     def slope(self, metric: str, what: str = "") -> float:
         """Exponent of a curve: the least-squares slope on logarithms of both axes; NaN of fewer than two points."""
-        found = self.curve(metric, what)
-        if found is None or np.isfinite(found.means).sum() < 2:
+        curve = self.curve(metric, what)
+        if curve is None or np.isfinite(curve.means).sum() < 2:
             return math.nan
-        known = np.isfinite(found.means)
-        return float(np.polyfit(np.log(np.array(found.axis.values)[known]), np.log(found.means[known]), 1)[0])
+        finite = np.isfinite(curve.means)
+        return float(np.polyfit(np.log(np.array(curve.axis.values)[finite]), np.log(curve.means[finite]), 1)[0])
 
 
 @dataclass(frozen=True)
@@ -132,16 +136,16 @@ def _largest(scaled: bool) -> Compared:
 
 
 def _bounded(model: Described) -> Result | None:
-    found = model.values("d~ of the largest weights / its bound")
-    return (f"up to {np.nanmax(found):.2f}", bool(np.nanmax(found) <= 1)) if len(found) else None
+    ratios = model.values("d~ of the largest weights / its bound")
+    return (f"up to {np.nanmax(ratios):.2f}", bool(np.nanmax(ratios) <= 1)) if len(ratios) else None
 
 
 def _ratio(what: str, holds: Callable[[np.ndarray], bool]) -> Compared:
     """Of an expectation of d~ over that of drawn sets, at all N: least to largest."""
 
     def of(model: Described) -> Result | None:
-        values, drawn = model.values("d~", what), model.values("d~", "random keys, drawn")
-        ratios = values / drawn if len(values) else values
+        values, drawn_values = model.values("d~", what), model.values("d~", "random keys, drawn")
+        ratios = values / drawn_values if len(values) else values
         ratios = ratios[np.isfinite(ratios)]
         return (f"{ratios.min():.2f} to {ratios.max():.2f}", holds(ratios)) if len(ratios) else None
 
@@ -152,50 +156,55 @@ def _lemma_1(model: Described) -> Result | None:
     bound = model.number("Lemma 1: ln C2 = -ln C1")
     if math.isnan(bound):
         return None
-    largest, smallest = (model.number(f"Lemma 1: ln (n x {which} weight)") for which in ("largest", "smallest"))
+    largest, smallest = (model.number(f"Lemma 1: ln (n x {extreme} weight)") for extreme in ("largest", "smallest"))
     return f"{smallest:.1f} to {largest:.1f}, bounds -+{bound:.1f}", -bound <= smallest <= largest <= bound
 
 
 def _linear(model: Described) -> Result | None:
-    found = model.slope(OF_5, "largest weights")
-    return None if math.isnan(found) else (f"exponent {found:.3f}", 0.8 <= found <= 1.2)
+    exponent = model.slope(OF_5, "largest weights")
+    return None if math.isnan(exponent) else (f"exponent {exponent:.3f}", 0.8 <= exponent <= 1.2)
 
 
 def _critical(model: Described) -> Result | None:
     names = ("random keys, uncorrected", "random keys, corrected", "random keys, drawn")
-    found = {name: [model.last("critical N / visible keys", f"{name}, level {level}") for level in ("0.01", "0.05")] for name in names}
-    said = {name: "/".join("none" if math.isnan(one) else f"{one:.1%}" for one in both) for name, both in found.items()}
-    text = "; ".join(f"{name.removeprefix('random keys, ')} {both}" for name, both in said.items())
-    return text, any(0.02 <= one <= 0.15 for one in found["random keys, drawn"])
+    fractions = {name: [model.last("critical N / visible keys", f"{name}, level {level}") for level in ("0.01", "0.05")] for name in names}
+    texts = {
+        name: "/".join("none" if math.isnan(fraction) else f"{fraction:.1%}" for fraction in levels) for name, levels in fractions.items()
+    }
+    text = "; ".join(f"{name.removeprefix('random keys, ')} {levels}" for name, levels in texts.items())
+    return text, any(0.02 <= fraction <= 0.15 for fraction in fractions["random keys, drawn"])
 
 
 def _separable(model: Described) -> Result | None:
-    found = model.number("N_s / N of 16 keys")
-    return None if math.isnan(found) else (f"{found:.2f}", 0.70 <= found <= 0.85)
+    ratio = model.number("N_s / N of 16 keys")
+    return None if math.isnan(ratio) else (f"{ratio:.2f}", 0.70 <= ratio <= 0.85)
 
 
 def _covered(model: Described) -> Result | None:
-    measured, said = (model.values("keys that at least one head separates", what) for what in ("measured", "1 - (1 - p)^H"))
-    if not len(measured) or (model.values("heads that choose a key") == 1).all():  # one head: the formula is what is measured
+    shares, formula = (model.values("keys that at least one head separates", label) for label in ("measured", "1 - (1 - p)^H"))
+    if not len(shares) or (model.values("heads that choose a key") == 1).all():  # one head: the formula is what is measured
         return None
-    apart = float(np.nanmax(np.abs(measured - said)))
-    return f"{np.nanmin(measured):.2f} to {np.nanmax(measured):.2f}, formula {np.nanmin(said):.2f} to {np.nanmax(said):.2f}", apart < 0.05
+    difference = float(np.nanmax(np.abs(shares - formula)))
+    return (
+        f"{np.nanmin(shares):.2f} to {np.nanmax(shares):.2f}, formula {np.nanmin(formula):.2f} to {np.nanmax(formula):.2f}",
+        difference < 0.05,
+    )
 
 
 def _temperature(model: Described) -> Result | None:
-    found = model.curve("change of weights", "one direction, step 0.001")
-    if found is None or not model.is_exp:
+    curve = model.curve("change of weights", "one direction, step 0.001")
+    if curve is None or not model.is_exp:
         return None
-    at = dict(zip(found.axis.values, found.means, strict=True))
-    low, high = at.get(0.01, math.nan), at.get(1.0, math.nan)
+    changes = dict(zip(curve.axis.values, curve.means, strict=True))
+    low, high = changes.get(0.01, math.nan), changes.get(1.0, math.nan)
     return f"{low:.3g} at T = .01, {high:.3g} at T = 1", low / high >= 50
 
 
 def _ceiling(model: Described) -> Result | None:
-    found = model.curve("change of weights", "spectral norm")
-    if found is None or not model.is_exp:
+    curve = model.curve("change of weights", "spectral norm")
+    if curve is None or not model.is_exp:
         return None
-    product = found.means * np.array(found.axis.values)
+    product = curve.means * np.array(curve.axis.values)
     return f"norm x T up to {np.nanmax(product):.3f}", bool(np.nanmax(product) <= 0.25)
 
 
@@ -203,36 +212,36 @@ def _closed_form(exp: bool) -> Compared:
     """S beside its closed form, of models whose weights are e^score (`exp`) or aren't."""
 
     def of(model: Described) -> Result | None:
-        apart = model.number("S minus closed form" + NO_FIRST)
-        if math.isnan(apart) or model.is_exp != exp:
+        difference = model.number("S minus closed form" + NO_FIRST)
+        if math.isnan(difference) or model.is_exp != exp:
             return None
-        s, beyond = model.number("S" + NO_FIRST), model.number("queries beyond condensation")
-        condensed = f"; {beyond:.0%} of queries beyond condensation" if exp else ""
-        return f"S {s:.3f}, closed form {s - apart:.3f}{condensed}", abs(apart) < 0.05
+        s, condensed_fraction = model.number("S" + NO_FIRST), model.number("queries beyond condensation")
+        condensed = f"; {condensed_fraction:.0%} of queries beyond condensation" if exp else ""
+        return f"S {s:.3f}, closed form {s - difference:.3f}{condensed}", abs(difference) < 0.05
 
     return of
 
 
-def _explained(place: str, about: Callable[[Options], bool]) -> Compared:
+def _explained(place: str, applies: Callable[[Options], bool]) -> Compared:
     """The fraction of the weights' variance that `key position` or `distance` alone explains, beside what any function of both does; the
-    statement is about the normalizers that `about` says."""
+    statement is about the normalizers that `applies` accepts."""
 
     def of(model: Described) -> Result | None:
-        alone, before = (model.number(f"variance explained by {place}", setting) for setting in (TRAINED, UNTRAINED))
-        both = model.number("variance explained by both, last query")
-        if math.isnan(alone):
+        explained, before = (model.number(f"variance explained by {place}", setting) for setting in (TRAINED, UNTRAINED))
+        explained_by_both = model.number("variance explained by both, last query")
+        if math.isnan(explained):
             return None
-        return f"{alone:.2f} ({before:.2f}), by both {both:.2f}", alone > 0.5 if about(model.normalizer) else None
+        return f"{explained:.2f} ({before:.2f}), by both {explained_by_both:.2f}", explained > 0.5 if applies(model.normalizer) else None
 
     return of
 
 
 def _entropy(model: Described) -> Result | None:
-    found = model.curve("entropy")
-    if found is None:
+    curve = model.curve("entropy")
+    if curve is None:
         return None
-    known = np.isfinite(found.means)
-    slope = float(np.polyfit(np.log(np.array(found.axis.values)[known]), found.means[known], 1)[0])
+    finite = np.isfinite(curve.means)
+    slope = float(np.polyfit(np.log(np.array(curve.axis.values)[finite]), curve.means[finite], 1)[0])
     return f"{slope:.2f} nats for each ln n", slope > 0.5 if model.is_exp and not model.knows_n else None
 
 
@@ -343,14 +352,14 @@ STATEMENTS: tuple[tuple[str, str, str, str, Compared | None], ...] = (
         "linear attention mostly expresses absolute position",
         QUOTED,
         "fraction of the weights' variance that key position explains (untrained); above .5 of linear attention without a decay counts",
-        _explained("key position", lambda one: isinstance(one, Linear) and not one.decay),
+        _explained("key position", lambda normalizer: isinstance(normalizer, Linear) and not normalizer.decay),
     ),
     (
         "Su, 9889",
         "a decay can't adapt",
         QUOTED,
         "fraction of the weights' variance that distance explains (untrained); above .5 of linear attention with a decay counts",
-        _explained("distance", lambda one: isinstance(one, Linear) and one.decay),
+        _explained("distance", lambda normalizer: isinstance(normalizer, Linear) and normalizer.decay),
     ),
     ("Su, 8823", "softmax's entropy grows with ln n", READ, "slope of H on ln n; above .5 counts", _entropy),
     (
@@ -367,14 +376,14 @@ KEYS = [(source, says) for source, says, *_ in STATEMENTS]
 
 def compared(models: Iterable[Described]) -> list[Statement]:
     """The statements that apply to some of the models, with what came out."""
-    models, found = list(models), []
-    for source, says, known, measured, of in STATEMENTS:
-        results = {one.arm: got for one in models if of and (got := of(one))}
+    models, statements = list(models), []
+    for source, says, known, measured, compare in STATEMENTS:
+        results = {model.arm: outcome for model in models if compare and (outcome := compare(model))}
         if results:
-            values = {one.arm: results[one.arm][0] if one.arm in results else "does not apply" for one in models}
+            values = {model.arm: results[model.arm][0] if model.arm in results else "does not apply" for model in models}
             holds = {arm: holds for arm, (_, holds) in results.items() if holds is not None}
-            found.append(Statement(source, says, known, measured, values, holds))
-    return found
+            statements.append(Statement(source, says, known, measured, values, holds))
+    return statements
 
 
 def values(experiments: Iterable[list[Described]]) -> bytes:
@@ -383,13 +392,15 @@ def values(experiments: Iterable[list[Described]]) -> bytes:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["experiment", "arm", "run", "step", "source", "statement", "how it is known", "compared", "value", "agrees"])
     for models in experiments:
-        for one in compared(models):
-            said = [one.source, one.says, one.known, one.measured]
-            writer.writerows([m.experiment, m.arm, m.folder.name, m.step, *said, one.values[m.arm], one.outcome] for m in models)
+        for statement in compared(models):
+            fields = [statement.source, statement.says, statement.known, statement.measured]
+            writer.writerows(
+                [m.experiment, m.arm, m.folder.name, m.step, *fields, statement.values[m.arm], statement.outcome] for m in models
+            )
     return text.getvalue().encode()
 
 
 def not_measured(tables: Iterable[list[Statement]]) -> list[Statement]:
     """The statements that are in none of the tables."""
-    shown = {(one.source, one.says) for table in tables for one in table}
-    return [Statement(source, says, known, measured) for source, says, known, measured, _ in STATEMENTS if (source, says) not in shown]
+    pairs = {(statement.source, statement.says) for table in tables for statement in table}
+    return [Statement(source, says, known, measured) for source, says, known, measured, _ in STATEMENTS if (source, says) not in pairs]

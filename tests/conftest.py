@@ -44,12 +44,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twelve documents of made-up sentences, a few hundred kilobytes; the same text every time."""
     import random
 
-    drawn = random.Random(0)
-    words = ["".join(drawn.choices("abcdefghiklmnoprstuvw", k=drawn.randint(2, 7))) for _ in range(300)]
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghiklmnoprstuvw", k=rng.randint(2, 7))) for _ in range(300)]
     weights = [1 / (rank + 2) for rank in range(300)]
     folder = tmp_path_factory.mktemp("corpus")
     for number in range(12):
-        sentences = [" ".join(drawn.choices(words, weights, k=drawn.randint(4, 12))) + "." for _ in range(400)]
+        sentences = [" ".join(rng.choices(words, weights, k=rng.randint(4, 12))) + "." for _ in range(400)]
         (folder / f"{number:02d}.txt").write_text(" ".join(sentences))
     return folder
 
@@ -122,9 +122,9 @@ def inline(monkeypatch: pytest.MonkeyPatch, untimed: None) -> None:
     def execute(self: Children, run: Run, command: list[str], devices: Devices | None) -> int:
         output = log_path(self.experiment, run)
         output.parent.mkdir(parents=True, exist_ok=True)
-        ended = lm(*command)
-        output.write_text(ended.stdout + ended.stderr)
-        return ended.returncode
+        result = lm(*command)
+        output.write_text(result.stdout + result.stderr)
+        return result.returncode
 
     monkeypatch.setattr("lm.experiments.engine.ThreadPoolExecutor", Inline)
     monkeypatch.setattr(Children, "_execute", execute)
@@ -139,9 +139,9 @@ def data(tmp_path: Path) -> DataConfig:
 @pytest.fixture(scope="session")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of 400 kB in 20 documents of 40 words."""
-    drawn = np.random.default_rng(0)
-    words = [drawn.bytes(4).hex() for _ in range(40)]
-    return write_texts(tmp_path_factory.mktemp("large"), [" ".join(drawn.choice(words, 2_250)) for _ in range(20)])
+    rng = np.random.default_rng(0)
+    words = [rng.bytes(4).hex() for _ in range(40)]
+    return write_texts(tmp_path_factory.mktemp("large"), [" ".join(rng.choice(words, 2_250)) for _ in range(20)])
 
 
 def lm(*arguments: str, process: bool = False, **environment: str) -> subprocess.CompletedProcess:
@@ -169,7 +169,7 @@ PAINTING = "matplotlib.backend_bases.FigureCanvasBase.print_figure"
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="  # a PNG file
 
 
-def unpainted(canvas: FigureCanvasBase, file: str | Path | io.StringIO | io.BytesIO, **given: object) -> None:
+def unpainted(canvas: FigureCanvasBase, file: str | Path | io.StringIO | io.BytesIO, **options: object) -> None:
     """In place of PAINTING, which takes longer than all else, where nobody looks at the picture: an empty SVG, or a PNG of a pixel."""
     if isinstance(file, str | Path):
         Path(file).write_bytes(base64.b64decode(PIXEL))

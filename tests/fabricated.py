@@ -19,14 +19,14 @@ DOCUMENTS = 24
 FINGERPRINT = "fingerprint"
 
 
-def finish(run: Run, loss: float, *more: Series, unigram: float = 9.0, asked: dict[str, Plain] | None = None) -> None:
+def finish(run: Run, loss: float, *curves: Series, unigram: float = 9.0, asked: dict[str, Plain] | None = None) -> None:
     """Leave of a run what training leaves: a checkpoint and the evaluations of its last step, of which the validation was `asked` for with
     these keys of `eval`; others have the series that are in `more`."""
     step = run.outcome.last_step
     save(run.config.run_folder, step)
     validate(run, step, loss, unigram, asked)
-    for kind in {*run.outcome.scheduled, *(one.kind for one in more)}:
-        evaluated(run, kind, step, [one for one in more if one.kind == kind])
+    for kind in {*run.outcome.scheduled, *(curve.kind for curve in curves)}:
+        evaluated(run, kind, step, [curve for curve in curves if curve.kind == kind])
 
 
 def validate(run: Run, step: int, loss: float, unigram: float = 9.0, asked: dict[str, Plain] | None = None) -> None:
@@ -70,7 +70,7 @@ def logged(run: Run, *losses: float) -> None:
 
 def finish_all(procedure: Procedure, loss: Callable[[Run], float]) -> Procedure:
     """Finish all runs that the experiment comes to need, each with the loss that is given for it; returns the procedure."""
-    while left := [one for one in procedure.known() if not one.outcome.ended]:
-        for one in left:
-            finish(one, loss(one))
+    while unfinished := [run for run in procedure.known() if not run.outcome.ended]:
+        for run in unfinished:
+            finish(run, loss(run))
     return procedure

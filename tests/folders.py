@@ -80,21 +80,21 @@ def members(path: Path, change: Callable[[dict[str, bytes]], object], compressio
 
 def differences(a: Path, b: Path) -> list[str]:
     """In what two runs differ, bit for bit: losses, validations, swaps, last weights, optimizer, best step."""
-    found = [
+    names = [
         name
         for name in ("train/loss", "val/loss", "swap/loss_after", "train/grad_norm", "train/grad_norm/layer1", "lr", "train/skipped")
         if curve(a, name) != curve(b, name)
     ]
-    one, other = (load_checkpoint(folder / "checkpoints" / "last.ckpt") for folder in (a, b))
-    if not same(one["state_dict"], other["state_dict"]):
-        found.append("weights")
-    states = [checkpoint["optimizer"] for checkpoint in (one, other)]
+    first, second = (load_checkpoint(folder / "checkpoints" / "last.ckpt") for folder in (a, b))
+    if not same(first["state_dict"], second["state_dict"]):
+        names.append("weights")
+    states = [checkpoint["optimizer"] for checkpoint in (first, second)]
     if states[0].keys() != states[1].keys() or not all(same(states[0][name], states[1][name]) for name in states[0]):
-        found.append("optimizer state")
+        names.append("optimizer state")
     facts = ("step", "phase", "best", "skipped", "skipped_in_a_row", "nll_since_line", "targets_since_line")
-    if [one["lm"][key] for key in facts] != [other["lm"][key] for key in facts]:
-        found.append("facts")
-    return found
+    if [first["lm"][key] for key in facts] != [second["lm"][key] for key in facts]:
+        names.append("facts")
+    return names
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], what: str) -> None:
@@ -115,9 +115,9 @@ def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], what: str) -> None:
 
 def alive(group: int) -> bool:
     """True if a process of the group lives on after two seconds (what is dead but not yet waited for does not live)."""
-    until = time.monotonic() + 2
+    deadline = time.monotonic() + 2
     while any(map(lives_in(group), Path("/proc").glob("[0-9]*/stat"))):
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             return True
         time.sleep(0.1)
     return False

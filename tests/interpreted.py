@@ -55,9 +55,9 @@ def results(
 @every_function
 @every_size
 def test_fp32_is_the_definition_and_the_tiles_forward_and_backward(f: str, length: int, size: int, width: int, over_sum: bool):
-    given = inputs(length, size, width, torch.float32)
-    found, tiled = (results(route, f, *given, over_sum) for route in (elementwise_attention, tiles))
-    for a, b, exact in zip(found, tiled, results(dense, f, *(x.double() for x in given), over_sum), strict=True):
+    tensors = inputs(length, size, width, torch.float32)
+    actual, tiled = (results(route, f, *tensors, over_sum) for route in (elementwise_attention, tiles))
+    for a, b, exact in zip(actual, tiled, results(dense, f, *(x.double() for x in tensors), over_sum), strict=True):
         allowed = (2e-4 if over_sum else 1e-5) * max(1.0, exact.abs().max().item())  # small sums are divided by
         assert (a - exact).abs().max() <= allowed
         assert (b - exact).abs().max() <= allowed
@@ -67,23 +67,23 @@ def test_fp32_is_the_definition_and_the_tiles_forward_and_backward(f: str, lengt
 @every_function
 @every_size
 def test_bf16_error_is_at_most_twice_that_of_the_definition_in_bf16(f: str, length: int, size: int, width: int, over_sum: bool):
-    given = inputs(length, size, width, torch.bfloat16)
-    found, plain = (results(route, f, *given, over_sum) for route in (elementwise_attention, dense))
-    assert [x.dtype for x in found] == [torch.bfloat16] * 4 + [torch.float32]
-    for a, b, exact in zip(found, plain, results(dense, f, *(x.double() for x in given), over_sum), strict=True):
+    tensors = inputs(length, size, width, torch.bfloat16)
+    actual, plain = (results(route, f, *tensors, over_sum) for route in (elementwise_attention, dense))
+    assert [x.dtype for x in actual] == [torch.bfloat16] * 4 + [torch.float32]
+    for a, b, exact in zip(actual, plain, results(dense, f, *(x.double() for x in tensors), over_sum), strict=True):
         allowed = 2 * (b - exact).abs().max() + 2**-7 * exact.abs().max() + 1e-4 * over_sum  # two roundings; small sums are divided by
         assert (a - exact).abs().max() <= allowed
 
 
 @every_function
 def test_without_a_shift_and_with_strided_inputs(f: str):
-    *given, shift, grad = inputs(50, 16, 32, torch.float32, batch=2)
-    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]
+    *tensors, shift, grad = inputs(50, 16, 32, torch.float32, batch=2)
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
     leaves = [x.detach().requires_grad_() for x in strided]
-    found = elementwise_attention(f, *leaves)
-    found = [found.detach(), *torch.autograd.grad(found, leaves, grad.expand_as(found))]
-    expected = results(dense, f, *given, 0 * shift, grad)
-    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(found, expected[:4], strict=True))
+    actual = elementwise_attention(f, *leaves)
+    actual = [actual.detach(), *torch.autograd.grad(actual, leaves, grad.expand_as(actual))]
+    expected = results(dense, f, *tensors, 0 * shift, grad)
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(actual, expected[:4], strict=True))
 
 
 @pytest.mark.parametrize("options", [opt.Relu2(), opt.Relu2(n="sum"), opt.Relu(), opt.Sigmoid(bias=True)], ids=str)
@@ -108,9 +108,9 @@ def test_the_gradient_of_a_row_with_one_weight_is_zero_in_bf16():
     """Its weight is 1 whatever the score: what is left of a difference of gradients must not be their rounding."""
     q, k, v, grad = (x[..., :1, :].contiguous() for x in inputs(40, 16, 16, torch.bfloat16)[:3] + inputs(40, 16, 16, torch.bfloat16)[4:])
     q = k * 1e-2  # a small positive score
-    found = results(elementwise_attention, "relu2", q, k, v, torch.zeros(2, 1), grad, over_sum=True)
-    assert torch.equal(found[0], v)
-    assert found[1].abs().max() < 1e-2 * grad.abs().max()
+    actual = results(elementwise_attention, "relu2", q, k, v, torch.zeros(2, 1), grad, over_sum=True)
+    assert torch.equal(actual[0], v)
+    assert actual[1].abs().max() < 1e-2 * grad.abs().max()
 
 
 @every_function

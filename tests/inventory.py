@@ -81,27 +81,33 @@ def commands() -> Tree:
     return dict(_commands(get_command(app), "lm"))
 
 
-def _commands(found: object, path: str) -> Iterator[tuple[str, Tree]]:
+def _commands(command_object: object, path: str) -> Iterator[tuple[str, Tree]]:
     completion = ("install_completion", "show_completion")  # typer's own, of no function of ours
-    yield path, {"help": found.help, **dict(_parameter(found, parameter) for parameter in found.params if parameter.name not in completion)}
-    for name, inner in getattr(found, "commands", {}).items():
+    yield (
+        path,
+        {
+            "help": command_object.help,
+            **dict(_parameter(command_object, parameter) for parameter in command_object.params if parameter.name not in completion),
+        },
+    )
+    for name, inner in getattr(command_object, "commands", {}).items():
         yield from _commands(inner, f"{path} {name}")
 
 
-def _parameter(of: object, found: object) -> tuple[str, str]:
-    hint, info = typing.get_args(typing.get_type_hints(of.callback, include_extras=True)[found.name])
+def _parameter(owner: object, parameter: object) -> tuple[str, str]:
+    hint, info = typing.get_args(typing.get_type_hints(owner.callback, include_extras=True)[parameter.name])
     limits = [f"{sign} {limit}" for sign, limit in ((">=", info.min), ("<=", info.max)) if limit is not None]
-    default = "required" if found.required else f"default {found.default!r}"
-    option = found.param_type_name == "option"
-    name = ", ".join((*found.opts, *found.secondary_opts)) if option else found.metavar or found.name
-    return name, "; ".join([" ".join([_type(hint), *limits]), default, found.help or ""])
+    default = "required" if parameter.required else f"default {parameter.default!r}"
+    option = parameter.param_type_name == "option"
+    name = ", ".join((*parameter.opts, *parameter.secondary_opts)) if option else parameter.metavar or parameter.name
+    return name, "; ".join([" ".join([_type(hint), *limits]), default, parameter.help or ""])
 
 
 def _type(hint: object) -> str:
     words = {bool: "flag", int: "integer", float: "number", str: "text", Path: "path", types.NoneType: "nothing"}
     if hint in words:
         return words[hint]
-    inner = [_type(one) for one in typing.get_args(hint)]
+    inner = [_type(argument) for argument in typing.get_args(hint)]
     return f"any number of {inner[0]}" if typing.get_origin(hint) is list else " or ".join(inner)
 
 
@@ -112,16 +118,16 @@ def configuration() -> Tree:
 
 def _keys(markdown: str) -> dict[str, str]:
     """Rows (key, type, default, help) of a reference's table."""
-    found = re.findall(r"^\| `(\S+)` \| (.*?) \| `(.*?)` \| ", markdown, re.MULTILINE)
-    return {key: f"{kind.replace('&#124;', '|')}; default {default}" for key, kind, default in found}
+    rows = re.findall(r"^\| `(\S+)` \| (.*?) \| `(.*?)` \| ", markdown, re.MULTILINE)
+    return {key: f"{kind.replace('&#124;', '|')}; default {default}" for key, kind, default in rows}
 
 
 def _said(*arguments: str) -> str:
     """What a command prints."""
-    done = command(*arguments)
-    if done.returncode:
-        raise RuntimeError(f"lm {' '.join(arguments)}: {done.stderr.strip()}")
-    return done.stdout
+    result = command(*arguments)
+    if result.returncode:
+        raise RuntimeError(f"lm {' '.join(arguments)}: {result.stderr.strip()}")
+    return result.stdout
 
 
 # ---------------------------------------------------------------- parameters
@@ -131,23 +137,23 @@ def normalizers() -> Tree:
     """The names of normalizers, their options, and the parameters of those that have some."""
     table, options = _said("normalizers").split("## Options")
     names = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    own = {
+    parameters = {
         spelled: {name: shape for name, shape in _parameters(f"model.normalizer={spelled}").items() if ".normalizer." in name} or "none"
         for spelled in (*names, *NORMALIZERS)
     }
-    return {"names": names, "options": _keys(options), "parameters": own}
+    return {"names": names, "options": _keys(options), "parameters": parameters}
 
 
 def decoders() -> Tree:
     """Names and shapes of a tiny decoder's state, by what its configuration changes."""
-    return {what: _parameters("model.n_layer=1", *changes) for what, changes in DECODERS.items()}
+    return {label: _parameters("model.n_layer=1", *changes) for label, changes in DECODERS.items()}
 
 
 def _parameters(*changes: str) -> dict[str, str]:
     config = load([TINY, "data.source.paths=[.]", "eval.long_context={length_factor: 0, inference: [{}]}", *changes])
     decoder = Decoder(config.model, 400, config.data.seq_len, seed=None)
-    kept = {name for name, _ in decoder.named_buffers()}
-    return {name: _shape(value) + (", no parameter" if name in kept else "") for name, value in decoder.state_dict().items()}
+    buffers = {name for name, _ in decoder.named_buffers()}
+    return {name: _shape(value) + (", no parameter" if name in buffers else "") for name, value in decoder.state_dict().items()}
 
 
 def _shape(tensor: torch.Tensor) -> str:
@@ -193,11 +199,11 @@ def _files(folder: Path) -> Tree:
     sources = [f"{{name: files, paths: [{folder}/text/{part}]}}" for part in "ab"]
     mixture = f"data.source={{name: mixture, of: [{', '.join(f'{{weight: 0.5, source: {source}}}' for source in sources)}]}}"
     text = [*common, f"data.source.paths=[{folder}/text]"]
-    asked = [*RECALL, *NEEDLE]
+    overrides = [*RECALL, *NEEDLE]
     in_clone = mock.patch("lm.training.banner.git_state", return_value=("0" * 40, False))  # also in the sdist, which knows no commit
     with mock.patch("wandb.init", mirror.init), mock.patch("wandb.setup"), in_clone:
-        _said("train", *text, "name=softmax", *asked)
-        _said("train", *text, "name=phases", *asked, *SWAP)
+        _said("train", *text, "name=softmax", *overrides)
+        _said("train", *text, "name=phases", *overrides, *SWAP)
         _said("train", *text, "name=softmax-2", "seed=2", *ONLY_VALIDATION)
         _said("train", *text, "name=phases-2", "seed=2", *ONLY_VALIDATION, *SWAP)
         _said("train", *common, "name=mixture", *ONLY_VALIDATION, mixture, "optim.on_nonfinite=skip")
@@ -207,7 +213,7 @@ def _files(folder: Path) -> Tree:
     _said("eval", pair[0], "--out", str(folder / "eval.json"))
     _said("swap", pair[0], "--to", "ssmax", "--init", "fit", "--out", str(runs / "swapped"))
     _said("export", pair[1], "--out", str(folder / "export"))
-    _said("report", *pair, *(f"{one}-2" for one in pair), "--out", str(folder / "report"))
+    _said("report", *pair, *(f"{run}-2" for run in pair), "--out", str(folder / "report"))
     _said("data", "inspect", *text)
     checkpoint = torch.load(runs / "phases" / "checkpoints" / "last.ckpt", weights_only=True)
     with safe_open(folder / "export" / "model.safetensors", "pt") as exported:
@@ -236,30 +242,30 @@ def _documents(folder: Path) -> Tree:
 
     Left out are tokenizers, whose format is another's, and cached evaluations, which are those beside them.
     """
-    found: dict[str, list[object]] = {}
+    documents: dict[str, list[object]] = {}
     for path in sorted(folder.rglob("*")):
         if path.suffix in (".json", ".yaml") and path.name != "tokenizer.json" and path.parent.name != "cache":
             name = re.sub(r"^(stores|runs)/[^/]+/", r"\1/*/", _name(path, folder))
-            read = yaml.safe_load if path.suffix == ".yaml" else json.loads
-            found.setdefault(name, []).append(read(path.read_text()))
-    return {name: typed(documents) for name, documents in sorted(found.items())}
+            parse = yaml.safe_load if path.suffix == ".yaml" else json.loads
+            documents.setdefault(name, []).append(parse(path.read_text()))
+    return {name: typed(documents) for name, documents in sorted(documents.items())}
 
 
-def typed(values: list[object], path: str = "", missing: bool = False) -> dict[str, str]:
+def typed(values: list[object], path: str = "", is_missing: bool = False) -> dict[str, str]:
     """{key path: types of its values} of values that stand in one place of several documents.
 
     Items of a list are `[]`; keys that are data (paths, parameters, lengths: whatever is not a lower-case word) are `*`.
     """
     maps = [_data_as_star(value) for value in values if isinstance(value, dict)]
     items = [item for value in values if isinstance(value, list) for item in value]
-    names = sorted({name for one in maps for name, _ in one})
+    names = sorted({name for items in maps for name, _ in items})
     inner: dict[str, str] = {}
     for name in names:
-        below = [value for one in maps for key, value in one if key == name]
-        inner |= typed(below, f"{path}.{name}" if path else name, name != "*" and any(name not in dict(one) for one in maps))
+        inner_values = [value for items in maps for key, value in items if key == name]
+        inner |= typed(inner_values, f"{path}.{name}" if path else name, name != "*" and any(name not in dict(items) for items in maps))
     inner |= typed(items, f"{path}[]") if items else {}
     kinds = {_kind(value) for value in values} - ({"map"} if names else set()) - ({"list"} if items else set())
-    kind = ", ".join([*([" or ".join(sorted(kinds))] if kinds else []), *(["sometimes missing"] if missing else [])])
+    kind = ", ".join([*([" or ".join(sorted(kinds))] if kinds else []), *(["sometimes missing"] if is_missing else [])])
     return ({path: kind} if kind else {}) | inner
 
 
@@ -286,9 +292,9 @@ def _lines(path: Path) -> list[list[str]]:
 def _measured(path: Path) -> list[str]:
     """What `lm eval` gives numbers of."""
     with path.open(newline="") as file:
-        found = list(csv.DictReader(file))
+        records = list(csv.DictReader(file))
     names = ("kind", "setting", "where", "metric", "over")
-    lines = dict.fromkeys(" | ".join(line[name] for name in names) for line in found)
+    lines = dict.fromkeys(" | ".join(line[name] for name in names) for line in records)
     return list(dict.fromkeys(re.sub(r"layer \d+, head \d+", "layer L, head H", line) for line in lines))
 
 
@@ -324,10 +330,10 @@ def _report(folder: Path) -> Tree:
     page = Headings()
     page.feed((folder / "report.html").read_text())
     head, *lines = _lines(folder / "table.csv")
-    at = [head.index(name) for name in ("table", "quantity", "unit")]
+    columns = [head.index(name) for name in ("table", "quantity", "unit")]
     markdown, tex = ((folder / name).read_text() for name in ("table.md", "table.tex"))
     return {
-        "table.csv": {"columns": head, "rows": list(dict.fromkeys(" | ".join(line[index] for index in at) for line in lines))},
+        "table.csv": {"columns": head, "rows": list(dict.fromkeys(" | ".join(line[index] for index in columns) for line in lines))},
         "table.md": _heads(r"^(.+)\n\n(\|.+\|)\n\| ---", markdown),
         "table.tex": _heads(r"^% (.+)\n.*\n\\toprule\n(.*)\n(.*)\n\\midrule", tex),
         "report.html": page.found,
@@ -359,10 +365,10 @@ def _written() -> Tree:
     return yaml.safe_load(FROZEN.read_text(encoding="utf-8"))
 
 
-def differences(ours: Tree, theirs: Tree) -> list[str]:
+def differences(tree: Tree, frozen_tree: Tree) -> list[str]:
     """What two trees do not share, a line each: `- ` it was, `+ ` it is."""
-    found = difflib.unified_diff(list(_facts(theirs)), list(_facts(ours)), lineterm="", n=0)
-    return [line for line in found if not line.startswith(("---", "+++", "@@"))]
+    diff = difflib.unified_diff(list(_facts(frozen_tree)), list(_facts(tree)), lineterm="", n=0)
+    return [line for line in diff if not line.startswith(("---", "+++", "@@"))]
 
 
 def _facts(tree: Tree, path: str = "") -> Iterator[str]:
@@ -380,13 +386,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
-    ours = {part: make() for part, make in PARTS.items()}
+    trees = {part: make() for part, make in PARTS.items()}
     if arguments.write:
-        FROZEN.write_text(yaml.safe_dump(ours, sort_keys=False, allow_unicode=True, width=sys.maxsize), encoding="utf-8")
+        FROZEN.write_text(yaml.safe_dump(trees, sort_keys=False, allow_unicode=True, width=sys.maxsize), encoding="utf-8")
         return 0
-    found = [line for part in PARTS for line in differences(ours[part], frozen(part))]
-    print("\n".join(found) or "equal")
-    return bool(found)
+    lines = [line for part in PARTS for line in differences(trees[part], frozen(part))]
+    print("\n".join(lines) or "equal")
+    return bool(lines)
 
 
 if __name__ == "__main__":

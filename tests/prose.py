@@ -50,8 +50,10 @@ def sentences(passage: str) -> list[str]:
 
 def wrong_sentences(text: str) -> list[str]:
     """Sentences of a page that are too long, or that hold more than one semicolon and are no list in a cell."""
-    prose, cells = ([one for passage in part for one in sentences(passage)] for part in passages(text))
-    return [one for one in prose if words(one) > LONGEST or one.count(";") > 1] + [one for one in cells if words(one) > LONGEST]
+    prose, cells = ([sentence for passage in part for sentence in sentences(passage)] for part in passages(text))
+    return [sentence for sentence in prose if words(sentence) > LONGEST or sentence.count(";") > 1] + [
+        sentence for sentence in cells if words(sentence) > LONGEST
+    ]
 
 
 def main(paths: list[Path]) -> None:
@@ -60,7 +62,7 @@ def main(paths: list[Path]) -> None:
         long = wrong_sentences(text)
         print(f"{words(text):6,} words {len(text.splitlines()):5} lines {len(long):4} sentences to mend  {path.name}")
         if paths:
-            print(*(f"  {words(one)}: {one}" for one in long), sep="\n")
+            print(*(f"  {words(sentence)}: {sentence}" for sentence in long), sep="\n")
     if not paths:
         print(f"{sum(words(path.read_text(encoding='utf-8')) for path in PAGES):6,} words in docs/, without {' and '.join(GENERATED)}")
 

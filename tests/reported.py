@@ -54,20 +54,20 @@ def build_run(
     sequence_rng = np.random.default_rng([*tokens.encode()])  # how hard each sequence is: the same for every run
     folder = root / name
     (folder / "evaluations").mkdir(parents=True)
-    merged = {
+    content = {
         "name": "run",
         "seed": seed,
         "data": {"seq_len": seq_len},
         "model": {"normalizer": normalizer},
         "trainer": {"max_steps": steps},
     }
-    tree = configuration.parse(configuration.merge(merged, overrides))
+    tree = configuration.parse(configuration.merge(content, overrides))
     (folder / "config.yaml").write_text(configuration.to_yaml(tree))
-    own = 0 if normalizer == "softmax" else 48
+    n_normalizer = 0 if normalizer == "softmax" else 48
     environment = {
         "git_commit": "0123456789abcdef", "git_dirty": False, "versions": {"torch": "2.13.0", "lm": "0.1.0"}, "device": "cpu",
         "precision": "32", "compile": False, "command": f"lm train configs/{name}.yaml", "data_fingerprint": fingerprint,
-        "parameters": {"total": 10_823_424 + own, "non_embedding": 8_000_000, "normalizer": own},
+        "parameters": {"total": 10_823_424 + n_normalizer, "non_embedding": 8_000_000, "normalizer": n_normalizer},
         "tokens_total": steps * 8192, "unigram_cross_entropy": {"train": 6.3, "val": 6.31},
         "data": {"train_tokens": 1_900_000, "documents": 200},
         "starts": [
@@ -99,7 +99,7 @@ def build_run(
         edges = edges[edges <= length]
         position = np.arange(length)
         hard = sequence_rng.normal(0, 0.3, (count, 1))
-        shown = Shown(
+        labels = Shown(
             "Long sequences, by position",
             "long-context sequences",
             f"{count} of {length:,} tokens",
@@ -107,16 +107,16 @@ def build_run(
         )
         series = []
         for factor in (1.0, 50.0):
-            beyond = rise * np.maximum(0, np.log2((position + 1) / seq_len)) / (1 if factor == 1 else 3)
+            growth = rise * np.maximum(0, np.log2((position + 1) / seq_len)) / (1 if factor == 1 else 3)
             by_sequence = (
-                final + 2.5 / np.sqrt(position + 1) + beyond + 0.08 * (factor > 1) + hard + rng.normal(0, noise * 8, (count, length))
+                final + 2.5 / np.sqrt(position + 1) + growth + 0.08 * (factor > 1) + hard + rng.normal(0, noise * 8, (count, length))
             )
             buckets = np.stack([by_sequence[:, a:b].mean(axis=1) for a, b in pairwise(edges)], axis=1)
             axis = Axis("position in the sequence", "tokens", "at positions", tuple(edges.tolist()), bins=True)
             series.append(
                 Series(
                     "long_context", "loss", "nats per token", "lower", seq_len, buckets.mean(0), axis=axis, interval="documents",
-                    samples=(Sample(tokens, buckets, np.ones(count), np.arange(count) // 2),), curve=by_sequence.mean(0), shown=shown,
+                    samples=(Sample(tokens, buckets, np.ones(count), np.arange(count) // 2),), curve=by_sequence.mean(0), shown=labels,
                     setting="as trained" if factor == 1 else "theta x 50", data_fingerprint=fingerprint,
                 )
             )  # fmt: skip
@@ -151,7 +151,7 @@ def write_answers(folder: Path, asked: dict[int, float], seq_len: int = SEQ_LEN,
 
 
 def answers(
-    right: dict[int, np.ndarray], sha256: str, weight: int, chance: dict | None = None, rolled: bool = False, **given: object
+    right: dict[int, np.ndarray], sha256: str, weight: int, chance: dict | None = None, rolled: bool = False, **fields: object
 ) -> Series:
     """Fractions right by length, each of so many questions; `sha256`: the beginning of those of the sequences."""
     values = {length: np.asarray(row, float) for length, row in sorted(right.items())}
@@ -161,7 +161,7 @@ def answers(
         metric=ANSWERS, unit="fraction", better="higher", means=np.array([row.mean() for row in values.values()]), samples=tuple(samples),
         axis=Axis("sequence length", "tokens", "in sequences of", tuple(values)), references=chance or {}, interval="wilson",
         setting="as trained, roll-out" if rolled else "as trained",
-        shown=Shown("Accuracy by sequence length", "sequences with questions", "some", "answers by length", levels=levels), **given,
+        shown=Shown("Accuracy by sequence length", "sequences with questions", "some", "answers by length", levels=levels), **fields,
     )  # fmt: skip
 
 

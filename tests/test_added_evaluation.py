@@ -106,8 +106,8 @@ def lm(tmp_path: Path):
     def run(*commands: list[str]) -> list[list]:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path / "code"), str(ROOT / "tests")))}
         command = [sys.executable, "-c", IN_ONE_PROCESS, json.dumps(commands)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "code", env=environment, check=True)
-        return json.loads(done.stdout.splitlines()[-1])
+        result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "code", env=environment, check=True)
+        return json.loads(result.stdout.splitlines()[-1])
 
     return run
 
@@ -117,29 +117,29 @@ def test_an_evaluation_in_two_files_is_scheduled_kept_listed_drawn_and_reported(
     runs = tmp_path / "runs"
     options = [*arguments, "eval.long_context.length_factor=0", "data.val_fraction=0.7", "eval.sequences=64"]  # enough documents report
     files = [f"spread.step-{step:06d}.json" for step in (4, 8)]
-    asked = "eval.spread={positions: [4, 16], at: [0.5, 1]}"
-    *done, refused, lacking = lm(
-        *(["train", *options, f"name={name}", f"model.normalizer={name}", asked] for name in ("softmax", "ssmax")),
+    override = "eval.spread={positions: [4, 16], at: [0.5, 1]}"
+    *results, refusal, lacking = lm(
+        *(["train", *options, f"name={name}", f"model.normalizer={name}", override] for name in ("softmax", "ssmax")),
         ["eval", str(runs / "ssmax"), "-o", str(tmp_path / "all.csv")],
         ["report", str(runs / "softmax"), str(runs / "ssmax"), "-o", str(tmp_path / "report")],
         ["eval", str(runs / "ssmax"), "eval.spread.positions=[32]"],
         ["delete", *(str(runs / "ssmax" / "evaluations" / name) for name in files)],
         ["report", str(runs / "ssmax"), "-o", str(tmp_path / "lacking")],
     )
-    assert [status for status, *_ in done] == [0] * 4, done
+    assert [status for status, *_ in results] == [0] * 4, results
     assert {path.name for path in (runs / "softmax" / "evaluations").glob("spread.*")} == set(files)
     logged = [line for line in map(json.loads, (runs / "ssmax" / "metrics.jsonl").open()) if "spread/16" in line]
     assert [line["step"] for line in logged] == [4, 8]
 
-    assert "spread, ssmax, step 8 (cached)" in done[2][1]
+    assert "spread, ssmax, step 8 (cached)" in results[2][1]
     rows = [row for row in csv.DictReader((tmp_path / "all.csv").open()) if row["kind"] == "spread"]
     assert [(row["where"], row["metric"]) for row in rows] == [("4 tokens", "spread"), ("16 tokens", "spread")]
     assert [float(row["value"]) for row in rows] == pytest.approx([logged[1]["spread/4"], logged[1]["spread/16"]])
-    assert refused == [2, "", "error: eval.spread.positions = [32]: go beyond data.seq_len = 32; leave those out\n"]
+    assert refusal == [2, "", "error: eval.spread.positions = [32]: go beyond data.seq_len = 32; leave those out\n"]
 
     page = (tmp_path / "report" / "report.html").read_text()
     assert "Spread of logits" in page
     assert "Spread of logits by position" in page
-    found = list(csv.DictReader((tmp_path / "report" / "table.csv").open()))
-    assert any(row["table"] == "Spread of logits" and row["quantity"] == "difference to softmax, 16" for row in found)
+    table = list(csv.DictReader((tmp_path / "report" / "table.csv").open()))
+    assert any(row["table"] == "Spread of logits" and row["quantity"] == "difference to softmax, 16" for row in table)
     assert "ssmax: no spread evaluation" in lacking[1]

@@ -67,27 +67,29 @@ def test_gpt_2():
         return x @ w[f"{name}.weight"].t() + w[f"{name}.bias"]
 
     x = w["embedding.weight"][tokens] + w["position.weight"]
-    for at in ("blocks.0", "blocks.1"):
-        q, k, v = (heads(part, 12) for part in linear(norm(x, f"{at}.attention_norm"), f"{at}.attention.qkv").split(C, -1))
-        x = x + linear(causal_attention(q, k, v), f"{at}.attention.out")
-        up = linear(norm(x, f"{at}.mlp_norm"), f"{at}.mlp.up")
-        x = x + linear(0.5 * up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3))), f"{at}.mlp.out")
+    for name in ("blocks.0", "blocks.1"):
+        q, k, v = (heads(part, 12) for part in linear(norm(x, f"{name}.attention_norm"), f"{name}.attention.qkv").split(C, -1))
+        x = x + linear(causal_attention(q, k, v), f"{name}.attention.out")
+        hidden = linear(norm(x, f"{name}.mlp_norm"), f"{name}.mlp.up")
+        x = x + linear(0.5 * hidden * (1 + torch.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3))), f"{name}.mlp.out")
     agrees(decoder, norm(x, "norm") @ w["embedding.weight"].t(), tokens)
 
 
 def llama(w: Weights, tokens: Tensor, n_head: int, n_kv_head: int, size: int, theta: float, eps: float, qk_norm: bool = False) -> Tensor:
     """Logits of Llama's blocks (SmolLM2's too), with Qwen2's biases where there are some and Qwen3's norms of queries and keys."""
     x, group = w["embedding.weight"][tokens], n_head // n_kv_head
-    for at in ("blocks.0", "blocks.1"):
-        qkv = rms(x, w[f"{at}.attention_norm.weight"], eps) @ w[f"{at}.attention.qkv.weight"].t() + w.get(f"{at}.attention.qkv.bias", 0.0)
+    for name in ("blocks.0", "blocks.1"):
+        qkv = rms(x, w[f"{name}.attention_norm.weight"], eps) @ w[f"{name}.attention.qkv.weight"].t() + w.get(
+            f"{name}.attention.qkv.bias", 0.0
+        )
         q, k, v = (heads(part, size) for part in qkv.split((n_head * size, n_kv_head * size, n_kv_head * size), -1))
         if qk_norm:
-            q, k = rms(q, w[f"{at}.attention.q_norm.weight"], eps), rms(k, w[f"{at}.attention.k_norm.weight"], eps)
+            q, k = rms(q, w[f"{name}.attention.q_norm.weight"], eps), rms(k, w[f"{name}.attention.k_norm.weight"], eps)
         q, k = turned(q, theta), turned(k, theta)
         k, v = (torch.stack([part[head // group] for head in range(n_head)]) for part in (k, v))
-        x = x + causal_attention(q, k, v) @ w[f"{at}.attention.out.weight"].t()
-        gate, value = (rms(x, w[f"{at}.mlp_norm.weight"], eps) @ w[f"{at}.mlp.up.weight"].t()).chunk(2, -1)
-        x = x + (F.silu(gate) * value) @ w[f"{at}.mlp.out.weight"].t()
+        x = x + causal_attention(q, k, v) @ w[f"{name}.attention.out.weight"].t()
+        gate, value = (rms(x, w[f"{name}.mlp_norm.weight"], eps) @ w[f"{name}.mlp.up.weight"].t()).chunk(2, -1)
+        x = x + (F.silu(gate) * value) @ w[f"{name}.mlp.out.weight"].t()
     return rms(x, w["norm.weight"], eps) @ w["head.weight"].t()
 
 

@@ -31,10 +31,10 @@ def make_decoder(normalizer: Options, block: str = "attention", n_layer: int = 2
     shape = {"n_head": 1, "block": GAUBlock(key_size=SIZE)} if block == "gau" else {"n_head": 2}
     shape |= {"n_kv_head": 1} if block == "grouped queries" else {}
     decoder = Decoder(ModelConfig(n_layer=n_layer, n_embd=2 * SIZE, normalizer=normalizer, init_std=0.3, **shape), VOCAB, 32).eval()
-    drawn = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in (p for normalizer in decoder.normalizers() for p in normalizer.parameters()):
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=drawn))
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     return decoder
 
 
@@ -45,14 +45,14 @@ def batch(length: int = LENGTH, documents: bool = False) -> Batch:
     return Batch.of(tokens, end_of_text=0 if documents else None)
 
 
-def dense(decoder: Decoder, given: Batch) -> list[tuple[Tensor, Tensor]]:
+def dense(decoder: Decoder, sample: Batch) -> list[tuple[Tensor, Tensor]]:
     """Scores and weights of each layer, (B, H, T, T), of the heads that a layer's attention gets; documents one by one."""
-    found = []
-    for block in attention_blocks(decoder, given, [0], inputs=True):
+    layers = []
+    for block in attention_blocks(decoder, sample, [0], inputs=True):
         inputs, normalizer = block.inputs, decoder.normalizers()[block.layer]
         q, k = inputs.q.double(), inputs.k.double()
-        found.append((normalizer.scores(q, k, batch_layout(given)), normalizer.weights(q, k, batch_layout(given))))
-    return found
+        layers.append((normalizer.scores(q, k, batch_layout(sample)), normalizer.weights(q, k, batch_layout(sample))))
+    return layers
 
 
 @torch.no_grad()
@@ -60,74 +60,76 @@ def dense(decoder: Decoder, given: Batch) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("block", ["attention", "grouped queries", "gau"])
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_streamed_weights_are_the_dense_definition_and_reproduce_the_layers_output(name: str, block: str, documents: bool):
-    decoder, given = make_decoder(catalogue.OPTIONS[name](), block), batch(documents=documents)
-    expected, covered = dense(decoder, given), torch.zeros(2, LENGTH)
-    for one in attention_blocks(decoder, given, dtype=torch.float64, block=10, inputs=True):
-        keys = one.weights.size(-1)
-        scores, weights = (x[:, :, one.queries, :keys] for x in expected[one.layer])
-        seen = one.layout.visible().expand_as(scores)
-        torch.testing.assert_close(one.scores[seen], scores[seen], rtol=0, atol=1e-9)
-        torch.testing.assert_close(one.weights, weights, rtol=0, atol=1e-9)
-        assert one.weights.dtype == torch.float64
-        assert torch.equal(one.layout.positions, batch_layout(given).positions[..., one.queries])
-        covered[one.layer, one.queries] += 1
-    assert (covered == 1).all()
-    gives_what_the_layers_give(decoder, given)
+    decoder, sample = make_decoder(catalogue.OPTIONS[name](), block), batch(documents=documents)
+    expected, coverage = dense(decoder, sample), torch.zeros(2, LENGTH)
+    for chunk in attention_blocks(decoder, sample, dtype=torch.float64, block=10, inputs=True):
+        keys = chunk.weights.size(-1)
+        scores, weights = (x[:, :, chunk.queries, :keys] for x in expected[chunk.layer])
+        visible = chunk.layout.visible().expand_as(scores)
+        torch.testing.assert_close(chunk.scores[visible], scores[visible], rtol=0, atol=1e-9)
+        torch.testing.assert_close(chunk.weights, weights, rtol=0, atol=1e-9)
+        assert chunk.weights.dtype == torch.float64
+        assert torch.equal(chunk.layout.positions, batch_layout(sample).positions[..., chunk.queries])
+        coverage[chunk.layer, chunk.queries] += 1
+    assert (coverage == 1).all()
+    gives_what_the_layers_give(decoder, sample)
 
 
-def gives_what_the_layers_give(decoder: Decoder, given: Batch) -> None:
+def gives_what_the_layers_give(decoder: Decoder, sample: Batch) -> None:
     """Weights of the stream times values are what the model computes, by its fast routes."""
     outputs: list[list[Tensor]] = [[] for _ in decoder.blocks]
-    for one in attention_blocks(decoder, given, dtype=torch.float64, block=10, inputs=True):
-        outputs[one.layer].append(one.weights @ one.inputs.v[:, :, : one.weights.size(-1)].double())
-    for found, attended in zip(outputs, given_to_the_projection(decoder, given), strict=True):
-        torch.testing.assert_close(torch.cat(found, 2).transpose(1, 2).flatten(2).float(), attended, rtol=1e-3, atol=1e-4)
+    for chunk in attention_blocks(decoder, sample, dtype=torch.float64, block=10, inputs=True):
+        outputs[chunk.layer].append(chunk.weights @ chunk.inputs.v[:, :, : chunk.weights.size(-1)].double())
+    for parts, attended in zip(outputs, given_to_the_projection(decoder, sample), strict=True):
+        torch.testing.assert_close(torch.cat(parts, 2).transpose(1, 2).flatten(2).float(), attended, rtol=1e-3, atol=1e-4)
 
 
-def given_to_the_projection(decoder: Decoder, given: Batch) -> list[Tensor]:
+def given_to_the_projection(decoder: Decoder, sample: Batch) -> list[Tensor]:
     """Heads' outputs (B, T, H E) of each layer as the model computes them, by its fast routes."""
-    seen: list[Tensor] = []
+    outputs: list[Tensor] = []
     attentions = [getattr(block, "attention", None) or block.gau for block in decoder.blocks]
     attends = [attention.attend for attention in attentions]
     for attention, attend in zip(attentions, attends, strict=True):
-        attention.attend = lambda *arguments, attend=attend: seen.append(attend(*arguments)) or seen[-1]
-    decoder.hidden(given)
+        attention.attend = lambda *arguments, attend=attend: outputs.append(attend(*arguments)) or outputs[-1]
+    decoder.hidden(sample)
     for attention in attentions:
         del attention.attend
-    return seen
+    return outputs
 
 
 @torch.no_grad()
 def test_selected_queries_equal_the_same_queries_of_the_whole_and_layers_differ_as_listed():
     decoder = make_decoder(catalogue.Layers([opt.Window(size=5), opt.SSMax()]), n_layer=3)
-    whole = [torch.cat([F.pad(one.weights, (0, LENGTH - one.weights.size(-1))) for one in blocks], 2) for blocks in by_layer(decoder)]
-    for one in attention_blocks(decoder, batch(), [-1, 4]):
-        assert one.queries.tolist() == [LENGTH - 1, 4]
-        torch.testing.assert_close(one.weights, whole[one.layer][:, :, [LENGTH - 1, 4]])
-        assert one.inputs is None
-    windowed = [(layer_weights > 0).sum(-1).max().item() == 5 for layer_weights in whole]
+    layers = [
+        torch.cat([F.pad(chunk.weights, (0, LENGTH - chunk.weights.size(-1))) for chunk in blocks], 2) for blocks in by_layer(decoder)
+    ]
+    for chunk in attention_blocks(decoder, batch(), [-1, 4]):
+        assert chunk.queries.tolist() == [LENGTH - 1, 4]
+        torch.testing.assert_close(chunk.weights, layers[chunk.layer][:, :, [LENGTH - 1, 4]])
+        assert chunk.inputs is None
+    windowed = [(layer_weights > 0).sum(-1).max().item() == 5 for layer_weights in layers]
     assert windowed == [True, False, True]
 
 
 def by_layer(decoder: Decoder) -> list[list]:
-    found: dict[int, list] = {}
-    for one in attention_blocks(decoder, batch(), block=9):
-        found.setdefault(one.layer, []).append(one)
-    return list(found.values())
+    layers: dict[int, list] = {}
+    for chunk in attention_blocks(decoder, batch(), block=9):
+        layers.setdefault(chunk.layer, []).append(chunk)
+    return list(layers.values())
 
 
 @torch.no_grad()
 def test_models_in_lockstep_give_the_same_layer_and_queries(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.model.attention_stream.BLOCK_WEIGHTS", 2 * 2 * LENGTH * 7)
     decoders = [make_decoder(opt.Softmax()), make_decoder(opt.Relu2(n="sum"))]
-    alone = [list(attention_blocks(decoder, batch())) for decoder in decoders]
-    together = list(in_lockstep(decoders, batch()))
-    assert len(together) == 2 * math.ceil(LENGTH / 7)
-    for index, pair in enumerate(together):
+    single_blocks = [list(attention_blocks(decoder, batch())) for decoder in decoders]
+    pairs = list(in_lockstep(decoders, batch()))
+    assert len(pairs) == 2 * math.ceil(LENGTH / 7)
+    for index, pair in enumerate(pairs):
         assert pair[0].layer == pair[1].layer
         assert torch.equal(pair[0].queries, pair[1].queries)
-        for one, by_itself in zip(pair, (blocks[index] for blocks in alone), strict=True):
-            assert torch.equal(one.weights, by_itself.weights)
+        for chunk, by_itself in zip(pair, (blocks[index] for blocks in single_blocks), strict=True):
+            assert torch.equal(chunk.weights, by_itself.weights)
     with pytest.raises(ValueError, match="argument 2"):
         list(in_lockstep([make_decoder(opt.Softmax()), make_decoder(opt.Softmax(), n_layer=3)], batch()))
 
@@ -135,10 +137,10 @@ def test_models_in_lockstep_give_the_same_layer_and_queries(monkeypatch: pytest.
 @torch.no_grad()
 def test_a_copy_for_another_inference_setting_gives_its_own_attention():
     decoder = make_decoder(opt.LogN(base=8.0))
-    used = for_inference(decoder, InferenceSetting(Interpolation(factor=2.0), {"clip": True}))
-    gives_what_the_layers_give(used, batch())
-    one, other = (next(iter(attention_blocks(each, batch()))).weights for each in (decoder, used))
-    assert (one - other).abs().max() > 1e-3
+    copy = for_inference(decoder, InferenceSetting(Interpolation(factor=2.0), {"clip": True}))
+    gives_what_the_layers_give(copy, batch())
+    weights, copy_weights = (next(iter(attention_blocks(model, batch()))).weights for model in (decoder, copy))
+    assert (weights - copy_weights).abs().max() > 1e-3
 
 
 def test_n_follows_the_given_positions():
@@ -153,32 +155,32 @@ def test_n_follows_the_given_positions():
 @contextmanager
 def largest_tensor() -> Iterator[list[int]]:
     """The numbers in the largest tensor that any operation makes."""
-    found = [0]
+    largest = [0]
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            for one in out if isinstance(out, tuple | list) else [out]:
-                if isinstance(one, Tensor):
-                    found[0] = max(found[0], one.untyped_storage().nbytes() // one.element_size())
+            for tensor in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(tensor, Tensor):
+                    largest[0] = max(largest[0], tensor.untyped_storage().nbytes() // tensor.element_size())
             return out
 
     with Watch():
-        yield found
+        yield largest
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_no_tensor_grows_with_the_square_of_the_length(name: str, monkeypatch: pytest.MonkeyPatch):
     length = 1024
-    for where in ("attention.routes", "model.attention_stream"):
-        monkeypatch.setattr(f"lm.{where}.BLOCK_WEIGHTS", 2**16)
+    for module in ("attention.routes", "model.attention_stream"):
+        monkeypatch.setattr(f"lm.{module}.BLOCK_WEIGHTS", 2**16)
     monkeypatch.setattr("lm.attention.elementwise_sums.TILE", 64)
     decoder, tokens = make_decoder(catalogue.OPTIONS[name]()), batch(length).tokens[:1]
-    with largest_tensor() as found:
+    with largest_tensor() as largest:
         for _ in attention_blocks(decoder, Batch(tokens, tokens, None)):
             pass
-    assert 2**16 / 2 <= found[0] < length * length
+    assert 2**16 / 2 <= largest[0] < length * length
 
 
 @torch.no_grad()
@@ -186,14 +188,14 @@ def test_a_layers_queries_and_keys_are_freed_before_the_next_layer_is_computed(m
     decoder, alive, of_layer = make_decoder(opt.SSMax(), n_layer=3), [], attention_stream._layer
 
     def gone() -> None:
-        assert all(one() is None for one in alive)
+        assert all(reference() is None for reference in alive)
 
     def watched(layer, normalizer, inputs, *rest):
-        alive.extend(weakref.ref(one) for one in (inputs.q, inputs.k))
+        alive.extend(weakref.ref(tensor) for tensor in (inputs.q, inputs.k))
         return of_layer(layer, normalizer, inputs, *rest)
 
     monkeypatch.setattr(attention_stream, "_layer", watched)
     for block in decoder.blocks[1:]:
         block.register_forward_pre_hook(lambda *_: gone())
-    assert [one.layer for one in attention_blocks(decoder, batch())] == [0, 1, 2]
+    assert [chunk.layer for chunk in attention_blocks(decoder, batch())] == [0, 1, 2]
     assert len(alive) == 6

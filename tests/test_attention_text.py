@@ -38,20 +38,20 @@ def test_a_cell_is_the_weight_of_largest_magnitude_however_attention_is_streamed
     maps = attention_maps(decoder, tokens, cells=8)
     size = -(-length // 8)
     assert maps.size == size
-    seen = AttentionLayout.full(length).visible().numpy()
+    visible = AttentionLayout.full(length).visible().numpy()
     batch = Batch.of(torch.cat((tokens, tokens[:1]))[None])
-    for found in attention_blocks(decoder, batch, block=length):
-        for head, weights in enumerate(found.weights[0].numpy()):
+    for chunk in attention_blocks(decoder, batch, block=length):
+        for head, weights in enumerate(chunk.weights[0].numpy()):
             for row, column in np.ndindex(maps.weights.shape[2:]):
                 place = slice(row * size, (row + 1) * size), slice(column * size, (column + 1) * size)
-                at = found.layer, head, row, column
-                if not seen[place].any():
-                    assert np.isnan(maps.weights[at])
-                    assert (maps.queries[at], maps.keys[at]) == (-1, -1)
+                cell = chunk.layer, head, row, column
+                if not visible[place].any():
+                    assert np.isnan(maps.weights[cell])
+                    assert (maps.queries[cell], maps.keys[cell]) == (-1, -1)
                     continue
-                inside = np.where(seen[place], weights[place], 0.0)
-                assert abs(maps.weights[at]) == pytest.approx(np.abs(inside).max(), abs=1e-6)
-                assert weights[maps.queries[at], maps.keys[at]] == pytest.approx(maps.weights[at], abs=1e-6)
+                part = np.where(visible[place], weights[place], 0.0)
+                assert abs(maps.weights[cell]) == pytest.approx(np.abs(part).max(), abs=1e-6)
+                assert weights[maps.queries[cell], maps.keys[cell]] == pytest.approx(maps.weights[cell], abs=1e-6)
 
 
 @torch.no_grad()
@@ -78,9 +78,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.usefixtures("painted")
 def test_a_short_text_is_drawn_whole_with_its_tokens(model: Path, tmp_path: Path):
     text, out = "a few words on a text, é $x_1$", tmp_path / "maps.csv"
-    done = lm("diagnose", str(model), str(model), "--text", text, "--layer", "1", "-o", str(out))
-    assert done.returncode == 0, done.stderr
-    assert f"9 tokens, {len(text)} characters; 2 of 4 heads" in done.stdout
+    result = lm("diagnose", str(model), str(model), "--text", text, "--layer", "1", "-o", str(out))
+    assert result.returncode == 0, result.stderr
+    assert f"9 tokens, {len(text)} characters; 2 of 4 heads" in result.stdout
     assert (tmp_path / "maps.png").read_bytes().startswith(b"\x89PNG")
     assert b"<svg" in (tmp_path / "maps.svg").read_bytes()
     rows = list(csv.DictReader(out.open()))
@@ -98,8 +98,8 @@ def test_a_long_text_is_drawn_in_cells_and_its_table_is_json(model: Path, tmp_pa
     file = tmp_path / "long.txt"
     file.write_text("a few words " * 20)
     out = tmp_path / "maps.json"
-    done = lm("diagnose", str(model), "--text", str(file), "--head", "0", "-o", str(out), "--layer", "0")
-    assert done.returncode == 0, done.stderr
+    result = lm("diagnose", str(model), "--text", str(file), "--head", "0", "-o", str(out), "--layer", "0")
+    assert result.returncode == 0, result.stderr
     rows = json.loads(out.read_text(), parse_constant=lambda text: pytest.fail(text))
     assert len(rows) == 61 * 62 / 2
     assert rows[-1]["key_character"] == len("a few words " * 20) - len("words ")
@@ -121,9 +121,9 @@ def test_a_long_text_is_drawn_in_cells_and_its_table_is_json(model: Path, tmp_pa
 )
 def test_what_can_not_be_drawn_is_said_in_one_line(model: Path, arguments: list[str], said: str, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = lm("diagnose", str(model), *arguments)
-    assert (done.returncode in (1, 2), done.stderr.count("\n")) == (True, 1), done.stderr
-    assert said in done.stderr
+    result = lm("diagnose", str(model), *arguments)
+    assert (result.returncode in (1, 2), result.stderr.count("\n")) == (True, 1), result.stderr
+    assert said in result.stderr
     assert not list(tmp_path.iterdir())
 
 

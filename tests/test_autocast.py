@@ -32,8 +32,8 @@ LARGER = {
 AT_ROUNDED = ("relu", "relu2, sum")
 
 
-def relative(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())
+def relative(values: Tensor, exact: Tensor) -> float:
+    return float((values.double() - exact).norm() / exact.norm())
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -48,35 +48,35 @@ def results(options: object, length: int, rope: bool, exact: bool, device: str =
     config = ModelConfig(n_layer=1, n_head=HEADS, n_embd=HEADS * size, position=position, normalizer=options)
     attention = Attention(config, TRAIN_LENGTH, 0)
     if exact and any(options == CASES[name] for name in AT_ROUNDED):
-        attention.normalizer.register_forward_pre_hook(lambda _, given: (*map(rounded, given[:2]), *given[2:]))
-    drawn = torch.Generator().manual_seed(0)
+        attention.normalizer.register_forward_pre_hook(lambda _, arguments: (*map(rounded, arguments[:2]), *arguments[2:]))
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in attention.normalizer.parameters():
             if parameter.dim() == 2:
                 parameter.zero_()  # what is drawn by the decoder
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=drawn))
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     dtype = torch.float64 if exact else torch.float32
     attention.to(device, dtype)
-    q, k, v, grad = (torch.randn(1, HEADS, length, size, generator=drawn).bfloat16().to(device) for _ in range(4))
-    x = torch.randn(1, length, HEADS * size, generator=drawn).bfloat16().to(device)
+    q, k, v, grad = (torch.randn(1, HEADS, length, size, generator=generator).bfloat16().to(device) for _ in range(4))
+    x = torch.randn(1, length, HEADS * size, generator=generator).bfloat16().to(device)
     layout = AttentionLayout.full(length, device)
     rotation = rope_rotation(layout.positions, size, position) if rope else None
-    leaves = [one.to(torch.float64 if exact else torch.bfloat16).requires_grad_() for one in (q, k, v)]
+    leaves = [tensor.to(torch.float64 if exact else torch.bfloat16).requires_grad_() for tensor in (q, k, v)]
     x = x.to(dtype).requires_grad_()
     with torch.autocast(device, torch.bfloat16, enabled=not exact):
         out = attention.attend(x, *leaves, ForwardContext(layout, rotation, 1.0, None))
     parameters = dict(attention.normalizer.named_parameters())
     grad = grad.transpose(1, 2).flatten(2).to(out.dtype)
-    wanted = [*leaves, x, *parameters.values()]
-    found = torch.autograd.grad(out, wanted, grad, allow_unused=True, materialize_grads=True)
-    found = (out.detach(), *found)
-    return {name: value.cpu() for name, value in zip(("out", *INPUTS, "dx", *parameters), found, strict=True)}
+    sources = [*leaves, x, *parameters.values()]
+    tensors = torch.autograd.grad(out, sources, grad, allow_unused=True, materialize_grads=True)
+    tensors = (out.detach(), *tensors)
+    return {name: value.cpu() for name, value in zip(("out", *INPUTS, "dx", *parameters), tensors, strict=True)}
 
 
 def errors(options: object, length: int, rope: bool, device: str = "cpu", size: int = SIZE) -> dict[str, float]:
     """Relative errors of what isn't 0."""
-    found, exact = (results(options, length, rope, one, device, size) for one in (False, True))
-    return {name: relative(found[name], value) for name, value in exact.items() if value.norm() > 0}
+    rounded_results, exact = (results(options, length, rope, as_exact, device, size) for as_exact in (False, True))
+    return {name: relative(rounded_results[name], value) for name, value in exact.items() if value.norm() > 0}
 
 
 @cache
@@ -87,11 +87,11 @@ def softmax_errors(length: int, rope: bool, device: str, size: int) -> dict[str,
 def check_errors(name: str, length: int, rope: bool, device: str = "cpu", size: int = SIZE) -> None:
     """Errors are at most twice softmax's, or as `LARGER` says."""
     base, factor = softmax_errors(length, rope, device, size), LARGER.get(name, (2.0, ""))[0]
-    for what, error in errors(CASES[name], length, rope, device, size).items():
-        if what in base:
-            assert error <= factor * base[what], what
+    for label, error in errors(CASES[name], length, rope, device, size).items():
+        if label in base:
+            assert error <= factor * base[label], label
         else:  # gradients that softmax doesn't have; sums over the tokens, of both signs
-            assert error <= 0.05 * factor, what
+            assert error <= 0.05 * factor, label
 
 
 SHORT = (64, 64), (64, 48)  # length and head size
@@ -133,9 +133,9 @@ def test_features_reach_the_normalizer_unrounded(options: object):
     q, k, v = x.bfloat16().unflatten(-1, (HEADS, SIZE)).transpose(1, 2).expand(3, 1, HEADS, 50, SIZE)
     with torch.autocast("cpu", torch.bfloat16):
         attention.attend(x, q, k, v, ForwardContext(AttentionLayout.full(50), None, 1.0, None))
-    for given, made in zip(seen, (attention.normalizer.query_features(x), attention.normalizer.key_features(x)), strict=True):
-        if made is not None:
-            assert torch.equal(given[..., SIZE:], made)
+    for argument, features in zip(seen, (attention.normalizer.query_features(x), attention.normalizer.key_features(x)), strict=True):
+        if features is not None:
+            assert torch.equal(argument[..., SIZE:], features)
 
 
 def test_a_row_of_entmax_sums_to_one_under_autocast():
@@ -156,14 +156,14 @@ def test_norms_of_queries_and_keys_take_bf16_without_a_warning_and_give_fp32(rec
     torch.set_warn_always(True)  # torch gives this warning once a process
     try:
         with torch.autocast("cpu", torch.bfloat16):
-            found = norm(x)
+            normed = norm(x)
     finally:
         torch.set_warn_always(False)
     wide = x.double()
     exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
     assert not recwarn.list
-    assert found.dtype == torch.float32
-    assert float(((found.double() - exact) / exact).abs().max()) < 1e-6
+    assert normed.dtype == torch.float32
+    assert float(((normed.double() - exact) / exact).abs().max()) < 1e-6
 
 
 @pytest.mark.parametrize("route", ["blocks", "tiles"])
@@ -171,15 +171,15 @@ def test_the_backward_pass_recomputes_the_function_of_the_forward_pass(route: st
     """Forward under autocast and backward without it, or the other way round, is the gradient of what either computes alone."""
     monkeypatch.setattr("lm.attention.elementwise_sums.TILE", 16)
     entmax = make_normalizer(opt.Entmax15(), LayerSpec(HEADS, SIZE, HEADS * SIZE, TRAIN_LENGTH))
-    given = [torch.randn(1, HEADS, 40, SIZE, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
-    found = []
+    tensors = [torch.randn(1, HEADS, 40, SIZE, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    routes = []
     for forward in (False, True):
         for backward in (False, True):
-            q, k, v = (one.detach().requires_grad_() for one in given[:3])
+            q, k, v = (tensor.detach().requires_grad_() for tensor in tensors[:3])
             with torch.autocast("cpu", torch.bfloat16, enabled=forward):
                 out = entmax(q, k, v, AttentionLayout.full(40)) if route == "blocks" else tiles("relu2", q, k, v)
             with torch.autocast("cpu", torch.bfloat16, enabled=backward):
-                found.append((out, *torch.autograd.grad(out, (q, k, v), given[3])))
-    for other in found[1:]:
-        for a, b in zip(found[0], other, strict=True):
+                routes.append((out, *torch.autograd.grad(out, (q, k, v), tensors[3])))
+    for other in routes[1:]:
+        for a, b in zip(routes[0], other, strict=True):
             assert torch.equal(a, b)

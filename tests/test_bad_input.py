@@ -104,8 +104,8 @@ def test_a_full_disk_while_preparing_leaves_nothing_half_written(corpus: Path, t
     arguments = [str(ROOT / "tests" / "tiny.yaml"), f"data.source.paths=[{corpus}]", f"data.root={tmp_path / 'stores'}"]
     process = forked(tmp_path / "output", within, blocks * 256, "train", *arguments, f"runs={tmp_path / 'runs'}")
     process.join()
-    said = (tmp_path / "output").read_text()
-    refused(tmp_path, subprocess.CompletedProcess("lm", process.exitcode, stderr=said), "File too large")
+    output = (tmp_path / "output").read_text()
+    refused(tmp_path, subprocess.CompletedProcess("lm", process.exitcode, stderr=output), "File too large")
 
 
 def test_a_mistake_on_the_command_line_says_where_the_usage_is():
@@ -123,9 +123,9 @@ def test_a_mistake_on_the_command_line_says_where_the_usage_is():
 def printed_to(output: int, *arguments: str, **environment: str) -> tuple[int, str]:
     """Exit status and stderr of `lm ARGUMENTS` with an open file as its stdout, which is closed here."""
     command, env = [sys.executable, "-m", "lm", *arguments], {**os.environ, **environment}
-    done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False, env=env, cwd=ROOT)
+    result = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False, env=env, cwd=ROOT)
     os.close(output)
-    return done.returncode, done.stderr
+    return result.returncode, result.stderr
 
 
 @pytest.mark.parametrize("command", [["config", "name=x"], ["normalizers"]], ids=["less than a buffer", "more than a buffer"])
@@ -151,7 +151,7 @@ def test_in_a_locale_of_ascii_output_is_escaped_and_names_of_files_are_refused(t
 
 def test_a_prompt_is_utf_8_whatever_the_locale(monkeypatch: pytest.MonkeyPatch):
     prompts = []
-    monkeypatch.setattr("lm.evaluation.generation.generate_text", lambda source, checkpoint, prompt, *others: prompts.append(prompt) or [])
+    monkeypatch.setattr("lm.evaluation.generation.generate_text", lambda source, checkpoint, prompt, *rest: prompts.append(prompt) or [])
     assert lm("generate", "run", "--prompt", "caf\udcc3\udca9 \udcff").returncode == 0
     assert prompts == ["café \ufffd"]
 
@@ -189,5 +189,5 @@ def test_a_key_written_as_an_option_is_hinted_at(written: list[str]):
 
 
 def test_the_last_name_of_a_key_written_as_an_option_is_hinted_at():
-    written = lm("train", "softmax", "--warmup_steps", "3").stderr
-    assert written == "error: no such option: --warmup_steps; keys are written as key=value: optim.warmup_steps=VALUE\n"
+    message = lm("train", "softmax", "--warmup_steps", "3").stderr
+    assert message == "error: no such option: --warmup_steps; keys are written as key=value: optim.warmup_steps=VALUE\n"

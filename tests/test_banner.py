@@ -27,8 +27,8 @@ def printed(tiny):
 
 def test_options_of_the_model_that_are_not_at_their_defaults_are_named(printed):
     assert "options" not in printed()
-    shown = printed("model.qkv_bias=true", "model.norm_eps=1e-6", "model.tied=true", "model.n_layer=3")["options"]
-    assert shown == "norm_eps = 1e-06, qkv_bias = true, tied = true"
+    text = printed("model.qkv_bias=true", "model.norm_eps=1e-6", "model.tied=true", "model.n_layer=3")["options"]
+    assert text == "norm_eps = 1e-06, qkv_bias = true, tied = true"
     assert printed("optim.optimizer={name: adamw, beta2: 0.99}")["optimizer"].startswith("adamw, beta2 = 0.99, lr ")
 
 
@@ -59,23 +59,23 @@ def test_a_task_whose_training_sequences_must_repeat_is_named(printed):
 
 
 def test_phases_name_the_current_one_in_brackets(printed):
-    shown = printed("phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]")["phases"]
-    assert shown.startswith("[softmax to step ")
-    assert ", then ssmax" in shown
+    text = printed("phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]")["phases"]
+    assert text.startswith("[softmax to step ")
+    assert ", then ssmax" in text
 
 
 def test_tokens_a_parameter_are_named_and_far_too_few_are_warned_of(printed):
-    few = printed("trainer.max_steps=8")
-    assert ", 0.035 a parameter" in few["tokens"]
-    assert few["note"].startswith("fewer than 5 tokens a parameter: ")
+    lines = printed("trainer.max_steps=8")
+    assert ", 0.035 a parameter" in lines["tokens"]
+    assert lines["note"].startswith("fewer than 5 tokens a parameter: ")
     assert "note" not in printed("trainer.max_steps=3000", "eval.every=3000")
     assert "note" not in printed("data.tasks=[{task: flip_flop}]", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]")
 
 
 def test_text_that_is_read_too_often_is_warned_of(printed):
-    often = printed("trainer.max_steps=30000", "eval.every=30000")
-    assert float(re.search(r"\(([\d.]+) epochs\)", often["tokens"])[1]) > 16
-    assert often["note"].startswith("text is read more than 16 times: ")
+    lines = printed("trainer.max_steps=30000", "eval.every=30000")
+    assert float(re.search(r"\(([\d.]+) epochs\)", lines["tokens"])[1]) > 16
+    assert lines["note"].startswith("text is read more than 16 times: ")
     assert "epochs" not in printed("data.tasks=[{task: flip_flop}]", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]")["tokens"]
 
 
@@ -93,8 +93,10 @@ def test_options_of_a_later_phase_s_normalizer_are_said(printed):
 @pytest.mark.parametrize("tracked", [True, False], ids=["in its checkout", "installed within another project's"])
 def test_the_commit_is_that_of_the_package_s_own_checkout(tmp_path, monkeypatch: pytest.MonkeyPatch, tracked: bool):
     def git(*arguments: str) -> str:
-        who = ["-c", "user.name=x", "-c", "user.email=x@x"]
-        return subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], capture_output=True, text=True, check=True).stdout.strip()
+        identity = ["-c", "user.name=x", "-c", "user.email=x@x"]
+        return subprocess.run(
+            ["git", "-C", str(tmp_path), *identity, *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     package = tmp_path / "lm"
     package.mkdir()

@@ -239,24 +239,24 @@ def test_validation_sequences_are_spread_evenly_and_share_no_target(n_tokens: in
 @settings(max_examples=300, deadline=None)
 def test_long_windows_lie_within_documents_spread_evenly_over_all_there_are(sizes: list[int], length: int, limit: int):
     split = counted_split(sizes)
-    starts, every = long_starts(split, length, limit), long_starts(split, length, 10**6)
+    starts, all_starts = long_starts(split, length, limit), long_starts(split, length, 10**6)
     fitting = [(size - 1) // length for size in sizes]
-    assert len(every) == sum(fitting)
+    assert len(all_starts) == sum(fitting)
     assert len(starts) == min(limit, sum(fitting))
-    document = np.searchsorted(split.offsets, every, "right") - 1
+    document = np.searchsorted(split.offsets, all_starts, "right") - 1
     assert np.bincount(document, minlength=len(sizes)).tolist() == fitting
-    assert (every + length + 1 <= split.offsets[document + 1]).all()
+    assert (all_starts + length + 1 <= split.offsets[document + 1]).all()
     same_document = np.diff(document) == 0
-    assert (np.diff(every)[same_document] == length).all()
+    assert (np.diff(all_starts)[same_document] == length).all()
     first = np.unique(document, return_index=True)[1]
     last = np.searchsorted(document, document[first], "right") - 1
-    before = every[first] - split.offsets[document[first]]
-    after = split.offsets[document[last] + 1] - every[last] - length - 1
+    before = all_starts[first] - split.offsets[document[first]]
+    after = split.offsets[document[last] + 1] - all_starts[last] - length - 1
     assert (np.abs(before - after) <= 1).all(), "in the middle of each document"
-    taken = np.searchsorted(every, starts)
-    assert (every[taken] == starts).all()
-    if len(taken) > 1:
-        gaps = np.diff([*taken, len(every)])
+    places = np.searchsorted(all_starts, starts)
+    assert (all_starts[places] == starts).all()
+    if len(places) > 1:
+        gaps = np.diff([*places, len(all_starts)])
         assert gaps.max() - gaps.min() <= 1
 
 
@@ -285,11 +285,11 @@ def test_a_mixture_of_lengths_changes_how_a_step_is_cut_and_not_its_tokens(store
 def test_mixed_lengths_have_their_weights_and_are_a_function_of_seed_and_step(store):
     weights = {16: 0.2, 32: 0.3, 64: 0.5}
     lengths = MixedLengths(weights)
-    sequences, again, other = (TrainSequences(store, DataConfig(seq_len=64, lengths=lengths), 4, seed) for seed in (1, 1, 2))
-    drawn = [sequences.length(step) for step in range(4000)]
+    sequences, repeated, other = (TrainSequences(store, DataConfig(seq_len=64, lengths=lengths), 4, seed) for seed in (1, 1, 2))
+    lengths_of_steps = [sequences.length(step) for step in range(4000)]
     for length, weight in weights.items():
-        assert drawn.count(length) == pytest.approx(4000 * weight, abs=1 + weight * len(weights))
-    assert drawn[:100] == [again.length(step) for step in range(100)] != [other.length(step) for step in range(100)]
+        assert lengths_of_steps.count(length) == pytest.approx(4000 * weight, abs=1 + weight * len(weights))
+    assert lengths_of_steps[:100] == [repeated.length(step) for step in range(100)] != [other.length(step) for step in range(100)]
 
 
 @pytest.mark.parametrize(("world", "micro_batch"), [(1, 4), (2, 1), (4, 1), (1, 2)])
@@ -297,8 +297,8 @@ def test_ranks_and_micro_batches_divide_steps_of_mixed_lengths_too(store, world:
     sequences = TrainSequences(store, DataConfig(seq_len=64, lengths=MixedLengths({16: 0.5, 64: 0.5})), 4, 1)
     parts = [MicroBatches(sequences, rank, world, micro_batch) for rank in range(world)]
     for step in range(10):
-        taken = [part[step * part.accumulation + k] for part in parts for k in range(part.accumulation)]
-        assert np.array_equal(torch.cat([whole(batch) for batch in taken]), whole(sequences.batch(step)))
+        batches = [part[step * part.accumulation + k] for part in parts for k in range(part.accumulation)]
+        assert np.array_equal(torch.cat([whole(batch) for batch in batches]), whole(sequences.batch(step)))
 
 
 def test_the_lengths_of_a_curriculum_begin_at_their_fraction_of_the_run(store):
@@ -306,8 +306,8 @@ def test_the_lengths_of_a_curriculum_begin_at_their_fraction_of_the_run(store):
     assert [sequences.length(step) for step in range(40)] == 10 * [16] + 10 * [32] + 20 * [64]
     assert sequences.length.fractions(40) == {16: 0.25, 32: 0.25, 64: 0.5}
     assert sequences.length.fractions(15) == {16: 2 / 3, 32: 1 / 3}
-    again = TrainSequences(store, DataConfig(seq_len=64, lengths=Curriculum({0.0: 16, 0.25: 32, 0.75: 16})), 4, 1, max_steps=40)
-    assert again.length.fractions(40) == {16: 0.5, 32: 0.5}
+    repeated = TrainSequences(store, DataConfig(seq_len=64, lengths=Curriculum({0.0: 16, 0.25: 32, 0.75: 16})), 4, 1, max_steps=40)
+    assert repeated.length.fractions(40) == {16: 0.5, 32: 0.5}
 
 
 def test_a_fixed_length_cuts_all_slots(store):
@@ -371,18 +371,18 @@ def test_pieces_of_documents_do_not_overlap_and_leave_out_what_they_say(sizes: l
         return
     document_of = np.repeat(np.arange(len(sizes)), sizes)
     for epoch in (0, 3):
-        seen = []
+        tokens_read = []
         for step in range(epoch * pieces.steps_per_epoch, (epoch + 1) * pieces.steps_per_epoch):
             length, starts = pieces(step), pieces.sequence_starts(step)
             assert length in (16, 32, 64)
             assert len(starts) * length == step_tokens
             sequences = split.around(starts, length, 0, split.n_tokens)
             assert (document_of[sequences[:, 0]] == document_of[sequences[:, -2]]).all(), "a sequence lies within a document"
-            seen.append(sequences[:, :-1].ravel())
-        seen = np.concatenate(seen)
-        assert len(np.unique(seen)) == len(seen)
-        assert 1 - len(seen) / sum(sizes) == pytest.approx(pieces.left_out)
-        assert not any(sizes[document] < 16 for document in document_of[seen]), "as the note says"
+            tokens_read.append(sequences[:, :-1].ravel())
+        tokens_read = np.concatenate(tokens_read)
+        assert len(np.unique(tokens_read)) == len(tokens_read)
+        assert 1 - len(tokens_read) / sum(sizes) == pytest.approx(pieces.left_out)
+        assert not any(sizes[document] < 16 for document in document_of[tokens_read]), "as the note says"
     short_of_a_step = 3 * step_tokens
     assert pieces.left_out * sum(sizes) < 16 * len(sizes) + short_of_a_step
 
@@ -393,8 +393,8 @@ def test_ranks_and_micro_batches_divide_steps_of_document_pieces_too(store):
     for world, micro_batch in ((1, 2), (2, 1), (4, 1)):
         parts = [MicroBatches(sequences, rank, world, micro_batch) for rank in range(world)]
         for step in range(30):
-            taken = [part[step * part.accumulation + k] for part in parts for k in range(part.accumulation)]
-            assert np.array_equal(torch.cat([whole(batch) for batch in taken]), whole(sequences.batch(step)))
+            batches = [part[step * part.accumulation + k] for part in parts for k in range(part.accumulation)]
+            assert np.array_equal(torch.cat([whole(batch) for batch in batches]), whole(sequences.batch(step)))
 
 
 @pytest.mark.parametrize("last", [16, 17, 40, 48])
@@ -419,11 +419,11 @@ def test_a_run_says_how_many_tokens_pieces_of_documents_leave_out():
 def test_isolated_positions_begin_anew_with_each_document(store):
     batch = TrainSequences(store, DataConfig(seq_len=64, documents="isolate"), 16, 1).batch(0)
     for tokens, positions in zip(batch.tokens, batch.positions, strict=True):
-        since = 0
+        offset = 0
         for token, position in zip(tokens.tolist(), positions.tolist(), strict=True):
-            since = 0 if token == store.end_of_text else since
-            assert position == since
-            since += 1
+            offset = 0 if token == store.end_of_text else offset
+            assert position == offset
+            offset += 1
     assert (batch.positions == 0).sum() > len(batch.positions)
     assert TrainSequences(store, DataConfig(seq_len=64), 4, 1).batch(0).positions is None
 
@@ -432,12 +432,12 @@ def test_isolated_positions_begin_anew_with_each_document(store):
 @settings(max_examples=100, deadline=None)
 def test_streams_have_the_fraction_of_slots_that_their_weights_say_however_long_the_run(weights: list[float], first: int, seed: int):
     fractions = np.array(weights) / sum(weights)
-    streams, own = StratifiedSampler(weights, (1, seed)).assign(np.arange(first, first + 3 * BLOCK))
+    streams, places = StratifiedSampler(weights, (1, seed)).assign(np.arange(first, first + 3 * BLOCK))
     slots = np.arange(first, first + 3 * BLOCK)
     for number, fraction in enumerate(fractions):
-        mine = streams == number
-        assert (np.diff(own[mine]) == 1).all(), "a stream's slots come in order, none twice and none left out"
-        assert (np.abs(own[mine] - fraction * slots[mine]) < 1 + fraction * len(fractions)).all()
+        of_stream = streams == number
+        assert (np.diff(places[of_stream]) == 1).all(), "a stream's slots come in order, none twice and none left out"
+        assert (np.abs(places[of_stream] - fraction * slots[of_stream]) < 1 + fraction * len(fractions)).all()
 
 
 @given(first=st.integers(0, 20 * BLOCK), seed=st.integers(0, 9))
@@ -447,7 +447,7 @@ def test_slots_are_assigned_the_same_in_any_order(first: int, seed: int):
     whole = np.stack(StratifiedSampler([0.5, 0.3, 0.2], (1, seed)).assign(slots))
     order = np.random.default_rng(seed).permutation(len(slots))
     other = StratifiedSampler([0.5, 0.3, 0.2], (1, seed))
-    assigned = np.concatenate([np.stack(other.assign(slots[some])) for some in np.array_split(order, 7)], 1)
+    assigned = np.concatenate([np.stack(other.assign(slots[part])) for part in np.array_split(order, 7)], 1)
     assert np.array_equal(assigned, whole[:, order])
     assert not np.array_equal(whole[0, :BLOCK], whole[0, BLOCK:]), "no block is like another"
 

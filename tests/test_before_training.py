@@ -38,9 +38,9 @@ def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_new_run_is_refused_before_its_data_are_prepared(tiny, no_data, what: str):
-    overrides, said = REFUSED[what]
+    overrides, message = REFUSED[what]
     config = tiny(*SIZES, *overrides, "trainer.accelerator=cpu", "name=run")
-    with pytest.raises(ConfigError, match=rf"^{said}[^\n]*$"):
+    with pytest.raises(ConfigError, match=rf"^{message}[^\n]*$"):
         train(config)
     assert not config.run_folder.exists()
 
@@ -66,11 +66,11 @@ def test_weights_and_checkpoints_of_another_model_are_refused_before_data_are_pr
     before = tiny(*SIZES, "name=run")
     assert train(before) == 0
     request.getfixturevalue("no_data")
-    for overrides, said in (
+    for overrides, message in (
         (["name=next", f"init_from={before.run_folder}"], r"model\.n_embd = 128: \S+ has 64"),
         (["name=run", "resume=auto"], r"model\.n_embd = 128: the checkpoint was trained with 64"),
     ):
-        with pytest.raises(ConfigError, match=rf"^{said}; [^\n]*$"):
+        with pytest.raises(ConfigError, match=rf"^{message}; [^\n]*$"):
             train(tiny(*SIZES, "model.n_embd=128", *overrides))
     assert (before.run_folder / "checkpoints" / "last.ckpt").exists()
     with pytest.raises(AssertionError, match="data were prepared"):
@@ -101,9 +101,9 @@ def test_another_optimizer_at_resume_is_one_difference_and_not_one_for_each_of_i
 def test_a_checkpoint_that_is_not_there_is_said_with_those_that_are(tiny):
     run = tiny(*SIZES, "name=run", "trainer.checkpoint_every=1")
     assert train(run) == 0
-    saved = rf"set it to auto, or to one of step-000001\.ckpt, step-000002\.ckpt in {run.run_folder}/checkpoints$"
+    remedy = rf"set it to auto, or to one of step-000001\.ckpt, step-000002\.ckpt in {run.run_folder}/checkpoints$"
     for other in (f"{run.run_folder}/checkpoints/step-2.ckpt", "latest", run.run_folder):
-        with pytest.raises(RunError, match=rf"^resume = {other}: no checkpoint; {saved}"):
+        with pytest.raises(RunError, match=rf"^resume = {other}: no checkpoint; {remedy}"):
             train(tiny(*SIZES, "name=run", f"resume={other}"))
     with pytest.raises(RunError, match=r"^resume = latest: no checkpoint; set it to auto, or to a path; the run has no checkpoint$"):
         train(tiny(*SIZES, "name=new", "resume=latest"))

@@ -55,9 +55,11 @@ def test_a_branch_that_changes_nothing_is_the_uninterrupted_run_bit_for_bit(tiny
     train(config)
     assert after(config.run_folder, 0) == after(trunk, 3)
     assert same(weights(config.run_folder), weights(trunk))
-    whole, branch = (load_checkpoint(folder / "checkpoints" / "last.ckpt")["optimizer"] for folder in (trunk, config.run_folder))
-    assert whole.keys() == branch.keys()
-    assert all(same(whole[name], branch[name]) for name in whole)
+    trunk_state, branch_state = (
+        load_checkpoint(folder / "checkpoints" / "last.ckpt")["optimizer"] for folder in (trunk, config.run_folder)
+    )
+    assert trunk_state.keys() == branch_state.keys()
+    assert all(same(trunk_state[name], branch_state[name]) for name in trunk_state)
 
 
 def test_a_cooldown_reads_on_at_another_rate_and_leaves_the_trunk_as_it_was(tiny, trunk: Path, capsys: pytest.CaptureFixture):
@@ -85,14 +87,14 @@ def test_a_branch_that_was_killed_goes_on_in_its_own_folder(tiny, trunk: Path):
     longer = "trainer.max_steps=10"
     config = branched(tiny, trunk, 3, longer, "resume=auto")
     train(config)
-    whole = after(config.run_folder, 0)
+    content = after(config.run_folder, 0)
     for path in (config.run_folder / "checkpoints").glob("step-*"):
         if path.stem > "step-000005":
             path.unlink()
     (config.run_folder / "checkpoints" / "last.ckpt").unlink()
     (config.run_folder / "checkpoints" / "last.ckpt").hardlink_to(config.run_folder / "checkpoints" / "step-000005.ckpt")
     train(config)
-    assert after(config.run_folder, 0) == whole
+    assert after(config.run_folder, 0) == content
     assert read_json(config.run_folder / "environment.json")["branched_from"]["step"] == 3
 
 
@@ -101,11 +103,11 @@ def test_branches_of_two_seeds_are_one_arm_and_not_that_of_the_trunk(tiny, trunk
     train(other)
     train(branched(tiny, trunk, 6, "trainer.max_steps=9"))
     train(branched(tiny, other.run_folder, 6, "trainer.max_steps=9", "seed=2", "name=second"))
-    first, second, whole = (read_run(folder) for folder in (trunk.parent / "branch", trunk.parent / "second", trunk))
-    assert first.arm_definition == second.arm_definition != whole.arm_definition
+    first, second, trunk_run = (read_run(folder) for folder in (trunk.parent / "branch", trunk.parent / "second", trunk))
+    assert first.arm_definition == second.arm_definition != trunk_run.arm_definition
     assert (first.seeds, second.seeds) == ((1,), (2,))
     assert first.tokens_before == 0
-    labels = [arm.label for arm in compare_runs([whole, first]).arms]
+    labels = [arm.label for arm in compare_runs([trunk_run, first]).arms]
     assert labels == ["ssmax, max_steps=8", "ssmax, max_steps=9, branch_from=step-000006.ckpt"]
 
 
@@ -134,10 +136,10 @@ def test_a_step_that_is_not_saved_is_named_with_those_that_are(tiny, trunk: Path
 
 
 def test_the_error_on_another_schedule_at_resume_names_the_way(tiny, trunk: Path):
-    given = ["model.dropout=0.2", "model.normalizer=ssmax", *EVERY_STEP, "optim.schedule=wsd"]
+    options = ["model.dropout=0.2", "model.normalizer=ssmax", *EVERY_STEP, "optim.schedule=wsd"]
     with pytest.raises(ConfigError, match=r"optim\.schedule\.name = 'wsd'.*new run: branch_from=\S+/last\.ckpt name=\.\.\."):
-        train(tiny("name=trunk", *given, "resume=auto"))
-    train(tiny("name=cool", *given, "trainer.max_steps=10", f"branch_from={trunk}/checkpoints/last.ckpt"))  # the advice can be followed
+        train(tiny("name=trunk", *options, "resume=auto"))
+    train(tiny("name=cool", *options, "trainer.max_steps=10", f"branch_from={trunk}/checkpoints/last.ckpt"))  # the advice can be followed
 
 
 # ---------------------------------------------------------------- arms
@@ -153,14 +155,14 @@ HORIZONS = {
 @pytest.mark.usefixtures("inline")
 def test_arms_branch_seed_by_seed_from_a_step_of_an_earlier_arm(arguments: list[str], tmp_path: Path):
     file = written(tmp_path, arms=HORIZONS, tune={"grid": [1e-2, 2e-2], "seeds": [101, 102]}, seeds=[1, 2])
-    ended = lm("compare", str(file), *arguments[1:], "eval.long_context.length_factor=0")
-    assert ended.returncode == 0, ended.stderr
+    result = lm("compare", str(file), *arguments[1:], "eval.long_context.length_factor=0")
+    assert result.returncode == 0, result.stderr
     runs = {path.parent.name.rpartition("-")[0]: path.parent for path in (tmp_path / "runs" / "trial").glob("*/config.yaml")}
     assert not [name for name in runs if name.startswith(("cool", "on")) and "seed10" in name]  # they have the trunk's rate
     (rate,) = {name.split("-")[1] for name in runs if name.startswith("cool")}
     for seed in (1, 2):
-        long, on, cool = (runs[f"{arm}-{rate}-seed{seed}"] for arm in ("long", "on", "cool"))
-        assert same(weights(on), weights(long))
+        long, continued, cool = (runs[f"{arm}-{rate}-seed{seed}"] for arm in ("long", "on", "cool"))
+        assert same(weights(continued), weights(long))
         assert curve(cool)[0] == curve(long)[6]
         assert yaml.safe_load((cool / "config.yaml").read_text())["branch_from"].endswith(f"{long.name}/checkpoints/step-000006.ckpt")
 
@@ -169,8 +171,8 @@ def test_the_plan_counts_a_branch_from_its_step_on(arguments: list[str], tmp_pat
     short = {**HORIZONS["long"], "trainer.max_steps": 4}
     cool = {**HORIZONS["cool"], "trainer.checkpoint_every": 2}
     file = written(tmp_path, arms={"long": HORIZONS["long"], "cool": cool, "short": short}, tune=None)
-    taken = costs(Procedure(read_experiment(file, [*arguments[1:], "trainer.keep_checkpoints=9", "eval.every=2"])))
-    assert taken["", "cool"] == taken["", "short"]
+    costs_of_arms = costs(Procedure(read_experiment(file, [*arguments[1:], "trainer.keep_checkpoints=9", "eval.every=2"])))
+    assert costs_of_arms["", "cool"] == costs_of_arms["", "short"]
 
 
 @pytest.mark.parametrize(
@@ -194,10 +196,10 @@ def test_arms_that_can_not_branch_are_refused_before_any_run(arguments, tmp_path
 
 def test_a_run_from_overrides_alone_has_a_name_and_warms_up_as_long_as_it_lasts(arguments: list[str], tmp_path: Path):
     small = ["model={n_layer: 1, n_head: 2, n_embd: 32}", "data.seq_len=32", "data.tokenizer.vocab_size=400", "optim.batch_tokens=256"]
-    few = ["data.source.name=files", "trainer.max_steps=4", "trainer.accelerator=cpu", "eval.sequences=4", "data.val_fraction=0.2"]
-    ended = lm("train", *arguments[1:], *small, *few, "log.wandb=disabled", "log.every=1")
-    assert ended.returncode == 0, ended.stderr
-    assert "optim.warmup_steps = 100 is more than the run's 4 steps: all of them are warm-up" in ended.stdout
+    options = ["data.source.name=files", "trainer.max_steps=4", "trainer.accelerator=cpu", "eval.sequences=4", "data.val_fraction=0.2"]
+    result = lm("train", *arguments[1:], *small, *options, "log.wandb=disabled", "log.every=1")
+    assert result.returncode == 0, result.stderr
+    assert "optim.warmup_steps = 100 is more than the run's 4 steps: all of them are warm-up" in result.stdout
     assert [rate for _, rate in curve(tmp_path / "runs" / "run", "lr")] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3])
 
 

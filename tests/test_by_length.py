@@ -26,24 +26,24 @@ def test_each_length_is_the_mean_loss_of_the_same_tokens_after_a_context_cut_the
     config = tiny(LENGTHS, "eval.by_length.sequences=5", "model.normalizer=ssmax", f"data.documents={documents}")
     store = prepare(config.data)
     decoder = Decoder(config.model, store.vocab_size, config.data.seq_len, seed=1).eval()
-    measurement, done = ByLength(config, store), []
-    (found,) = measurement.measure(decoder, CPU, done.append)
-    assert sum(done) == measurement.work == 5 * (1 + 4 + 2)
+    measurement, units = ByLength(config, store), []
+    (curve,) = measurement.measure(decoder, CPU, units.append)
+    assert sum(units) == measurement.work == 5 * (1 + 4 + 2)
     tokens = store.val.take(measurement.starts, 65).astype(np.int64)  # (stretches, 65)
     for column, length in enumerate((16, 32, 64)):
         losses = []
         for begin in range(0, 64, length):
-            cut = torch.from_numpy(tokens[:, begin : begin + length + 1])
-            for sequence in cut:
-                ends = [at for at in range(1, length) if documents == "isolate" and sequence[at] == store.end_of_text]
+            parts = torch.from_numpy(tokens[:, begin : begin + length + 1])
+            for sequence in parts:
+                ends = [place for place in range(1, length) if documents == "isolate" and sequence[place] == store.end_of_text]
                 pieces = zip([0, *ends], [*ends, length], strict=True)
                 with torch.no_grad():
                     logits = [decoder.head(decoder(sequence[None, low:high], AttentionLayout.full(high - low)))[0] for low, high in pieces]
                 losses.append(F.cross_entropy(torch.cat(logits), sequence[1:], reduction="none"))
         expected = torch.stack(losses).view(64 // length, 5, length).transpose(0, 1).reshape(5, -1).mean(1)
-        assert found.samples[0].values[:, column] == pytest.approx(expected.numpy(), abs=1e-5)
-    assert found.means == pytest.approx(found.samples[0].values.mean(0))
-    assert found.axis.values == (16, 32, 64)
+        assert curve.samples[0].values[:, column] == pytest.approx(expected.numpy(), abs=1e-5)
+    assert curve.means == pytest.approx(curve.samples[0].values.mean(0))
+    assert curve.axis.values == (16, 32, 64)
 
 
 def test_it_is_off_by_default_and_then_leaves_no_trace_in_the_hash_of_a_configuration(tiny):
@@ -60,12 +60,14 @@ def test_training_and_lm_eval_measure_it_under_each_inference_setting_and_a_repo
     for config in configs:
         train(config)
     folders = [config.run_folder for config in configs]
-    trained, interpolated = series(folders[0], "by_length", 8)
-    assert trained.logged == tuple(f"by_length/loss {length} as trained" for length in (16, 32, 64))
-    assert trained.means[:2] == pytest.approx(interpolated.means[:2], abs=1e-6), "within the training length of 32 nothing is interpolated"
-    assert trained.means[2] != interpolated.means[2]
-    again = [one for one in evaluate_runs(folders[:1]) if one.evaluation.kind == "by_length"]
-    assert again[0].cached
+    as_trained, interpolated = series(folders[0], "by_length", 8)
+    assert as_trained.logged == tuple(f"by_length/loss {length} as trained" for length in (16, 32, 64))
+    assert as_trained.means[:2] == pytest.approx(interpolated.means[:2], abs=1e-6), (
+        "within the training length of 32 nothing is interpolated"
+    )
+    assert as_trained.means[2] != interpolated.means[2]
+    results = [result for result in evaluate_runs(folders[:1]) if result.evaluation.kind == "by_length"]
+    assert results[0].cached
     result = lm("report", *map(str, folders), "-o", str(tmp_path / "report"))
     assert result.returncode == 0, result.stderr
     table = (tmp_path / "report" / "table.csv").read_text()
@@ -87,9 +89,9 @@ def test_lengths_that_cannot_be_measured_are_refused(tiny, change: str, reason: 
         config = tiny(f"eval.by_length={{{change}, sequences: 1}}")
         return ByLength(config, prepare(config.data))
 
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as error:
         measured()
-    assert reason in str(refused.value)
+    assert reason in str(error.value)
 
 
 def test_a_model_of_symbols_or_with_learned_positions_is_refused(tiny):

@@ -13,14 +13,14 @@ WRITTEN_OUT = ["model.head_size=16", "model.n_kv_head=4", "model.n_mlp=192", "mo
 SIZES = ["model.n_embd=64", "model.n_head=4", "model.n_layer=2", "model.normalizer=softmax"]
 
 
-@pytest.mark.parametrize("written", [*([one] for one in WRITTEN_OUT), WRITTEN_OUT])
+@pytest.mark.parametrize("written", [*([override] for override in WRITTEN_OUT), WRITTEN_OUT])
 def test_a_model_with_its_nulls_written_out_is_the_same_model(tiny, written: list[str]):
-    one, other = tiny(*SIZES), tiny(*SIZES, *written)
-    assert to_plain(one) != to_plain(other)
-    assert differences(to_plain(one), to_plain(other)) == {}
-    assert canonical(to_plain(one)) == canonical(to_plain(other))
-    assert arm(to_plain(one), {}) == arm(to_plain(other), {})
-    assert function_of(one.model) == function_of(other.model)
+    config, full_config = tiny(*SIZES), tiny(*SIZES, *written)
+    assert to_plain(config) != to_plain(full_config)
+    assert differences(to_plain(config), to_plain(full_config)) == {}
+    assert canonical(to_plain(config)) == canonical(to_plain(full_config))
+    assert arm(to_plain(config), {}) == arm(to_plain(full_config), {})
+    assert function_of(config.model) == function_of(full_config.model)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,9 @@ def test_differences_are_those_that_were_made(tiny, changes: list[str], found: d
 
 
 def test_lists_of_normalizers_are_equal_by_what_each_layer_gets(tiny):
-    listed = [tiny(*SIZES, "model.n_layer=4", f"model.normalizer={one}") for one in ("[window, ssmax]", "[window, ssmax, window, ssmax]")]
+    listed = [
+        tiny(*SIZES, "model.n_layer=4", f"model.normalizer={pattern}") for pattern in ("[window, ssmax]", "[window, ssmax, window, ssmax]")
+    ]
     assert canonical(to_plain(listed[0])) == canonical(to_plain(listed[1]))
     other = tiny(*SIZES, "model.n_layer=4", "model.normalizer=[window, ssmax, ssmax]")
     assert canonical(to_plain(other)) != canonical(to_plain(listed[0]))
@@ -50,17 +52,17 @@ def test_lists_of_normalizers_are_equal_by_what_each_layer_gets(tiny):
 def test_softmax_without_a_temperature_is_written_as_before_there_was_one(tiny):
     plain = to_plain(tiny("model.normalizer=softmax"))
     assert plain["model"]["normalizer"] == {"name": "softmax"}
-    one, half = (to_plain(tiny(f"model.normalizer={{name: softmax, temperature: {tau}}}")) for tau in (1, 0.5))
-    assert one == plain
-    assert half["model"]["normalizer"] == {"name": "softmax", "temperature": 0.5}
-    assert arm(half, {}) != arm(plain, {})
+    unit, half_unit = (to_plain(tiny(f"model.normalizer={{name: softmax, temperature: {tau}}}")) for tau in (1, 0.5))
+    assert unit == plain
+    assert half_unit["model"]["normalizer"] == {"name": "softmax", "temperature": 0.5}
+    assert arm(half_unit, {}) != arm(plain, {})
 
 
 def test_a_gated_attention_unit_has_no_nulls_to_resolve(tiny):
     plain = to_plain(tiny("model.block=gau", "model.n_head=1"))
-    found = canonical(plain)
-    assert found == {**plain, "model": found["model"]}
-    assert flatten(plain["model"]) == flatten(found["model"])
+    result = canonical(plain)
+    assert result == {**plain, "model": result["model"]}
+    assert flatten(plain["model"]) == flatten(result["model"])
 
 
 def test_keys_that_were_added_later_leave_the_hashes_of_earlier_models_as_they_were(tiny):

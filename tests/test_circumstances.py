@@ -33,7 +33,7 @@ def started(folder: Path, overrides: list[str], **changes: object) -> Procedure:
     finish_all(procedure, lambda run: 5 - 0.1 * (run.arm == "ssmax") + 1e-3 * run.seed * (run.arm == "ssmax"))
     for run in procedure.known():
         (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
-        used = {
+        facts = {
             "git_commit": "abc",
             "git_dirty": False,
             "versions": {"torch": "2.13"},
@@ -41,7 +41,7 @@ def started(folder: Path, overrides: list[str], **changes: object) -> Procedure:
             "precision": "32",
             "compile": False,
         }
-        write_json(run.config.run_folder / ENVIRONMENT, {"starts": [{"step": 0, **used}]})
+        write_json(run.config.run_folder / ENVIRONMENT, {"starts": [{"step": 0, **facts}]})
     return procedure
 
 
@@ -88,9 +88,9 @@ def test_what_the_primary_metric_is_measured_on_is_planned(tmp_path, overrides):
         return read_experiment(written(tmp_path, **SEEDS | {"primary": primary, "evaluate": evaluate}), overrides)
 
     started(tmp_path, overrides)  # so that final runs have been measured
-    settled = {PLAN: plan_of(asked(lengths=[16, 32]))}
-    assert departures(asked(lengths=[8, 16, 32]), settled) == ()
-    (departure,) = departures(asked(lengths=[16, 32], sequences=7), settled)
+    resolved = {PLAN: plan_of(asked(lengths=[16, 32]))}
+    assert departures(asked(lengths=[8, 16, 32]), resolved) == ()
+    (departure,) = departures(asked(lengths=[16, 32], sequences=7), resolved)
     assert departure.exploratory
     assert departure.place is None
     words = r"what by_length/loss 32 is measured on: its sequences was .* when it was settled \(.*Z\), it is 7"
@@ -98,15 +98,17 @@ def test_what_the_primary_metric_is_measured_on_is_planned(tmp_path, overrides):
 
 
 def test_a_second_look_that_is_made_a_part_of_the_first_is_exploratory(tmp_path, overrides):
-    planned = {"tune": None, "seeds": [1, 2], "more_seeds": [3]}
-    procedure = Procedure(read_experiment(written(tmp_path, **planned), overrides))
+    plan = {"tune": None, "seeds": [1, 2], "more_seeds": [3]}
+    procedure = Procedure(read_experiment(written(tmp_path, **plan), overrides))
     write_json(procedure.experiment.folder / RESOLVED, SETTLED | {PLAN: plan_of(procedure.experiment)})
     for run in finish_all(procedure, lambda run: 5 - 0.1 * run.seed * (run.arm == "ssmax")).known():
         (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
-    assert not any("exploratory" in note for note in open_experiment(written(tmp_path, **planned), overrides).notes())
-    merged = open_experiment(written(tmp_path, **SEEDS), overrides)
-    assert any(re.search(r"exploratory: the number of looks was 2 when .*, it is 1", note) for note in merged.notes()), merged.notes()
-    assert merged.exploratory("", "ssmax")
+    assert not any("exploratory" in note for note in open_experiment(written(tmp_path, **plan), overrides).notes())
+    experiment = open_experiment(written(tmp_path, **SEEDS), overrides)
+    assert any(re.search(r"exploratory: the number of looks was 2 when .*, it is 1", note) for note in experiment.notes()), (
+        experiment.notes()
+    )
+    assert experiment.exploratory("", "ssmax")
 
 
 def test_an_arm_that_is_left_out_makes_all_exploratory(tmp_path, overrides):
@@ -150,15 +152,15 @@ def test_that_runs_are_compiled_after_they_were_timed_is_part_of_the_plan(argume
     from lm.experiments import experiment_folder
     from lm.model.device import Resolved
 
-    given = [*arguments[1:], "trainer.compile=auto"]
+    words = [*arguments[1:], "trainer.compile=auto"]
     decided = lambda experiment, seconds=None: Resolved("true" if seconds else "false", "by seconds")  # noqa: E731
     monkeypatch.setattr(experiment_folder, "_compiled", decided)
-    procedure = experiment_folder.start(written(tmp_path, **SEEDS), given, timed=lambda procedure: {("", "softmax"): 1e6})
+    procedure = experiment_folder.start(written(tmp_path, **SEEDS), words, timed=lambda procedure: {("", "softmax"): 1e6})
     assert procedure.experiment.first_config.trainer.compile is True
     finish_all(procedure, lambda run: 5.0 - 1e-3 * run.seed * (run.arm == "ssmax"))
     for run in procedure.known():
         (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
-    assert exploratory(open_experiment(procedure.experiment.file, given)) == []
+    assert exploratory(open_experiment(procedure.experiment.file, words)) == []
 
 
 def edited(key: str, value: object) -> Callable[[Path], None]:
@@ -209,10 +211,10 @@ def test_notes_stand_under_the_verdicts_in_their_file_and_on_the_page(tmp_path, 
     procedure = started(tmp_path, overrides)
     for run in procedure.known():
         other_code(run.config.run_folder)
-    done = lm("compare", str(procedure.experiment.file), *overrides, "--report-only")
+    result = lm("compare", str(procedure.experiment.file), *overrides, "--report-only")
     note = "runs were measured by other code than today's; lm eval RUN measures them again"
-    assert done.returncode == 0, done.stderr
-    assert note in done.stdout.splitlines()
+    assert result.returncode == 0, result.stderr
+    assert note in result.stdout.splitlines()
     folder = procedure.experiment.folder
     assert read_json(folder / "verdicts.json")["notes"] == [note]
     assert "runs were measured by other code than today" in (folder / "report" / "report.html").read_text()

@@ -32,7 +32,7 @@ def claimed(tmp_path: Path, model: ModelConfig, vocab_size: int = 300, seq_len: 
     config["optim"]["batch_tokens"] = seq_len
     config["model"] |= changes
     config["eval"]["long_context"] = {"length_factor": 0}
-    own = {
+    facts = {
         "format": FORMAT,
         "config": yaml.safe_dump(config),
         "phase": 0,
@@ -42,7 +42,7 @@ def claimed(tmp_path: Path, model: ModelConfig, vocab_size: int = 300, seq_len: 
         "best": None,
         "plugins": {},
     }
-    save_checkpoint({"state_dict": weights, "lm": {**own, "vocab_size": vocab_size}}, tmp_path / "claimed.ckpt")
+    save_checkpoint({"state_dict": weights, "lm": {**facts, "vocab_size": vocab_size}}, tmp_path / "claimed.ckpt")
     return tmp_path / "claimed.ckpt"
 
 
@@ -66,10 +66,10 @@ def test_a_claimed_size_is_compared_before_anything_of_it_is_made(tmp_path: Path
     name, changes, words = CLAIMS[claim]
     kind = {"position": Learned()} if name == "learned" else {"normalizer": catalogue.OPTIONS[name]()}
     path = claimed(tmp_path, ModelConfig(**TINY, **kind), **changes)
-    before, started = peak_process_bytes(), time.perf_counter()
+    before, start = peak_process_bytes(), time.perf_counter()
     with pytest.raises(RunError, match=words):
         lm.load(path)
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - start < 5
     assert peak_process_bytes() - before < 2**30  # what is claimed would take more
 
 

@@ -69,15 +69,15 @@ def test_each_length_is_a_graph_and_evaluations_are_eager(tiny, counter):
     decoder.compile_blocks(lengths=2)
     for length in (8, 16, 8, 16):
         decoder.training_loss(batch(length))
-    made = counter.frame_count
+    count = counter.frame_count
     decoder.eval()
     decoder.training_loss(batch(24))
     with torch.no_grad():
         decoder.training_loss(batch(8))
-    assert counter.frame_count == made
+    assert counter.frame_count == count
     decoder.train()
     decoder.training_loss(batch(8))
-    assert counter.frame_count == made
+    assert counter.frame_count == count
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,9 @@ def test_runs_that_share_code_compile_where_all_repay_making_it_and_each_repays_
     tiny, monkeypatch: pytest.MonkeyPatch, flops: float, runs: int, pays: str
 ):
     monkeypatch.setattr("shutil.which", lambda name: name)
-    found = resolve_compile(tiny("trainer.compile=auto"), flops, "cpu", {}, runs)
-    assert found.value == pays
-    assert f"{flops:.1e} FLOP" in found.reason
+    choice = resolve_compile(tiny("trainer.compile=auto"), flops, "cpu", {}, runs)
+    assert choice.value == pays
+    assert f"{flops:.1e} FLOP" in choice.reason
     assert resolve_compile(tiny("trainer.compile=auto"), flops, "cpu", {"compile": True}, runs).value == "true", "as it was started"
     assert resolve_compile(tiny("trainer.compile=true"), flops, "cpu", {}, runs).value == "true"
     monkeypatch.setattr("shutil.which", lambda name: None)
@@ -110,10 +110,10 @@ def test_runs_that_share_code_compile_where_all_repay_making_it_and_each_repays_
 def test_measured_seconds_decide_in_place_of_flops(tiny, monkeypatch: pytest.MonkeyPatch, seconds: float, runs: int, pays: str):
     monkeypatch.setattr("shutil.which", lambda name: name)
     for flops in (1.0, 1e20):
-        found = resolve_compile(tiny("trainer.compile=auto"), flops, "cpu", {}, runs, seconds)
-        assert found.value == pays
-        assert "FLOP" not in found.reason
-        assert f"{seconds} s" in found.reason
+        choice = resolve_compile(tiny("trainer.compile=auto"), flops, "cpu", {}, runs, seconds)
+        assert choice.value == pays
+        assert "FLOP" not in choice.reason
+        assert f"{seconds} s" in choice.reason
 
 
 def test_compiled_code_lies_where_the_user_says_or_else_in_the_cache_of_this_cpu(tmp_path, monkeypatch: pytest.MonkeyPatch):
@@ -146,28 +146,28 @@ print(json.dumps({name: counters[of][name] for of, names in {
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32", "bf16-mixed"])
 def test_a_second_process_finds_all_code_that_the_first_has_compiled(arguments: list[str], tmp_path, precision: str):
-    found, environment = [], {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    results, environment = [], {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
     options = ["trainer.compile=true", f"trainer.precision={precision}", "trainer.max_steps=2", "model.normalizer=ssmax"]
     for seed in (1, 2):
         command = [sys.executable, "-c", COUNTED, *arguments, *options, f"seed={seed}", f"name=seed{seed}"]
-        ended = subprocess.run(
+        result = subprocess.run(
             command, env=environment | {"XDG_CACHE_HOME": str(tmp_path)}, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False
         )
-        assert ended.returncode == 0, ended.stderr
-        found.append(json.loads(ended.stdout.splitlines()[-1]))
-    first, second = found
+        assert result.returncode == 0, result.stderr
+        results.append(json.loads(result.stdout.splitlines()[-1]))
+    first, second = results
     for cache in ("fxgraph_cache", "autograd_cache"):
         assert first[f"{cache}_miss"] > 0
         assert (second[f"{cache}_miss"], second[f"{cache}_hit"]) == (0, first[f"{cache}_miss"] + first[f"{cache}_hit"])
-    assert [one.name for one in (tmp_path / "lm").iterdir()] == [one.name for one in (tmp_path / "lm").glob("compiled-*")]
+    assert [path.name for path in (tmp_path / "lm").iterdir()] == [path.name for path in (tmp_path / "lm").glob("compiled-*")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["model.dropout=0.2", "trainer.micro_batch=4"]], ids=["plain", "dropout, micro-batches"])
 def test_a_compiled_run_that_was_killed_and_resumed_is_the_same_to_the_bit(tiny, options: list[str]):
-    whole, killed = (tiny("trainer.compile=true", *options, f"name={name}", "resume=auto") for name in ("whole", "killed"))
-    assert (train(whole), train(killed)) == (0, 0)
-    kill_after(killed.run_folder, 4)
+    whole_run, killed_run = (tiny("trainer.compile=true", *options, f"name={name}", "resume=auto") for name in ("whole", "killed"))
+    assert (train(whole_run), train(killed_run)) == (0, 0)
+    kill_after(killed_run.run_folder, 4)
     torch._dynamo.reset()
-    assert train(killed) == 0
-    assert differences(whole.run_folder, killed.run_folder) == []
+    assert train(killed_run) == 0
+    assert differences(whole_run.run_folder, killed_run.run_folder) == []

@@ -23,9 +23,9 @@ CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 
 
 def problems(*arguments: str) -> dict[str, str]:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         load(["name=x", *arguments])
-    return {problem.path: str(problem) for problem in caught.value.problems}
+    return {problem.path: str(problem) for problem in error.value.problems}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
@@ -52,36 +52,36 @@ def test_overrides_win_over_files_and_files_over_their_bases(tmp_path: Path):
 
 
 def test_all_problems_are_reported_at_once_with_path_value_and_remedy():
-    found = problems("optim.lr=-1", "modle.n_layer=3", "model.normalizer=ssmaxx", "trainer.max_steps=many", "data.seq_len=300")
-    assert set(found) == {"optim.lr", "modle", "model.normalizer.name", "trainer.max_steps", "optim.batch_tokens"}
-    assert "did you mean 'model'" in found["modle"]
-    assert "did you mean 'ssmax'" in found["model.normalizer.name"]
-    assert "-1" in found["optim.lr"]
-    assert "must be > 0" in found["optim.lr"]
-    assert "8100 or 8400" in found["optim.batch_tokens"]
+    messages = problems("optim.lr=-1", "modle.n_layer=3", "model.normalizer=ssmaxx", "trainer.max_steps=many", "data.seq_len=300")
+    assert set(messages) == {"optim.lr", "modle", "model.normalizer.name", "trainer.max_steps", "optim.batch_tokens"}
+    assert "did you mean 'model'" in messages["modle"]
+    assert "did you mean 'ssmax'" in messages["model.normalizer.name"]
+    assert "-1" in messages["optim.lr"]
+    assert "must be > 0" in messages["optim.lr"]
+    assert "8100 or 8400" in messages["optim.batch_tokens"]
 
 
 @pytest.mark.parametrize(("cores", "here"), [(1, "; this machine has 1 core; "), (128, "; set it")])
 def test_too_many_devices_are_refused_by_their_own_key(monkeypatch, cores, here):
     monkeypatch.setattr("os.cpu_count", lambda: cores)
-    found = problems("trainer.devices=99", "data.seq_len=256", "optim.batch_tokens=4096")
-    assert found.keys() == {"trainer.devices"}
-    assert "99 processes can't share the 16 sequences of a step" in found["trainer.devices"]
-    assert here in found["trainer.devices"]
+    messages = problems("trainer.devices=99", "data.seq_len=256", "optim.batch_tokens=4096")
+    assert messages.keys() == {"trainer.devices"}
+    assert "99 processes can't share the 16 sequences of a step" in messages["trainer.devices"]
+    assert here in messages["trainer.devices"]
 
 
 def test_choices_that_are_no_words_are_suggested_too():
-    found = problems("trainer.precision=half", "trainer.compile=yess", "optim.lr=1")
-    assert found["trainer.precision"].endswith("choose from: auto, 32, bf16-mixed")
-    assert found["trainer.compile"].endswith("choose from: auto, true, false")
+    messages = problems("trainer.precision=half", "trainer.compile=yess", "optim.lr=1")
+    assert messages["trainer.precision"].endswith("choose from: auto, 32, bf16-mixed")
+    assert messages["trainer.compile"].endswith("choose from: auto, true, false")
     assert problems("trainer.precision='32'")["trainer.precision"].endswith("write 32 without quotes")
 
 
 def test_a_text_in_place_of_a_block_without_a_name_is_refused_by_the_key_that_was_given():
-    found = problems("data.seq_len=32", "data=my/corpus", "optim.groups.head={lr_factor: 2}", "optim.groups.head=large")
-    assert found.keys() == {"data", "optim.groups.head"}
-    assert found["data"].startswith("data = 'my/corpus': must be a block of keys; keys: source, tokenizer, ")
-    assert found["optim.groups.head"] == "optim.groups.head = 'large': must be a block of keys; keys: lr_factor, weight_decay, eps"
+    messages = problems("data.seq_len=32", "data=my/corpus", "optim.groups.head={lr_factor: 2}", "optim.groups.head=large")
+    assert messages.keys() == {"data", "optim.groups.head"}
+    assert messages["data"].startswith("data = 'my/corpus': must be a block of keys; keys: source, tokenizer, ")
+    assert messages["optim.groups.head"] == "optim.groups.head = 'large': must be a block of keys; keys: lr_factor, weight_decay, eps"
 
 
 @pytest.mark.parametrize(
@@ -155,9 +155,9 @@ def test_an_inference_setting_may_set_those_options_of_normalizers_that_training
 
 
 def test_a_renamed_block_drops_the_options_of_the_old_name():
-    under = {"model": {"normalizer": {"name": "ssmax", "init": 0.4}}}
-    assert merge(under, {"model": {"normalizer": "softmax"}}) == {"model": {"normalizer": {"name": "softmax"}}}
-    assert merge(under, {"model": {"normalizer": {"bias": True}}})["model"]["normalizer"] == {"name": "ssmax", "init": 0.4, "bias": True}
+    base = {"model": {"normalizer": {"name": "ssmax", "init": 0.4}}}
+    assert merge(base, {"model": {"normalizer": "softmax"}}) == {"model": {"normalizer": {"name": "softmax"}}}
+    assert merge(base, {"model": {"normalizer": {"bias": True}}})["model"]["normalizer"] == {"name": "ssmax", "init": 0.4, "bias": True}
     unnamed = {"optim": {"schedule": {"final_fraction": 0.2}}}
     assert merge(unnamed, {"optim": {"schedule": "wsd"}}) == {"optim": {"schedule": {"final_fraction": 0.2, "name": "wsd"}}}
     assert merge({"position": "rope"}, {"position": {"theta": 5.0}}) == {"position": {"name": "rope", "theta": 5.0}}
@@ -168,10 +168,10 @@ def test_a_renamed_block_drops_the_options_of_the_old_name():
 def test_null_turns_off_a_block_that_may_be_null(tmp_path: Path):
     file = tmp_path / "all.yaml"
     file.write_text("model: {transfer: {base_width: 64}}\ntrainer: {profile: {first: 3}}\neval: {by_length: {}}\n")
-    on = load([str(file)])
-    assert all((on.model.transfer, on.trainer.profile, on.eval.by_length))
-    off = load([str(file), "model.transfer=null", "trainer.profile=null", "eval.by_length=null"])
-    assert (off.model.transfer, off.trainer.profile, off.eval.by_length) == (None, None, None)
+    with_blocks = load([str(file)])
+    assert all((with_blocks.model.transfer, with_blocks.trainer.profile, with_blocks.eval.by_length))
+    without_blocks = load([str(file), "model.transfer=null", "trainer.profile=null", "eval.by_length=null"])
+    assert (without_blocks.model.transfer, without_blocks.trainer.profile, without_blocks.eval.by_length) == (None, None, None)
 
 
 @pytest.mark.parametrize("path", ["eval.long_context", "optim", "optim.schedule"])
@@ -184,10 +184,10 @@ def test_null_does_not_look_as_if_it_turned_off_a_block_that_may_not_be_null(pat
 
 
 def test_the_order_of_overrides_of_one_block_does_not_matter():
-    there = load(["name=x", "model.normalizer=ssmax", "model.normalizer.bias=true"])
-    back = load(["name=x", "model.normalizer.bias=true", "model.normalizer=ssmax"])
-    assert there == back
-    assert back.model.normalizer.bias
+    forwards = load(["name=x", "model.normalizer=ssmax", "model.normalizer.bias=true"])
+    backwards = load(["name=x", "model.normalizer.bias=true", "model.normalizer=ssmax"])
+    assert forwards == backwards
+    assert backwards.model.normalizer.bias
 
 
 @pytest.mark.parametrize(
@@ -223,10 +223,10 @@ def test_the_order_of_overrides_of_one_block_does_not_matter():
 )
 def test_a_configuration_file_that_cannot_be_read_is_an_error_of_one_line(text: bytes, reason: str, tmp_path: Path):
     (tmp_path / "file.yaml").write_bytes(text)
-    with pytest.raises(ConfigError, match=re.escape(reason)) as caught:
+    with pytest.raises(ConfigError, match=re.escape(reason)) as error:
         load([str(tmp_path / "file.yaml"), "name=x"])
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 400
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 400
 
 
 def test_paths_that_name_no_file_are_errors_of_one_line(tmp_path: Path):
@@ -268,16 +268,16 @@ def test_paths_that_name_no_file_are_errors_of_one_line(tmp_path: Path):
     ids=lambda value: value[:32],
 )
 def test_an_override_that_means_nothing_is_an_error_that_names_it(override: str, reason: str):
-    with pytest.raises(ConfigError, match=re.escape(reason)) as caught:
+    with pytest.raises(ConfigError, match=re.escape(reason)) as error:
         load(["name=x", "runs=r", "optim.lr=0.1", "phases=[{until: 1}]", override])
-    assert all(len(line) < 600 for line in str(caught.value).splitlines())
+    assert all(len(line) < 600 for line in str(error.value).splitlines())
 
 
 def test_of_very_many_problems_the_first_are_printed():
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         load([f"data={{{', '.join(f'key{number}: 1' for number in range(4000))}}}", "name=x"])
-    lines = str(caught.value).splitlines()
-    assert (len(caught.value.problems), len(lines), lines[-1].strip()) == (4000, 32, "... and 3970 more")
+    lines = str(error.value).splitlines()
+    assert (len(error.value.problems), len(lines), lines[-1].strip()) == (4000, 32, "... and 3970 more")
 
 
 def test_bases_that_are_inherited_twice_are_read_once_and_long_chains_are_refused(tmp_path: Path):
@@ -394,11 +394,11 @@ AFTER_TRAINING = {
 
 @pytest.mark.parametrize("promise", [pytest.param(name, marks=[pytest.mark.slow] if "others" in name else []) for name in AFTER_TRAINING])
 def test_training(promise: str):
-    code, said = AFTER_TRAINING[promise]
+    code, output = AFTER_TRAINING[promise]
     result = subprocess.run(
         [sys.executable, "-c", f"import sys, lm.training.fit; {code}"], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    assert result.stdout == f"{said}\n"
+    assert result.stdout == f"{output}\n"
 
 
 def test_lightning_is_imported_in_one_place():
@@ -411,9 +411,9 @@ def test_lightning_is_imported_in_one_place():
     [("recall", "length_factors=[]"), ("needle", "length_factors=[]"), ("long_context", "length_factor=0")],
 )
 def test_a_misspelt_option_of_an_evaluation_that_is_off_is_an_error(kind: str, off: str):
-    where = f"eval.{kind}.inference"
-    with pytest.raises(ConfigError, match=rf"{where}\[0\]\.normalizer\.clpi = true: no normalizer of this model has this option"):
-        load(["configs/softmax.yaml", "model.normalizer=log_n", f"eval.{kind}.{off}", f"{where}=[{{normalizer: {{clpi: true}}}}]"])
+    key = f"eval.{kind}.inference"
+    with pytest.raises(ConfigError, match=rf"{key}\[0\]\.normalizer\.clpi = true: no normalizer of this model has this option"):
+        load(["configs/softmax.yaml", "model.normalizer=log_n", f"eval.{kind}.{off}", f"{key}=[{{normalizer: {{clpi: true}}}}]"])
 
 
 @pytest.mark.parametrize(

@@ -148,13 +148,13 @@ def test_each_broken_promise_fails_its_check(broken: type[Normalizer], monkeypat
         return broken(options, layer) if isinstance(options, OfBroken) else make_normalizer(options, layer)
 
     monkeypatch.setattr(contract, "make_normalizer", make)
-    found = {check.__name__: how for check, (_, how) in zip(CHECKS, checked_promises(OfBroken()), strict=True)}
-    assert {name for name, how in found.items() if how} >= BROKEN[broken], found
+    problems = {check.__name__: problem for check, (_, problem) in zip(CHECKS, checked_promises(OfBroken()), strict=True)}
+    assert {name for name, problem in problems.items() if problem} >= BROKEN[broken], problems
     for name in BROKEN[broken]:  # a sentence that names what fails, where numbers are compared an entry, and what to do
-        how, _, hint = found[name].partition("; hint: ")
+        problem, _, hint = problems[name].partition("; hint: ")
         assert re.fullmatch(".+", hint), name
-        assert not re.search("Error|Tensor-likes|torch", how) or how.startswith("stopped by RuntimeError: "), how
-        assert not re.search(", not -?[0-9]", how) or re.search(r"(at|,) (token|key|entry|dimension) \[?[0-9]", how), how
+        assert not re.search("Error|Tensor-likes|torch", problem) or problem.startswith("stopped by RuntimeError: "), problem
+        assert not re.search(", not -?[0-9]", problem) or re.search(r"(at|,) (token|key|entry|dimension) \[?[0-9]", problem), problem
 
 
 @pytest.mark.parametrize("broken", [DividedAlongKeys, ScaledAlongKeys])
@@ -193,6 +193,6 @@ def test_check_normalizer_accepts_built_in_normalizers_with_options_and_refuses_
     result = lm("check-normalizer", "ssmax", "bias=true")
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("ssmax (bias=true): kept: ") == len(CHECKS)
-    refused = lm("check-normalizer", "ssmax", "n=many")
-    assert refused.returncode == 2
-    assert "model.normalizer.n = 'many': unknown row length" in refused.stderr
+    refusal = lm("check-normalizer", "ssmax", "n=many")
+    assert refusal.returncode == 2
+    assert "model.normalizer.n = 'many': unknown row length" in refusal.stderr

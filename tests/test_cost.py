@@ -81,9 +81,9 @@ def test_what_the_loss_takes_is_estimated_where_it_is_most_of_a_step(tiny, optio
 
 def test_the_estimate_is_of_all_phases_that_are_still_to_come(tiny):
     phases = "phases=[{until: 0.3, normalizer: softmax}, {until: 0.6, normalizer: entmax15}, {until: 1, normalizer: softmax}]"
-    soft, sparse, both = (tiny(*LARGER, one) for one in ("model.normalizer=softmax", "model.normalizer=entmax15", phases))
-    estimates = [estimated_memory(both, phase, 400, False, "cpu") for phase in range(3)]
-    small, large = (estimated_memory(one, 0, 400, False, "cpu") for one in (soft, sparse))
+    soft, sparse, both_phases = (tiny(*LARGER, override) for override in ("model.normalizer=softmax", "model.normalizer=entmax15", phases))
+    estimates = [estimated_memory(both_phases, phase, 400, False, "cpu") for phase in range(3)]
+    small, large = (estimated_memory(config, 0, 400, False, "cpu") for config in (soft, sparse))
     assert small < large
     assert estimates == [large, large, small]
 
@@ -144,10 +144,10 @@ sys.path.insert(0, {str(ROOT / "tests")!r})
 from test_cost import grown
 grown()
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
-    estimated, tensors, took = map(float, ended.stdout.split())
-    assert estimated == pytest.approx(tensors, rel=0.15), ended.stderr
-    assert estimated < took < 1.5 * estimated
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    estimated, tensors, growth = map(float, result.stdout.split())
+    assert estimated == pytest.approx(tensors, rel=0.15), result.stderr
+    assert estimated < growth < 1.5 * estimated
 
 
 def grown() -> None:
@@ -157,8 +157,8 @@ def grown() -> None:
     measured(small)
     before = peak_process_bytes()
     tensors = measured(large)
-    took = peak_process_bytes() - before
-    print(estimated_memory(large, 0, 400, False, "cpu") / 2**20, tensors / 2**20, took / 2**20)
+    growth = peak_process_bytes() - before
+    print(estimated_memory(large, 0, 400, False, "cpu") / 2**20, tensors / 2**20, growth / 2**20)
 
 
 # ---------------------------------------------------------------- activation checkpointing
@@ -183,22 +183,22 @@ def test_activation_checkpointing_changes_no_bit(tiny, model: list[str]):
 def test_compiled_it_keeps_less_and_has_the_same_gradients(tiny, monkeypatch: pytest.MonkeyPatch):
     """By the partition that Inductor makes of a graph, without the code that it generates."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
-    decoder, kept, gradients = Decoder(tiny(*LARGER).model, 400, 128, 1), [], []
+    decoder, totals, gradients = Decoder(tiny(*LARGER).model, 400, 128, 1), [], []
     decoder.compile_blocks(lengths=1)
     batch = Batch.of(torch.randint(400, (4, 129), generator=torch.Generator().manual_seed(0)))
     parameters = {p.data_ptr() for p in decoder.parameters()}
     for decoder.recomputes in (False, True):
-        saved: dict[int, int] = {}
+        sizes: dict[int, int] = {}
 
-        def keep(x: torch.Tensor, saved: dict[int, int] = saved) -> torch.Tensor:
-            saved[x.data_ptr()] = x.nbytes
+        def keep(x: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
+            sizes[x.data_ptr()] = x.nbytes
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             loss, _ = decoder.training_loss(batch)
-        kept.append(sum(n_bytes for place, n_bytes in saved.items() if place not in parameters))
+        totals.append(sum(n_bytes for place, n_bytes in sizes.items() if place not in parameters))
         gradients.append(torch.autograd.grad(loss, list(decoder.parameters())))
-    assert 0 < kept[1] < 0.5 * kept[0]
+    assert 0 < totals[1] < 0.5 * totals[0]
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
@@ -206,21 +206,23 @@ def test_compiled_it_keeps_less_and_has_the_same_gradients(tiny, monkeypatch: py
 @pytest.mark.parametrize("how", [["trainer.compile=true"], ["trainer.devices=2"]], ids=["compiled", "two processes"])
 def test_activation_checkpointing_goes_with_compilation_and_several_processes(arguments: list[str], tmp_path, how: list[str]):
     for name, options in {"plain": [], "recomputed": [RECOMPUTED]}.items():
-        ended = lm("train", *arguments, *how, *options, f"name={name}", process=True)
-        assert ended.returncode == 0, ended.stderr
-    ours, theirs = ([line["train/loss"] for line in metrics(tmp_path / "runs" / name) if "lr" in line] for name in ("plain", "recomputed"))
-    assert ours == pytest.approx(theirs, rel=1e-5)
+        result = lm("train", *arguments, *how, *options, f"name={name}", process=True)
+        assert result.returncode == 0, result.stderr
+    plain_losses, recomputed_losses = (
+        [line["train/loss"] for line in metrics(tmp_path / "runs" / name) if "lr" in line] for name in ("plain", "recomputed")
+    )
+    assert plain_losses == pytest.approx(recomputed_losses, rel=1e-5)
 
 
 def test_vectors_of_tokens_for_values_are_looked_up_layer_by_layer(tiny):
-    taken = []
+    peaks = []
     for depth in (2, 8):
         decoder = Decoder(tiny("model.value_residual=embedding", f"model.n_layer={depth}").model, 400, 32, 1)
         tokens = torch.zeros(1, 4096, dtype=torch.long)
         with torch.no_grad(), TensorMemory() as memory:
             decoder(tokens)
-        taken.append(memory.peak)
-    assert taken[1] - taken[0] < 4096 * 32 * 4, "those of one layer"
+        peaks.append(memory.peak)
+    assert peaks[1] - peaks[0] < 4096 * 32 * 4, "those of one layer"
 
 
 # ---------------------------------------------------------------- MFU
@@ -305,5 +307,5 @@ def test_a_window_that_ends_after_the_run_is_cut_and_one_that_a_resumed_run_has_
     ],
 )
 def test_a_window_without_a_step_is_refused(arguments: list[str], window: str, expected: str):
-    ended = lm("train", *arguments, f"trainer.profile={window}")
-    assert (ended.returncode, ended.stderr) == (2, f"error: trainer.profile.{expected}\n")
+    result = lm("train", *arguments, f"trainer.profile={window}")
+    assert (result.returncode, result.stderr) == (2, f"error: trainer.profile.{expected}\n")

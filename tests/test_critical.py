@@ -12,38 +12,38 @@ from lm.diagnostics.limits import samples, two_sample_tests
 def test_it_is_the_first_number_of_keys_that_is_not_rejected():
     rng = np.random.default_rng(0)
     first, shift = rng.standard_normal((144, 5)), np.array([3.0, 1.0, 0.28, 0.0, 3.0])
-    found = two_sample_tests(first, rng.standard_normal((144, 5)) + shift, [1, 2, 5, 10, 20])
+    tests = two_sample_tests(first, rng.standard_normal((144, 5)) + shift, [1, 2, 5, 10, 20])
     expected = ks_2samp(first[:, 1], first[:, 1])
     assert expected.statistic == 0
-    assert (found.p[0], found.p[1]) < (1e-6, 1e-6)
-    assert found.size == 144
-    assert found.critical(0.05) == pytest.approx([1, 2, 5, 10, 20][int(np.flatnonzero(found.p >= 0.05)[0])])
-    assert found.critical(0.01) <= found.critical(0.05) <= 10  # a stricter level rejects less
+    assert (tests.p[0], tests.p[1]) < (1e-6, 1e-6)
+    assert tests.size == 144
+    assert tests.critical(0.05) == pytest.approx([1, 2, 5, 10, 20][int(np.flatnonzero(tests.p >= 0.05)[0])])
+    assert tests.critical(0.01) <= tests.critical(0.05) <= 10  # a stricter level rejects less
 
 
 def test_where_all_are_rejected_there_is_none():
-    found = two_sample_tests(np.zeros((50, 2)), np.ones((50, 2)), [1, 2])
-    assert math.isnan(found.critical(0.05))
-    assert found.statistic.tolist() == [1.0, 1.0]
+    tests = two_sample_tests(np.zeros((50, 2)), np.ones((50, 2)), [1, 2])
+    assert math.isnan(tests.critical(0.05))
+    assert tests.statistic.tolist() == [1.0, 1.0]
 
 
 def test_values_that_are_not_finite_are_left_out():
     first = np.random.default_rng(0).standard_normal((40, 2))
     gaps = first.copy()
     gaps[:5, 0], gaps[:, 1] = np.nan, np.nan
-    found = two_sample_tests(gaps, first, [1, 2])
-    assert found.statistic[0] == ks_2samp(gaps[5:, 0], first[:, 0]).statistic
-    assert math.isnan(found.statistic[1])
-    assert found.critical(0.05) == 1
+    tests = two_sample_tests(gaps, first, [1, 2])
+    assert tests.statistic[0] == ks_2samp(gaps[5:, 0], first[:, 0]).statistic
+    assert math.isnan(tests.statistic[1])
+    assert tests.critical(0.05) == 1
 
 
 def test_few_heads_give_as_many_values_as_many_heads_do():
     rng = np.random.default_rng(0)
     rows = rng.integers(1, 5, (16, 36, 3)).astype(float)
     sums = rng.standard_normal((16, 36, 3)) * rows
-    found = samples(sums, rows, 144)
-    assert found.shape == (144, 3)
-    assert found[36 + 7] == pytest.approx(sums[1::4, 7].sum(0) / rows[1::4, 7].sum(0))
+    values = samples(sums, rows, 144)
+    assert values.shape == (144, 3)
+    assert values[36 + 7] == pytest.approx(sums[1::4, 7].sum(0) / rows[1::4, 7].sum(0))
     assert samples(sums, rows, 20).shape == (20, 3)  # more heads than are wanted
     assert samples(sums[:2], rows[:2], 144).shape == (72, 3)  # no more groups than sequences
     assert samples(sums, rows, 36) == pytest.approx(sums.sum(0) / rows.sum(0))

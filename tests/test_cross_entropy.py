@@ -79,8 +79,8 @@ def test_the_compiled_loss_has_the_gradients_of_the_eager_one(z_loss: float):
     passes = partial(compile_fx, inner_compile=lambda graph, inputs, **options: make_boxed_func(graph.forward))
     eager, compiled = (loss(hidden, head, targets, z_loss) for loss in (training_loss, torch.compile(training_loss, backend=passes)))
     torch.testing.assert_close(compiled, eager)
-    for ours, theirs in zip(*(torch.autograd.grad(loss, [hidden, head.weight]) for loss, _ in (compiled, eager)), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for actual, expected in zip(*(torch.autograd.grad(loss, [hidden, head.weight]) for loss, _ in (compiled, eager)), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_loss_in_bf16_autocast_is_near_the_exact_one():
@@ -138,5 +138,5 @@ run(hidden, targets)
 print(peak_process_bytes() - before)
 """
     command = [sys.executable, "-c", code]
-    grown = [int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout) for _ in range(6)]
-    assert max(grown) < 64 * 2**20, "all logits are 512 MiB"
+    growth = [int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout) for _ in range(6)]
+    assert max(growth) < 64 * 2**20, "all logits are 512 MiB"

@@ -49,8 +49,8 @@ def words(trained: tuple[Path, list[str]], tmp_path: Path) -> dict[str, list[str
     runs = tmp_path / "copy" / "runs"
     overrides = [*trained[1], f"runs={runs}"]
     (run,) = (path for path in (runs / "trial").iterdir() if path.name.startswith("softmax"))
-    named = {"{file}": [str(tmp_path / "copy" / "trial.yaml")], "{overrides}": overrides}
-    return named | {
+    words_of = {"{file}": [str(tmp_path / "copy" / "trial.yaml")], "{overrides}": overrides}
+    return words_of | {
         "{configured}": [str(ROOT / "tests" / "tiny.yaml"), *overrides],
         "{run}": [str(run)],
         "{runs}": [str(run.parent)],
@@ -60,11 +60,11 @@ def words(trained: tuple[Path, list[str]], tmp_path: Path) -> dict[str, list[str
 
 def arguments(command: str, words: dict[str, list[str]]) -> list[str]:
     """The command line of an entry of `WHOLE`."""
-    found: list[str] = []
+    words_found: list[str] = []
     for part in command.split():
         name = next((name for name in words if name in part), "")
-        found += [part.replace(name, word) for word in words[name]] if name else [part]
-    return found
+        words_found += [part.replace(name, word) for word in words[name]] if name else [part]
+    return words_found
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -96,8 +96,8 @@ QUICK = {*itertools.product(WHOLE.keys() - {"diagnose"}, ["half"]), ("report", "
     [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in itertools.product(WHOLE, DAMAGE)],
 )
 def test_a_damaged_file_of_a_run_is_one_line_or_no_difference(command: str, damage: str, words: dict[str, list[str]], tmp_path: Path):
-    run, whole = Path(words["{run}"][0]), tmp_path / "whole"
-    shutil.copytree(tmp_path / "copy", whole)
+    run, backup = Path(words["{run}"][0]), tmp_path / "whole"
+    shutil.copytree(tmp_path / "copy", backup)
     files = [path for path in run.rglob("*") if path.is_file() and path.suffix != ".png" and not path.name.startswith("step-")]
     assert {"config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json", "last.ckpt"} < {path.name for path in files}
     for path in files:
@@ -106,10 +106,10 @@ def test_a_damaged_file_of_a_run_is_one_line_or_no_difference(command: str, dama
         path.write_bytes(content)
         if not check(tmp_path / "copy", *arguments(WHOLE[command], words)) or path.suffix == ".ckpt":
             shutil.rmtree(tmp_path / "copy")
-            shutil.copytree(whole, tmp_path / "copy")
+            shutil.copytree(backup, tmp_path / "copy")
             shutil.rmtree(words["{out}"][0], ignore_errors=True)
         else:
-            shutil.copyfile(whole / path.relative_to(tmp_path / "copy"), path)
+            shutil.copyfile(backup / path.relative_to(tmp_path / "copy"), path)
     assert check(tmp_path / "copy", *arguments(WHOLE[command], words)) == "", "undamaged"
 
 
@@ -120,8 +120,8 @@ def test_weights_that_are_not_finite_or_too_large_are_one_line_or_a_result(comma
         rewritten(run / "checkpoints" / "last.ckpt", lambda content, value=value: content["state_dict"]["norm.weight"].fill_(value))
         unchanged = tmp_path / "copy" / "runs" if refusal else tmp_path / "nothing"  # of large ones a new run is left, which has diverged
         check(unchanged, *arguments(WHOLE[command], words), words=refusal)
-        for made in (Path(words["{out}"][0]), tmp_path / "copy" / "runs" / "new"):
-            shutil.rmtree(made, ignore_errors=True)
+        for folder in (Path(words["{out}"][0]), tmp_path / "copy" / "runs" / "new"):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 # ---------------------------------------------------------------- tokenizers that fail at a text
@@ -146,19 +146,24 @@ def failing(words: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("RUST_BACKTRACE", "0")  # the library prints where it failed before it raises
     file = write_tokenizer(tmp_path / "panics.json")
     tokenizer = Tokenizer.from_file(str(file))
-    cut = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    splitter = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([splitter, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.save(str(file))
     save_model(load(words["{run}"][0]).decoder, tmp_path / "model", file)
     (tmp_path / "text").mkdir()
     for number in range(8):
         (tmp_path / "text" / f"{number}.txt").write_text(f"text {number} " * 400 + FAILS)
     data = {"source": {"paths": [str(tmp_path / "text")]}, "root": str(tmp_path / "stores")}
-    own = {"base": str(ROOT / "tests" / "tiny.yaml"), "data": data, "runs": str(tmp_path / "runs")}
-    (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))
-    found = {"{model}": [str(tmp_path / "model")], "{text}": [str(tmp_path / "text")], "{fails}": [FAILS], "{out}": [str(tmp_path / "out")]}
-    given = f"data.tokenizer={{name: file, path: {file}}}"
-    return found | {"{configured}": [str(tmp_path / "own.yaml")], "{tokenizer}": [given]}
+    content = {"base": str(ROOT / "tests" / "tiny.yaml"), "data": data, "runs": str(tmp_path / "runs")}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(content))
+    words_of = {
+        "{model}": [str(tmp_path / "model")],
+        "{text}": [str(tmp_path / "text")],
+        "{fails}": [FAILS],
+        "{out}": [str(tmp_path / "out")],
+    }
+    override = f"data.tokenizer={{name: file, path: {file}}}"
+    return words_of | {"{configured}": [str(tmp_path / "own.yaml")], "{tokenizer}": [override]}
 
 
 @pytest.mark.parametrize("command", PANICS)
@@ -182,8 +187,8 @@ def test_the_tokenizers_library_is_called_where_its_errors_are_turned_into_ours(
         "train_from_iterator",
         "Tokenizer.from_",
     )
-    found = {path.name: [call for call in calls if call in path.read_text()] for path in (ROOT / "lm").rglob("*.py")}
-    assert {name: some for name, some in found.items() if some and name not in allowed} == {}
+    calls_of = {path.name: [call for call in calls if call in path.read_text()] for path in (ROOT / "lm").rglob("*.py")}
+    assert {name: uses for name, uses in calls_of.items() if uses and name not in allowed} == {}
 
 
 def test_a_panic_of_any_library_is_one_line(monkeypatch: pytest.MonkeyPatch):

@@ -26,14 +26,16 @@ from lm.training.train import train
 TOLERANCE = 2e-5  # nats; of weights: absolute, they are of order 0.1
 
 
-def close(one: Path, other: Path) -> None:
+def close(folder: Path, other_folder: Path) -> None:
     """Equal up to the order of additions: losses, validations, last weights."""
     for name in ("train/loss", "val/loss", "train/grad_norm/layer0", "train/grad_norm/layer1"):
-        a, b = curve(one, name), curve(other, name)
+        a, b = curve(folder, name), curve(other_folder, name)
         assert [step for step, _ in a] == [step for step, _ in b]
         assert [loss for _, loss in a] == pytest.approx([loss for _, loss in b], abs=TOLERANCE)
-    for name, value in weights(one).items():
-        torch.testing.assert_close(value, weights(other)[name], atol=TOLERANCE, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+    for name, value in weights(folder).items():
+        torch.testing.assert_close(
+            value, weights(other_folder)[name], atol=TOLERANCE, rtol=0, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -45,8 +47,8 @@ def test_the_tokens_of_a_step_are_the_same_for_any_number_of_ranks(tiny, world: 
         steps = 50
         ranks = [MicroBatches(rows, rank, world, micro_batch) for rank in range(world)]
         per_step = ranks[0].accumulation
-        taken = [torch.cat([rank[step * per_step + k].tokens for rank in ranks for k in range(per_step)]) for step in range(steps)]
-        return hashlib.sha256(torch.stack(taken).numpy().tobytes()).hexdigest()
+        batches = [torch.cat([rank[step * per_step + k].tokens for rank in ranks for k in range(per_step)]) for step in range(steps)]
+        return hashlib.sha256(torch.stack(batches).numpy().tobytes()).hexdigest()
 
     assert digest(1, 8) == digest(world, 8 // world) == digest(world, 1)
 
@@ -57,16 +59,16 @@ def test_two_ranks_train_as_one_with_and_without_a_swap(arguments: list[str], tm
     for name, devices in (("one", 1), ("two", 2)):
         result = lm("train", *arguments, phases, f"name={name}", f"trainer.devices={devices}", process=devices > 1)
         assert result.returncode == 0, result.stderr
-    one, two = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
-    close(one, two)
-    a, b = (series(run, "long_context", 8)[0] for run in (one, two))
+    one_rank, two_ranks = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
+    close(one_rank, two_ranks)
+    a, b = (series(run, "long_context", 8)[0] for run in (one_rank, two_ranks))
     assert a.samples[0].sha256 == b.samples[0].sha256
     assert a.curve == pytest.approx(b.curve, abs=1e-4)
-    for a, b in zip(*(series(run, "swap", 4) for run in (one, two)), strict=True):
+    for a, b in zip(*(series(run, "swap", 4) for run in (one_rank, two_ranks)), strict=True):
         assert a.means.tolist() == pytest.approx(b.means.tolist(), abs=1e-5 if a.metric == "attention drift" else 1e-4)
-    checkpoint = two / "checkpoints" / "step-000004.ckpt"
+    checkpoint = two_ranks / "checkpoints" / "step-000004.ckpt"
     assert lm("train", *arguments, phases, "name=two", f"resume={checkpoint}").returncode == 0, "a run of two goes on with one"
-    assert losses(two) == pytest.approx(losses(one), abs=1e-4)
+    assert losses(two_ranks) == pytest.approx(losses(one_rank), abs=1e-4)
 
 
 @pytest.mark.slow
@@ -77,12 +79,12 @@ def test_two_ranks_train_as_one_with_another_optimizer(arguments: list[str], tmp
         options = [f"optim.optimizer={optimizer}", "model.normalizer=ssmax", f"name={name}", f"trainer.devices={devices}"]
         result = lm("train", *arguments, *options, process=devices > 1)
         assert result.returncode == 0, result.stderr
-    one, two = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
-    assert curve(one)[0][1] - curve(one)[-1][1] > 0.3
+    one_rank, two_ranks = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
+    assert curve(one_rank)[0][1] - curve(one_rank)[-1][1] > 0.3
     for name in ("train/loss", "val/loss"):
-        assert [loss for _, loss in curve(one, name)] == pytest.approx([loss for _, loss in curve(two, name)], abs=1e-3)
-    for name, value in weights(one).items():
-        assert (value - weights(two)[name]).norm() < 0.05 * value.norm(), name
+        assert [loss for _, loss in curve(one_rank, name)] == pytest.approx([loss for _, loss in curve(two_ranks, name)], abs=1e-3)
+    for name, value in weights(one_rank).items():
+        assert (value - weights(two_ranks)[name]).norm() < 0.05 * value.norm(), name
 
 
 def test_a_launcher_of_another_size_is_refused(arguments: list[str]):

@@ -95,13 +95,13 @@ def cosine(query: Query) -> Vector:
 
 
 def p_n(query: Query) -> float:
-    known = query.p["p"]
-    return query.p["s"][query.h] * known[min(query.position, len(known) - 1)] + query.p["b"][query.h]
+    values = query.p["p"]
+    return query.p["s"][query.h] * values[min(query.position, len(values) - 1)] + query.p["b"][query.h]
 
 
 def qassmax(query: Query) -> Vector:
-    def mlp(name: str, given: np.ndarray) -> np.ndarray:
-        hidden = query.p[f"{name}.hidden.weight"] @ given + query.p[f"{name}.hidden.bias"]
+    def mlp(name: str, x: np.ndarray) -> np.ndarray:
+        hidden = query.p[f"{name}.hidden.weight"] @ x + query.p[f"{name}.hidden.bias"]
         gelu = np.array([x * 0.5 * (1 + math.erf(x / math.sqrt(2))) for x in hidden])
         return query.p[f"{name}.out.weight"] @ gelu + query.p[f"{name}.out.bias"]
 
@@ -157,11 +157,11 @@ def window(query: Query) -> Vector:
 
 
 def scale_invariant(query: Query) -> Vector:
-    found = []
+    scores = []
     for z, t in zip(query.z, query.back, strict=True):
         square = 2 * (math.log(t / query.options.tau + 1) - 0.5 + 1)
-        found.append(math.sqrt(square) * z - square + 1)
-    return softmax(found)
+        scores.append(math.sqrt(square) * z - square + 1)
+    return softmax(scores)
 
 
 def forget(query: Query) -> Vector:
@@ -170,10 +170,10 @@ def forget(query: Query) -> Vector:
 
 
 def stick_breaking(query: Query) -> Vector:
-    weights, left = [0.0], 1.0  # the query's own token has none
+    weights, rest = [0.0], 1.0  # the query's own token has none
     for z in reversed(query.z[:-1]):
         beta = 1 / (1 + math.exp(-z))
-        weights, left = [left * beta, *weights], left * (1 - beta)
+        weights, rest = [rest * beta, *weights], rest * (1 - beta)
     return weights
 
 
@@ -186,10 +186,10 @@ def linear(query: Query) -> Vector:
     }[query.options.features]
     g = 1 - 2 ** (-5 - query.h) if query.options.decay else 1.0
     root = SIZE**0.25
-    found = [sum(phi(a / root) * phi(b / root) for a, b in zip(query.q, key, strict=True)) for key in query.k]
-    found = [a * g**t for a, t in zip(found, query.back, strict=True)]
-    total = sum(found) if query.options.n == "sum" else query.n
-    return [a / total if total else 0.0 for a in found]
+    weights = [sum(phi(a / root) * phi(b / root) for a, b in zip(query.q, key, strict=True)) for key in query.k]
+    weights = [a * g**t for a, t in zip(weights, query.back, strict=True)]
+    total = sum(weights) if query.options.n == "sum" else query.n
+    return [a / total if total else 0.0 for a in weights]
 
 
 DEFINITIONS: dict[str, Callable[[Query], Vector]] = {
@@ -235,7 +235,7 @@ CASES = [
     opt.YaRN(base=5.0, n="visible"),
     *(opt.InfoScale(n=n) for n in LENGTHS),
     opt.InfoScale(base=5.0),
-    *(opt.Cosine(log_n=one, n=n) for one, n in ((False, "visible"), (True, "visible"), (True, "sample"))),
+    *(opt.Cosine(log_n=is_scaled, n=n) for is_scaled, n in ((False, "visible"), (True, "visible"), (True, "sample"))),
     opt.PN(),
     *(opt.QASSMax(n=n) for n in LENGTHS),
     opt.Softmax1(),
@@ -281,21 +281,21 @@ def mean_over(policy: str, value: Callable[[float], float]) -> float:
 def randomized(options: object) -> Normalizer:
     """The normalizer with random parameters, float64."""
     normalizer = make_normalizer(options, LayerSpec(HEADS, SIZE, WIDTH, TRAIN)).double()
-    drawn = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in normalizer.parameters():
-            change = 0.3 * torch.randn(parameter.shape, generator=drawn, dtype=torch.float64)
+            change = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(change if parameter.dim() == 2 else parameter + change)  # matrices are drawn by the decoder
     return normalizer
 
 
 def inputs(normalizer: Normalizer, length: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """q and k with their features, v, and the layer's input that those are computed from."""
-    drawn = torch.Generator().manual_seed(2)
-    q, k, v = (torch.randn(1, HEADS, length, SIZE, generator=drawn, dtype=torch.float64) for _ in range(3))
-    x = torch.randn(1, length, WIDTH, generator=drawn, dtype=torch.float64)
-    both = (q, normalizer.query_features(x)), (k, normalizer.key_features(x))
-    q, k = (heads if more is None else torch.cat((heads, more.detach()), -1) for heads, more in both)
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(1, HEADS, length, SIZE, generator=generator, dtype=torch.float64) for _ in range(3))
+    x = torch.randn(1, length, WIDTH, generator=generator, dtype=torch.float64)
+    pairs = (q, normalizer.query_features(x)), (k, normalizer.key_features(x))
+    q, k = (heads if features is None else torch.cat((heads, features.detach()), -1) for heads, features in pairs)
     return q, k, v, x
 
 
@@ -314,9 +314,9 @@ def expected(normalizer: Normalizer, q: torch.Tensor, k: torch.Tensor, x: torch.
 def test_every_entry_and_each_of_its_options_at_two_values_is_tested():
     assert DEFINITIONS.keys() == catalogue.ENTRIES.keys()
     for name, entry in catalogue.ENTRIES.items():
-        mine = [options for options in CASES if options.name == name]
+        cases = [options for options in CASES if options.name == name]
         for option in fields(entry):
-            assert len({getattr(options, option.name) for options in mine}) >= 2, f"{name}.{option.name}"
+            assert len({getattr(options, option.name) for options in cases}) >= 2, f"{name}.{option.name}"
 
 
 @every_case
@@ -341,22 +341,22 @@ def test_weights_and_the_fast_path_are_the_definition(options: object):
 def test_decoding_is_the_definition(options: object, steps: list[int]):
     normalizer = randomized(options)
     q, k, v, x = inputs(normalizer)
-    exact, state, seen = expected(normalizer, q, k, x) @ v, None, 0
+    exact, state, n_seen = expected(normalizer, q, k, x) @ v, None, 0
     for new in steps:
-        part = slice(seen, seen + new)
-        out, state = normalizer.decode(q[:, :, part], k[:, :, part], v[:, :, part], AttentionLayout.continuing(seen, new, LENGTH), state)
+        part = slice(n_seen, n_seen + new)
+        out, state = normalizer.decode(q[:, :, part], k[:, :, part], v[:, :, part], AttentionLayout.continuing(n_seen, new, LENGTH), state)
         torch.testing.assert_close(out, exact[:, :, part], rtol=0, atol=1e-5)
-        seen += new
+        n_seen += new
 
 
 @every_case
 def test_packed_sequences_have_the_definitions_gradients(options: object):
     """On the route of sequences that hold several documents, also for the normalizer's own parameters."""
     normalizer = randomized(options)
-    q, k, v, _ = (one.requires_grad_() for one in inputs(normalizer))
-    layout, wanted = AttentionLayout.from_document_lengths([9, 1, 13]), [q, k, v, *normalizer.parameters()]
+    q, k, v, _ = (tensor.requires_grad_() for tensor in inputs(normalizer))
+    layout, sources = AttentionLayout.from_document_lengths([9, 1, 13]), [q, k, v, *normalizer.parameters()]
     fast, exact = normalizer(q, k, v, layout), normalizer.weights(q, k, layout) @ v
     grad = torch.randn(exact.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    found = [torch.autograd.grad(out, wanted, grad, allow_unused=True, materialize_grads=True) for out in (fast, exact)]
-    for a, b in zip(*found, strict=True):
+    gradients = [torch.autograd.grad(out, sources, grad, allow_unused=True, materialize_grads=True) for out in (fast, exact)]
+    for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-9)

@@ -38,10 +38,10 @@ def make_decoder(normalizer: Options, block: str = "attention") -> Decoder:
     """A decoder with the normalizers' parameters off their initial values."""
     shape = {"n_head": 1, "block": GAUBlock(key_size=SIZE)} if block == "gau" else {"n_head": 2}
     decoder = Decoder(ModelConfig(n_layer=2, n_embd=2 * SIZE, normalizer=normalizer, init_std=0.3, **shape), VOCAB, 64).eval()
-    drawn = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in (p for normalizer in decoder.normalizers() for p in normalizer.parameters()):
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=drawn))
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     return decoder
 
 
@@ -52,21 +52,21 @@ def batch(isolated: bool = False) -> Batch:
     return Batch.of(tokens, end_of_text=0 if isolated else None)
 
 
-def measured(decoder: Decoder, given: Batch, queries: list[int] = ALL, shuffle: bool = False) -> Values:
+def measured(decoder: Decoder, sample: Batch, queries: list[int] = ALL, shuffle: bool = False) -> Values:
     """What concentration's statistics are of one sequence; `shuffle`: of its shuffled scores."""
     heads = decoder.normalizers()[0].layer.n_head
     measures = Measures(families(DiagnosticsConfig()), 2, heads, queries, LENGTH)
-    vectors = measures.of(decoder, given, order=orders(0, len(queries), LENGTH) if shuffle else None)
+    vectors = measures.of(decoder, sample, order=orders(0, len(queries), LENGTH) if shuffle else None)
     return measures.values(vectors[-1][None].numpy(), decoder.seq_len)
 
 
-def naive(weights: np.ndarray, seen: np.ndarray, first: int, query: int, sums_to_one: bool) -> dict[str, float]:
-    """The statistics of one row, from their definitions: weights (S,) fp64 of the keys `seen`, of which `first` begins the document."""
+def naive(weights: np.ndarray, visible: np.ndarray, first: int, query: int, sums_to_one: bool) -> dict[str, float]:
+    """The statistics of one row, from their definitions: weights (S,) fp64 of the keys `visible`, of which `first` begins the document."""
 
     def described(a: np.ndarray, keys: np.ndarray, ending: str) -> dict[str, float]:
         a, n = np.abs(a), len(a)
         ordered, p = np.sort(a)[::-1], a / a.sum()
-        found = {
+        values = {
             "S": a.mean() / np.sqrt((a**2).mean()),
             "effective keys": a.sum() ** 2 / (a**2).sum(),
             "largest weight": a.max(),
@@ -78,15 +78,15 @@ def naive(weights: np.ndarray, seen: np.ndarray, first: int, query: int, sums_to
         }
         if sums_to_one:
             entropy = -sum(x * math.log(x) for x in p if x > 0)
-            found |= {"entropy": entropy, "entropy / ln n": entropy / math.log(n)}
-        return {name + ending: value for name, value in found.items()}
+            values |= {"entropy": entropy, "entropy / ln n": entropy / math.log(n)}
+        return {name + ending: value for name, value in values.items()}
 
-    keys = np.flatnonzero(seen)
-    a, others = weights[keys], keys[keys != first]
-    found = {"weight on the first token": np.abs(weights[first]) / np.abs(a).sum() if seen[first] else 0.0, "n": len(keys)}
+    keys = np.flatnonzero(visible)
+    a, rest = weights[keys], keys[keys != first]
+    values = {"weight on the first token": np.abs(weights[first]) / np.abs(a).sum() if visible[first] else 0.0, "n": len(keys)}
     if not sums_to_one:
-        found["sum of weights"] = a.sum()
-    return found | described(a, keys, "") | (described(weights[others], others, ", no first") if np.abs(weights[others]).sum() else {})
+        values["sum of weights"] = a.sum()
+    return values | described(a, keys, "") | (described(weights[rest], rest, ", no first") if np.abs(weights[rest]).sum() else {})
 
 
 UNNORMALIZED = {  # by map of scores, or name
@@ -95,26 +95,26 @@ UNNORMALIZED = {  # by map of scores, or name
 }  # fmt: skip
 
 
-def agrees_with_naive(decoder: Decoder, given: Batch) -> int:
+def agrees_with_naive(decoder: Decoder, sample: Batch) -> int:
     """Compare all rows of all layers and heads with the dense definition in fp64; how many numbers were compared."""
-    values, compared, layout = measured(decoder, given), 0, batch_layout(given)
+    values, compared, layout = measured(decoder, sample), 0, batch_layout(sample)
     positions = layout.positions.reshape(-1).tolist()
-    for block in attention_blocks(decoder, given, [0], inputs=True):
+    for block in attention_blocks(decoder, sample, [0], inputs=True):
         normalizer, inputs = block.normalizer, block.inputs
         q, k = inputs.q.double(), inputs.k.double()
-        weights, scores = (found[0].detach().numpy() for found in (normalizer.weights(q, k, layout), normalizer.scores(q, k, layout)))
+        weights, scores = (tensor[0].detach().numpy() for tensor in (normalizer.weights(q, k, layout), normalizer.scores(q, k, layout)))
         unnormalized = UNNORMALIZED.get(normalizer.score_map or normalizer.options.name)
         visible = normalizer.visible(layout).reshape(LENGTH, LENGTH).numpy()
-        one = normalizer.options.rows_sum_to_one
+        sums_to_one = normalizer.options.rows_sum_to_one
         for query in range(LENGTH):
             for head in range(len(weights)):
-                found = {name: array[0, block.layer, head, query] for name, array in values.by_query.items()}
-                row, seen = weights[head, query], visible[query]
-                if seen.sum() < LEAST_KEYS or not np.abs(row).sum():
-                    assert all(np.isnan(value) for name, value in found.items() if name not in (NOT_FINITE, NO_WEIGHT)), found
+                actual = {name: array[0, block.layer, head, query] for name, array in values.by_query.items()}
+                row, keys = weights[head, query], visible[query]
+                if keys.sum() < LEAST_KEYS or not np.abs(row).sum():
+                    assert all(np.isnan(value) for name, value in actual.items() if name not in (NOT_FINITE, NO_WEIGHT)), actual
                     continue
-                expected = naive(row, seen, query - positions[query], query, one)
-                expected["ln Z"] = np.log(unnormalized(scores[head, query, seen]).sum()) if unnormalized else math.nan
+                expected = naive(row, keys, query - positions[query], query, sums_to_one)
+                expected["ln Z"] = np.log(unnormalized(scores[head, query, keys]).sum()) if unnormalized else math.nan
                 assert values.n[0, block.layer, query] == expected.pop("n")
                 for name, value in expected.items():
                     if "entropy" in name and (row < 0).any():
@@ -122,7 +122,7 @@ def agrees_with_naive(decoder: Decoder, given: Batch) -> int:
                     tolerance = {"rel": 1e-5, "abs": 1e-5, "nan_ok": name == "ln Z"}
                     if name.startswith("keys with"):  # a sum that is .95 but for rounding
                         tolerance = {"abs": 1}
-                    assert found[name] == pytest.approx(value, **tolerance), (name, block.layer, head, query)
+                    assert actual[name] == pytest.approx(value, **tolerance), (name, block.layer, head, query)
                     compared += 1
     return compared
 
@@ -143,12 +143,12 @@ def test_streamed_statistics_equal_the_dense_definition(name: str, block: str, i
 @torch.no_grad()
 def test_shuffled_scores_keep_their_distribution_and_lose_their_places():
     decoder = make_decoder(opt.ALiBi())
-    own, shuffled = (measured(decoder, batch(), shuffle=shuffle).by_query for shuffle in (False, True))
+    as_is, shuffled = (measured(decoder, batch(), shuffle=shuffle).by_query for shuffle in (False, True))
     for name in ("S", "effective keys", "entropy", "largest weight", "ln Z"):
-        np.testing.assert_allclose(shuffled[name], own[name], rtol=1e-4)
-    near, anywhere = (found["mean distance"][:, :, 0] for found in (own, shuffled))  # the head of the steeper slope
+        np.testing.assert_allclose(shuffled[name], as_is[name], rtol=1e-4)
+    near, far = (values["mean distance"][:, :, 0] for values in (as_is, shuffled))  # the head of the steeper slope
     assert np.nanmean(near) < 16
-    assert np.nanmean(anywhere) == pytest.approx(np.mean([(n - 1) / 2 for n in range(LEAST_KEYS, LENGTH + 1)]), rel=0.1)
+    assert np.nanmean(far) == pytest.approx(np.mean([(n - 1) / 2 for n in range(LEAST_KEYS, LENGTH + 1)]), rel=0.1)
 
 
 @torch.no_grad()
@@ -157,10 +157,10 @@ def test_rows_without_weight_or_with_scores_that_are_not_finite_are_counted_and_
     scores = type(decoder.normalizers()[0]).define_scores
 
     def odd(self, q: Tensor, k: Tensor, layout) -> Tensor:
-        found = scores(self, q, k, layout)
-        found[:, 0, -1] = -1.0  # the last query of the first head has no weight, of the second a score that is no number
-        found[:, 1, -1, 3] = math.nan
-        return found
+        result = scores(self, q, k, layout)
+        result[:, 0, -1] = -1.0  # the last query of the first head has no weight, of the second a score that is no number
+        result[:, 1, -1, 3] = math.nan
+        return result
 
     monkeypatch.setattr(type(decoder.normalizers()[0]), "define_scores", odd)
     values = measured(decoder, batch())
@@ -176,8 +176,8 @@ def test_rows_without_weight_or_with_scores_that_are_not_finite_are_counted_and_
 def test_an_exponent_is_that_of_a_power_law_and_needs_two_octaves():
     n = np.geomspace(32, 512, 20)[None, None]
     values = np.stack([3 * n[0] ** 0.7, 5 / n[0]], 1)[None]  # (1, 1, 2, 20)
-    found, fit = exponent(values, n)
-    assert found.tolist() == [pytest.approx([0.7, -1.0])]
+    exponents, fit = exponent(values, n)
+    assert exponents.tolist() == [pytest.approx([0.7, -1.0])]
     assert fit.tolist() == [pytest.approx([1.0, 1.0])]
     assert exponent(np.log(values), n, log=True)[0].tolist() == [pytest.approx([0.7, -1.0])]
     assert np.isnan(exponent(values[..., :9], n[..., :9])[0]).all()
@@ -226,9 +226,9 @@ def test_runs_checkpoints_exports_and_models_without_training_are_described(argu
     (logged,) = [line for line in metrics(run) if "diagnostics/effective keys" in line]
     assert logged["step"] == 8
 
-    done = lm("diagnose", str(run), "-o", str(out))
-    assert done.returncode == 0, done.stderr
-    assert "diagnostics, relu, step 8 (cached)" in done.stdout
+    result = lm("diagnose", str(run), "-o", str(out))
+    assert result.returncode == 0, result.stderr
+    assert "diagnostics, relu, step 8 (cached)" in result.stdout
     rows = strict(out)
     value = {row["metric"]: row["value"] for row in rows if row["setting"] == "as trained" and not row["where"]}
     assert value["effective keys"] == pytest.approx(logged["diagnostics/effective keys"])
@@ -241,16 +241,16 @@ def test_runs_checkpoints_exports_and_models_without_training_are_described(argu
     exported = tmp_path / "exported"
     assert lm("export", str(run), "-o", str(exported)).returncode == 0
     for source in (exported, run / "checkpoints" / "last.ckpt"):
-        done = lm("diagnose", str(source), ASKED, "-o", str(out))
-        assert done.returncode == 0, done.stderr
-        again = {row["metric"]: row["value"] for row in strict(out) if row["setting"] == "as trained" and not row["where"]}
-        assert again == pytest.approx(value, nan_ok=True)
+        result = lm("diagnose", str(source), ASKED, "-o", str(out))
+        assert result.returncode == 0, result.stderr
+        values_again = {row["metric"]: row["value"] for row in strict(out) if row["setting"] == "as trained" and not row["where"]}
+        assert values_again == pytest.approx(value, nan_ok=True)
 
     bare, text = save_model(load_model(run).decoder, tmp_path / "bare", run / "tokenizer.json"), tmp_path / "text.txt"
     text.write_text("A text of few words. " * 60)
     assert "set eval.diagnostics.text=FILE" in lm("diagnose", str(bare)).stderr
-    done = lm("diagnose", str(bare), f"eval.diagnostics={{text: {text}, queries: 4}}", "-o", str(out))
-    assert done.returncode == 0, done.stderr
+    result = lm("diagnose", str(bare), f"eval.diagnostics={{text: {text}, queries: 4}}", "-o", str(out))
+    assert result.returncode == 0, result.stderr
     assert {row["step"] for row in strict(out)} == {0}
 
 
@@ -268,10 +268,10 @@ def test_runs_checkpoints_exports_and_models_without_training_are_described(argu
 def test_what_can_not_be_described_is_said_in_one_line(override: str, said: str, arguments: list[str], tmp_path: Path):
     run = tmp_path / "runs" / "short"
     assert lm("train", *arguments, "name=short", "trainer.max_steps=2", "eval.long_context.length_factor=0").returncode == 0
-    done = lm("diagnose", str(run), override)
-    assert done.returncode in (1, 2)
-    assert said in done.stderr
-    assert done.stderr.count("\n") == 1
+    result = lm("diagnose", str(run), override)
+    assert result.returncode in (1, 2)
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
     assert not list((run / "evaluations").glob("diagnostics.*"))
 
 
@@ -287,20 +287,20 @@ def test_what_can_not_be_described_is_said_in_one_line(override: str, said: str,
 def test_what_is_no_model_is_said_in_one_line(source: str, said: str, tmp_path: Path):
     (tmp_path / "a.yaml").write_text("name: a\n")
     (tmp_path / "empty").mkdir()
-    done = lm("diagnose", str(tmp_path / source))
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert said in done.stderr
+    result = lm("diagnose", str(tmp_path / source))
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+    assert said in result.stderr
 
 
 @pytest.mark.usefixtures("painted")
 def test_a_report_of_runs_with_diagnostics_shows_them(tmp_path: Path):
     held_out = HeldOut(np.random.default_rng(0).integers(1, VOCAB, (3, LENGTH + 1)), np.ones(VOCAB, np.float32))
-    asked, folders = DiagnosticsConfig(sequences=3, queries=6, statistics=["sparsity"]), []
+    config, folders = DiagnosticsConfig(sequences=3, queries=6, statistics=["sparsity"]), []
     for name in ("softmax", "relu2"):
         folders.append(build_run(tmp_path, name))
-        found = describe(make_decoder(catalogue.OPTIONS[name]()), held_out, asked, Device(torch.device("cpu"), bf16=False))
-        assert {one.better for one in found} == {"none"}
-        write_series(folders[-1], "diagnostics", found)
+        curves = describe(make_decoder(catalogue.OPTIONS[name]()), held_out, config, Device(torch.device("cpu"), bf16=False))
+        assert {curve.better for curve in curves} == {"none"}
+        write_series(folders[-1], "diagnostics", curves)
     report = write_report(folders, tmp_path / "report")
     page, table = report.html.read_text(), report.markdown.read_text()
     for text in (page, table):
@@ -313,46 +313,49 @@ def test_a_report_of_runs_with_diagnostics_shows_them(tmp_path: Path):
 @pytest.mark.slow
 def test_two_ranks_measure_what_one_does(arguments: list[str], tmp_path: Path):
     run = tmp_path / "runs" / "two"
-    asked = ASKED.replace("}", ", statistics: [concentration, sparsity, limits], limits: {temperatures: [1.0], directions: 2}}")
-    options = ["name=two", "data.seq_len=64", "trainer.devices=2", "eval.long_context.length_factor=0", asked]
+    override = ASKED.replace("}", ", statistics: [concentration, sparsity, limits], limits: {temperatures: [1.0], directions: 2}}")
+    options = ["name=two", "data.seq_len=64", "trainer.devices=2", "eval.long_context.length_factor=0", override]
     assert lm("train", *arguments, *options, process=True).returncode == 0
     by_two = series(run, "diagnostics", 8)
     for path in (run / "evaluations" / "cache").glob("diagnostics-*"):
         path.unlink()
     assert lm("diagnose", str(run)).returncode == 0
-    for one, other in zip(by_two, series(run, "diagnostics", 8), strict=True):
-        assert (one.metric, one.setting, one.what) == (other.metric, other.setting, other.what)
-        np.testing.assert_allclose(one.means, other.means, rtol=1e-5, atol=1e-6)
+    for curve, one_rank_curve in zip(by_two, series(run, "diagnostics", 8), strict=True):
+        assert (curve.metric, curve.setting, curve.what) == (one_rank_curve.metric, one_rank_curve.setting, one_rank_curve.what)
+        np.testing.assert_allclose(curve.means, one_rank_curve.means, rtol=1e-5, atol=1e-6)
 
 
 def test_of_curves_with_many_numbers_the_ends_that_are_defined_are_printed(capsys: pytest.CaptureFixture):
     keys, values = Axis("visible keys", "tokens", "", tuple(range(1, 31))), np.arange(30.0)
     values[0] = math.nan
     curves = tuple(
-        Series("diagnostics", "entropy", "nats", "none", 64, means, what=what, setting="as trained", axis=keys)
-        for what, means in (("layer 1", values), ("layer 2", np.full(30, math.nan)))
+        Series("diagnostics", "entropy", "nats", "none", 64, means, what=label, setting="as trained", axis=keys)
+        for label, means in (("layer 1", values), ("layer 2", np.full(30, math.nan)))
     )
     evaluation = Evaluation("diagnostics", 8, 256, "", {}, "32", "weights", curves)
     print_results([Evaluated(Path("runs/one"), evaluation, cached=False)])
-    said = capsys.readouterr().out
-    assert re.search(r"as trained +entropy, layer 1 +1\.0000 \(2 tokens\) +29\.0000 \(30 tokens\)", said)
-    assert re.search(r"as trained +entropy, layer 2 *$", said, re.MULTILINE)
-    assert "58 more numbers" in said
-    assert "runs/one" not in said
+    output = capsys.readouterr().out
+    assert re.search(r"as trained +entropy, layer 1 +1\.0000 \(2 tokens\) +29\.0000 \(30 tokens\)", output)
+    assert re.search(r"as trained +entropy, layer 2 *$", output, re.MULTILINE)
+    assert "58 more numbers" in output
+    assert "runs/one" not in output
     print_results([Evaluated(Path(name), evaluation, cached=False) for name in ("runs/one", "runs/two")])
-    said = capsys.readouterr().out
-    assert re.search(r"two, 8 +as trained +entropy, layer 1 +1\.0000 \(2 tokens\) +29\.0000 \(30 tokens\)", said)
-    assert "116 more numbers" in said
+    output = capsys.readouterr().out
+    assert re.search(r"two, 8 +as trained +entropy, layer 1 +1\.0000 \(2 tokens\) +29\.0000 \(30 tokens\)", output)
+    assert "116 more numbers" in output
 
 
 def test_a_mean_of_too_few_documents_says_why_it_has_no_interval(capsys: pytest.CaptureFixture[str]):
     documents, values = ([0, 1, 2], [0, 1, 1], [0, 1, 2]), ([0.5, 1.0, 1.5], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0])
-    samples = tuple(Sample("", np.array([some]).T, np.ones(3), np.array(groups)) for some, groups in zip(values, documents, strict=True))
+    samples = tuple(
+        Sample("", np.array([values_of_length]).T, np.ones(3), np.array(groups))
+        for values_of_length, groups in zip(values, documents, strict=True)
+    )
     axis = Axis("sequence length", "tokens", "in sequences of", (64, 128, 256))
-    one = Series("swap", "change of loss", "nats", "lower", 64, np.ones(3), axis=axis, samples=samples, interval="documents")
-    print_results([Evaluated(Path("runs/one"), Evaluation("swap", 8, 256, "", {}, "32", "weights", (one,)), cached=False)])
-    said = capsys.readouterr().out
-    assert "64 tokens " in said
-    assert re.search(r"64 tokens +1\.0000 \[-0\.2421, 2\.2421\]", said)
-    assert re.search(r"256 tokens +1\.0000 \(no interval: all agree\)", said)
-    assert re.search(r"128 tokens +1\.0000 \(no interval: fewer than 3 documents\)", said)
+    change = Series("swap", "change of loss", "nats", "lower", 64, np.ones(3), axis=axis, samples=samples, interval="documents")
+    print_results([Evaluated(Path("runs/one"), Evaluation("swap", 8, 256, "", {}, "32", "weights", (change,)), cached=False)])
+    output = capsys.readouterr().out
+    assert "64 tokens " in output
+    assert re.search(r"64 tokens +1\.0000 \[-0\.2421, 2\.2421\]", output)
+    assert re.search(r"256 tokens +1\.0000 \(no interval: all agree\)", output)
+    assert re.search(r"128 tokens +1\.0000 \(no interval: fewer than 3 documents\)", output)

@@ -41,10 +41,10 @@ documents = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.nam
 
 def blocks(text: str, language: str) -> list[str]:
     """The fenced blocks of one language; of bash, indented blocks as well."""
-    found = [block for name, block in FENCED.findall(text) if name == language]
+    fenced = [block for name, block in FENCED.findall(text) if name == language]
     if language == "bash":
-        found += re.findall(r"(?:^    \S.*\n(?:      .*\n)*)+", FENCED.sub("", text), re.MULTILINE)
-    return found
+        fenced += re.findall(r"(?:^    \S.*\n(?:      .*\n)*)+", FENCED.sub("", text), re.MULTILINE)
+    return fenced
 
 
 def inline(text: str) -> list[str]:
@@ -71,19 +71,19 @@ def missing_links(path: Path) -> list[str]:
 
 def missing_files(text: str) -> list[str]:
     """Paths of the repository's folders that are not there."""
-    named = re.findall(rf"(?<![\w/.*-])(?:{'|'.join(FOLDERS)})/[\w./-]*[\w/]", text)
-    return [name for name in named if not (ROOT / name).exists()]
+    paths = re.findall(rf"(?<![\w/.*-])(?:{'|'.join(FOLDERS)})/[\w./-]*[\w/]", text)
+    return [name for name in paths if not (ROOT / name).exists()]
 
 
 def commands(text: str) -> list[list[str]]:
     """`lm` commands in blocks and in backticks, as words; loop variables have their first value."""
-    lines = [line for one in inline(text) for line in [one] if not one.endswith("...")]
+    lines = [line for code in inline(text) for line in [code] if not code.endswith("...")]
     for block in blocks(text, "bash"):
         for name, value in re.findall(r"for (\w+) in (\S+)", block):
             block = block.replace(f"${name}", value)
         lines += block.replace("\\\n", " ").splitlines()
-    found = [re.search(r"^\s*(?:.* -m )?(lm [a-z-].*)", line) for line in lines]
-    return [shlex.split(match[1], comments=True)[1:] for match in found if match]
+    matches = [re.search(r"^\s*(?:.* -m )?(lm [a-z-].*)", line) for line in lines]
+    return [shlex.split(match[1], comments=True)[1:] for match in matches if match]
 
 
 def wrong_command(words: list[str]) -> str | None:
@@ -93,7 +93,7 @@ def wrong_command(words: list[str]) -> str | None:
         if words[0] not in command.commands:
             return f"no command {words[0]}"
         command, words = command.commands[words[0]], words[1:]
-    options = {"--help"}.union(*((*one.opts, *one.secondary_opts) for one in command.params))
+    options = {"--help"}.union(*((*parameter.opts, *parameter.secondary_opts) for parameter in command.params))
     unknown = [word for word in words if re.match(r"--?[a-z]", word) and word not in options]
     return f"no option {unknown[0]}" if unknown else None
 
@@ -103,9 +103,9 @@ def wrong_configuration(words: list[str], folder: Path) -> str | None:
     if words[0] not in CONFIGURED:
         return None
     files = [word for word in words[1:] if word.endswith(".yaml") and words[0] in CONFIGURED[:3]]
-    known = [folder / file if (folder / file).exists() else ROOT / file for file in files] or [ROOT / "configs" / "ssmax.yaml"]
+    paths = [folder / file if (folder / file).exists() else ROOT / file for file in files] or [ROOT / "configs" / "ssmax.yaml"]
     overrides = [word for word in words[1:] if re.match(r"[a-z_.]+=", word)]
-    return problem_of([*map(str, known), *overrides])
+    return problem_of([*map(str, paths), *overrides])
 
 
 def problem_of(arguments: list[str]) -> str | None:
@@ -130,8 +130,8 @@ def written_files(text: str, folder: Path) -> Path:
 def unknown_keys(text: str) -> list[str]:
     """Keys in backticks that are no keys of the configuration."""
     tops = {key.partition(".")[0] for key in KEYS if "." in key}
-    named = [re.match(r"[a-z_]+(?:\[[\w.]*\])?(?:\.[a-z_0-9]+(?:\[[\w.]*\])?)+", one) for one in inline(text)]
-    keys = [re.sub(r"\[[\w.]*\]", "", match[0]).replace("phases.normalizer.", "model.normalizer.") for match in named if match]
+    matches = [re.match(r"[a-z_]+(?:\[[\w.]*\])?(?:\.[a-z_0-9]+(?:\[[\w.]*\])?)+", code) for code in inline(text)]
+    keys = [re.sub(r"\[[\w.]*\]", "", match[0]).replace("phases.normalizer.", "model.normalizer.") for match in matches if match]
     files = (".safetensors", ".json", ".yaml", ".py", ".md")
     return [key for key in keys if key.partition(".")[0] in tops and not key.endswith(files) and key not in BLOCKS]
 
@@ -156,8 +156,8 @@ def test_links_lead_to_files_and_headings(path: Path):
 
 def test_the_readme_leads_to_the_index_and_the_index_to_every_document():
     assert "](docs/README.md)" in (ROOT / "README.md").read_text()
-    linked = re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs" / "README.md").read_text())
-    assert {path.name for path in DOCUMENTS[1:]} - {"README.md"} == set(linked)
+    links = re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs" / "README.md").read_text())
+    assert {path.name for path in DOCUMENTS[1:]} - {"README.md"} == set(links)
 
 
 def test_the_readme_counts_the_normalizers():
@@ -166,8 +166,8 @@ def test_the_readme_counts_the_normalizers():
 
 def test_the_layout_of_the_code_is_in_the_order_of_imports():
     _, _, table = (ROOT / "docs" / "extending.md").read_text().partition("## How the code is laid out")
-    named = [name for line in table.splitlines() if line.startswith("| `") for name in re.findall(r"`([\w.]+)`", line.split("|")[1])]
-    assert [name.removesuffix(".py") for name in named] == list(ROOMS)
+    names = [name for line in table.splitlines() if line.startswith("| `") for name in re.findall(r"`([\w.]+)`", line.split("|")[1])]
+    assert [name.removesuffix(".py") for name in names] == list(ROOMS)
 
 
 def test_the_readme_takes_three_minutes():
@@ -206,8 +206,8 @@ def test_files_of_the_repository_exist(path: Path):
 
 @documents
 def test_commands_have_their_options(path: Path):
-    found = {shlex.join(words): wrong_command(words) for words in commands(path.read_text())}
-    assert {words: wrong for words, wrong in found.items() if wrong} == {}
+    problems = {shlex.join(words): wrong_command(words) for words in commands(path.read_text())}
+    assert {words: wrong for words, wrong in problems.items() if wrong} == {}
 
 
 @documents
@@ -233,13 +233,13 @@ def test_python_names_exist(path: Path):
 def test_configurations_can_be_loaded(path: Path, tmp_path: Path):
     text = path.read_text()
     folder = written_files(text, tmp_path)
-    found = {shlex.join(words): wrong_configuration(words, folder) for words in commands(text)}
+    problems = {shlex.join(words): wrong_configuration(words, folder) for words in commands(text)}
     for number, block in enumerate(blocks(text, "yaml")):
         if set(re.findall(r"^(\w+):", block, re.MULTILINE)) <= BLOCKS | {"base"}:
             (folder / f"{number}.yaml").write_text(block)
             base = [] if "base:" in block else [str(ROOT / "configs" / "softmax.yaml")]
-            found[block] = problem_of([*base, str(folder / f"{number}.yaml")])
-    assert {shown: wrong for shown, wrong in found.items() if wrong} == {}
+            problems[block] = problem_of([*base, str(folder / f"{number}.yaml")])
+    assert {label: wrong for label, wrong in problems.items() if wrong} == {}
 
 
 def test_what_does_not_exist_is_found(tmp_path: Path):
@@ -287,9 +287,9 @@ def test_the_tour_runs_and_ends_in_the_verdict_of_the_committed_runs(
     (folder := tmp_path / "docs").mkdir()
     monkeypatch.chdir(folder)
     exec(code, {})
-    printed = capsys.readouterr().out
-    assert "of its weight is on" in printed
-    assert printed.endswith("better by more than 0.3 (5 seeds)\n")
+    output = capsys.readouterr().out
+    assert "of its weight is on" in output
+    assert output.endswith("better by more than 0.3 (5 seeds)\n")
 
 
 @pytest.mark.slow
@@ -309,5 +309,5 @@ def test_the_readme_s_example_runs(tmp_path: Path):
 def test_the_site_is_built_without_a_warning(tmp_path):
     pytest.importorskip("material", reason="the extra `docs`")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

@@ -38,46 +38,46 @@ def decoder(tiny, normalizer: str | Options) -> Decoder:
 
 def test_values_by_head_are_logged_by_layer_and_head_and_others_as_their_root_mean_square(tiny):
     assert transferred(normalizer_parameters(decoder(tiny, "softmax"))) == {}
-    made = decoder(tiny, "[ssmax, forget]")
-    made.normalizers()[0].s.data[1] = 3.5
-    made.normalizers()[1].w.data[:] = -2.0
-    found = transferred(normalizer_parameters(made))
+    model = decoder(tiny, "[ssmax, forget]")
+    model.normalizers()[0].s.data[1] = 3.5
+    model.normalizers()[1].w.data[:] = -2.0
+    values = transferred(normalizer_parameters(model))
     names = ["s/layer0/head0", "s/layer0/head1", "w/layer1/rms", "b/layer1/head0", "b/layer1/head1"]
-    assert list(found) == [f"normalizer/{name}" for name in names]
-    assert (found["normalizer/s/layer0/head1"], found["normalizer/w/layer1/rms"]) == (3.5, 2.0)
+    assert list(values) == [f"normalizer/{name}" for name in names]
+    assert (values["normalizer/s/layer0/head1"], values["normalizer/w/layer1/rms"]) == (3.5, 2.0)
 
 
 def test_what_layers_share_is_logged_once(tiny):
-    found = transferred(normalizer_parameters(decoder(tiny, "p_n")))
-    assert [name for name in found if name.startswith("normalizer/p/")] == ["normalizer/p/layer0/rms"]
-    assert found["normalizer/p/layer0/rms"] == 1
+    values = transferred(normalizer_parameters(decoder(tiny, "p_n")))
+    assert [name for name in values if name.startswith("normalizer/p/")] == ["normalizer/p/layer0/rms"]
+    assert values["normalizer/p/layer0/rms"] == 1
 
 
 def test_the_last_line_has_the_parameters_of_the_last_checkpoint(tiny):
     config = tiny("model.normalizer={name: ssmax, bias: true}", "eval.long_context.length_factor=0", EVERYTHING)
     assert train(config) == 0
-    line = [one for one in read_metrics(config.run_folder / METRICS)[0] if "train/loss" in one][-1]
+    line = [record for record in read_metrics(config.run_folder / METRICS)[0] if "train/loss" in record][-1]
     weights = load_checkpoint(config.run_folder / "checkpoints" / "last.ckpt")["state_dict"]
-    for name, what in (("s", "slope"), ("b", "intercept")):
+    for name, label in (("s", "slope"), ("b", "intercept")):
         for layer in range(2):
             expected = pytest.approx(weights[f"blocks.{layer}.attention.normalizer.{name}"].tolist(), abs=1e-5)
             assert [line[f"normalizer/{name}/layer{layer}/head{head}"] for head in range(2)] == expected
-            assert [line[f"logit_scale/{what}/layer{layer}/head{head}"] for head in range(2)] == expected
+            assert [line[f"logit_scale/{label}/layer{layer}/head{head}"] for head in range(2)] == expected
 
 
 def test_the_logit_scale_is_that_of_the_normalizer_at_three_lengths_with_its_line_in_ln_n(tiny):
-    made = decoder(tiny, "[{name: ssmax, bias: true}, {name: softmax, temperature: 0.5}]")
-    made.normalizers()[0].s.data[:] = torch.tensor([0.3, -0.2])
-    made.normalizers()[0].b.data[:] = torch.tensor([0.5, 1.5])
-    found = transferred(logit_scales(made))
-    assert len(found) == 2 * 2 * 5
+    model = decoder(tiny, "[{name: ssmax, bias: true}, {name: softmax, temperature: 0.5}]")
+    model.normalizers()[0].s.data[:] = torch.tensor([0.3, -0.2])
+    model.normalizers()[0].b.data[:] = torch.tensor([0.5, 1.5])
+    values = transferred(logit_scales(model))
+    assert len(values) == 2 * 2 * 5
     for head, (s, b) in enumerate(((0.3, 0.5), (-0.2, 1.5))):
         for n in (2, 6, 32):
-            assert found[f"logit_scale/n{n}/layer0/head{head}"] == pytest.approx(s * math.log(n) + b, abs=1e-6)
-        assert found[f"logit_scale/slope/layer0/head{head}"] == pytest.approx(s, abs=1e-6)
-        assert found[f"logit_scale/intercept/layer0/head{head}"] == pytest.approx(b, abs=1e-6)
-    assert {found[f"logit_scale/n{n}/layer1/head0"] for n in (2, 6, 32)} == {2.0}
-    assert (found["logit_scale/slope/layer1/head1"], found["logit_scale/intercept/layer1/head1"]) == (0, 2)
+            assert values[f"logit_scale/n{n}/layer0/head{head}"] == pytest.approx(s * math.log(n) + b, abs=1e-6)
+        assert values[f"logit_scale/slope/layer0/head{head}"] == pytest.approx(s, abs=1e-6)
+        assert values[f"logit_scale/intercept/layer0/head{head}"] == pytest.approx(b, abs=1e-6)
+    assert {values[f"logit_scale/n{n}/layer1/head0"] for n in (2, 6, 32)} == {2.0}
+    assert (values["logit_scale/slope/layer1/head1"], values["logit_scale/intercept/layer1/head1"]) == (0, 2)
 
 
 @pytest.mark.parametrize("name", ["relu2", "cosine", "qassmax", "forget", "entmax15", "linear"])
@@ -87,9 +87,9 @@ def test_a_normalizer_whose_scores_are_no_multiple_of_the_logits_has_no_logit_sc
 
 @pytest.mark.parametrize("length", [2, 3])
 def test_short_training_lengths_have_a_logit_scale(tiny, length: int):
-    found = transferred(logit_scales(Decoder(tiny("model.normalizer=log_n").model, 400, length)))
-    assert all(map(math.isfinite, found.values()))
-    assert ("logit_scale/slope/layer0/head0" in found) == (length == 3)
+    values = transferred(logit_scales(Decoder(tiny("model.normalizer=log_n").model, 400, length)))
+    assert all(map(math.isfinite, values.values()))
+    assert ("logit_scale/slope/layer0/head0" in values) == (length == 3)
 
 
 # ---------------------------------------------------------------- scores
@@ -98,69 +98,69 @@ def test_short_training_lengths_have_a_logit_scale(tiny, length: int):
 @torch.no_grad()
 def by_hand(model: Decoder, batch: Batch) -> dict[str, float]:
     """The largest score of each head, one query after the other."""
-    found = {}
+    largest_by_head = {}
     for block in attention_blocks(model, batch):
         visible = block.normalizer.visible(block.layout).expand(block.scores.shape)
         for head in range(block.scores.size(1)):
-            scores, seen = (one[:, head].flatten(0, 1) for one in (block.scores, visible))
-            largest = max(row[mask].max().item() for row, mask in zip(scores, seen, strict=True) if mask.any())
+            scores, masks = (tensor[:, head].flatten(0, 1) for tensor in (block.scores, visible))
+            largest = max(row[mask].max().item() for row, mask in zip(scores, masks, strict=True) if mask.any())
             name = f"largest_score/layer{block.layer}/head{head}"
-            found[name] = max(largest, found.get(name, -math.inf))
-    return found
+            largest_by_head[name] = max(largest, largest_by_head.get(name, -math.inf))
+    return largest_by_head
 
 
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_the_largest_score_is_over_all_pairs_that_are_seen_however_many_are_held(tiny, name: str, monkeypatch: pytest.MonkeyPatch):
-    made = decoder(tiny, catalogue.ENTRIES[name]()).train()
+    model = decoder(tiny, catalogue.ENTRIES[name]()).train()
     sequences = torch.randint(0, 400, (2, 33), generator=torch.Generator().manual_seed(0))
     sequences[:, [0, 11, 20]] = 0
     for batch in (Batch.of(sequences), Batch.of(sequences, end_of_text=0)):
-        expected = by_hand(made, batch)
-        for held in (2**24, 2 * 2 * 32 * 5):  # five queries at a time
-            monkeypatch.setattr("lm.model.attention_stream.BLOCK_WEIGHTS", held)
-            assert transferred(largest_scores(made, batch, CPU)) == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    assert made.training
+        expected = by_hand(model, batch)
+        for limit in (2**24, 2 * 2 * 32 * 5):  # five queries at a time
+            monkeypatch.setattr("lm.model.attention_stream.BLOCK_WEIGHTS", limit)
+            assert transferred(largest_scores(model, batch, CPU)) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert model.training
 
 
 def test_scores_of_keys_ahead_and_of_other_documents_are_not_seen(tiny):
-    made = decoder(tiny, opt.Softmax())
+    model = decoder(tiny, opt.Softmax())
     sequences = torch.randint(1, 400, (1, 33), generator=torch.Generator().manual_seed(0))
     sequences[:, [0, 16]] = 0
-    whole, apart = (transferred(largest_scores(made, Batch.of(sequences, end_of_text=end), CPU)) for end in (None, 0))
-    every = {}
+    together, by_document = (transferred(largest_scores(model, Batch.of(sequences, end_of_text=end), CPU)) for end in (None, 0))
+    unmasked = {}
     with torch.no_grad():
-        for block in attention_blocks(made, Batch.of(sequences)):
-            every |= {f"largest_score/layer{block.layer}/head{head}": block.scores[:, head].max().item() for head in range(2)}
-    assert sum(every.values()) > sum(whole.values()) + 1e-6
-    assert sum(whole.values()) > sum(apart.values()) + 1e-6
+        for block in attention_blocks(model, Batch.of(sequences)):
+            unmasked |= {f"largest_score/layer{block.layer}/head{head}": block.scores[:, head].max().item() for head in range(2)}
+    assert sum(unmasked.values()) > sum(together.values()) + 1e-6
+    assert sum(together.values()) > sum(by_document.values()) + 1e-6
 
 
 def test_scores_are_fp32_under_autocast(tiny):
-    made = decoder(tiny, opt.Softmax()).double().float()
+    model = decoder(tiny, opt.Softmax()).double().float()
     with torch.no_grad():
-        for block in made.blocks:
+        for block in model.blocks:
             block.attention.qkv.weight.mul_(30)
     batch = Batch.of(torch.randint(0, 400, (1, 33), generator=torch.Generator().manual_seed(0)))
     with torch.autocast("cpu", torch.bfloat16):
-        expected = by_hand(made, batch)
-    found = transferred(largest_scores(made, batch, Device(torch.device("cpu"), bf16=True)))
-    assert found == pytest.approx(expected, rel=1e-6)
-    assert any(torch.tensor(value).bfloat16().item() != value for value in found.values())
+        expected = by_hand(model, batch)
+    values = transferred(largest_scores(model, batch, Device(torch.device("cpu"), bf16=True)))
+    assert values == pytest.approx(expected, rel=1e-6)
+    assert any(torch.tensor(value).bfloat16().item() != value for value in values.values())
 
 
 # ---------------------------------------------------------------- gradients
 
 
 def test_gradient_norms_of_layers_are_those_of_their_parameters(tiny):
-    made = decoder(tiny, "ssmax")
-    made.loss(Batch.of(torch.randint(0, 400, (2, 33), generator=torch.Generator().manual_seed(0)))).backward()
-    found = transferred(gradient_norms(made))
-    for layer, block in enumerate(made.blocks):
+    model = decoder(tiny, "ssmax")
+    model.loss(Batch.of(torch.randint(0, 400, (2, 33), generator=torch.Generator().manual_seed(0)))).backward()
+    values = transferred(gradient_norms(model))
+    for layer, block in enumerate(model.blocks):
         squares = sum(p.grad.double().square().sum().item() for p in block.parameters())
-        assert found[f"train/grad_norm/layer{layer}"] == pytest.approx(math.sqrt(squares), rel=1e-5)
-    made.zero_grad()
-    made.normalizers()[1].s.grad = torch.tensor([3.0, 4.0])
-    assert transferred(gradient_norms(made)) == {"train/grad_norm/layer1": 5.0}
+        assert values[f"train/grad_norm/layer{layer}"] == pytest.approx(math.sqrt(squares), rel=1e-5)
+    model.zero_grad()
+    model.normalizers()[1].s.grad = torch.tensor([3.0, 4.0])
+    assert transferred(gradient_norms(model)) == {"train/grad_norm/layer1": 5.0}
 
 
 TASK = ["data.tasks=[{weight: 1, task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4, varied: true}}]", "data.seq_len=64"]
@@ -170,11 +170,11 @@ TASK = ["data.tasks=[{weight: 1, task: {name: mqar, keys: 16, values: 16, pairs:
     "options", [["trainer.micro_batch=2"], [*TASK, "eval.recall.length_factors=[]"]], ids=["accumulated", "few targets"]
 )
 def test_the_logged_norms_are_of_the_whole_gradient_before_clipping(tiny, monkeypatch: pytest.MonkeyPatch, options: list[str]):
-    clip, modules, found = torch.nn.utils.clip_grads_with_norm_, [], []
+    clip, modules, norms_of_steps = torch.nn.utils.clip_grads_with_norm_, [], []
 
     def clipped(parameters, *arguments):
         blocks = modules[-1].decoder.blocks
-        found.append([math.sqrt(sum(p.grad.double().square().sum().item() for p in block.parameters())) for block in blocks])
+        norms_of_steps.append([math.sqrt(sum(p.grad.double().square().sum().item() for p in block.parameters())) for block in blocks])
         clip(parameters, *arguments)
 
     def started(self, *arguments):
@@ -188,7 +188,7 @@ def test_the_logged_norms_are_of_the_whole_gradient_before_clipping(tiny, monkey
     assert train(config) == 0
     lines = [line for line in metrics(config.run_folder) if "train/loss" in line]
     logged = [[line[f"train/grad_norm/layer{layer}"] for layer in range(2)] for line in lines]
-    assert logged == [pytest.approx(norms, rel=1e-5) for norms in found]
+    assert logged == [pytest.approx(norms, rel=1e-5) for norms in norms_of_steps]
     assert len(logged) == 4
     assert all(0.1 < max(norms) < line["train/grad_norm"] for norms, line in zip(logged, lines, strict=True))
 
@@ -208,19 +208,19 @@ def options() -> list[str]:
 
 
 def test_what_is_logged_changes_nothing_that_is_trained_and_resumes_exactly(tiny, options: list[str]):
-    off, on = tiny("name=without", "log.dynamics=[]", *options), tiny("name=with", EVERYTHING, *options)
-    assert train(off) == train(on) == 0
-    assert differences(off.run_folder, on.run_folder) == ["train/grad_norm/layer1"]
+    plain, logging = tiny("name=without", "log.dynamics=[]", *options), tiny("name=with", EVERYTHING, *options)
+    assert train(plain) == train(logging) == 0
+    assert differences(plain.run_folder, logging.run_folder) == ["train/grad_norm/layer1"]
 
     def logged() -> list[dict[str, float]]:
-        return [{name: value for name, value in line.items() if name not in TIMES} for line in metrics(on.run_folder)]
+        return [{name: value for name, value in line.items() if name not in TIMES} for line in metrics(logging.run_folder)]
 
     before = logged()
     assert sum(name.startswith("largest_score/") for name in before[0]) == 4
-    kill_after(on.run_folder, 2)
+    kill_after(logging.run_folder, 2)
     assert train(tiny("name=with", EVERYTHING, *options, "resume=auto")) == 0
     assert logged() == before
-    assert differences(off.run_folder, on.run_folder) == ["train/grad_norm/layer1"]
+    assert differences(plain.run_folder, logging.run_folder) == ["train/grad_norm/layer1"]
 
 
 def test_the_sequences_whose_scores_are_looked_at_are_the_first_of_the_step_however_it_is_split(tiny):
@@ -236,14 +236,14 @@ def test_the_sequences_whose_scores_are_looked_at_are_the_first_of_the_step_howe
 
 
 def test_only_what_is_named_is_logged(tiny):
-    for asked, begins in (
+    for dynamics, prefixes in (
         ("[]", set()),
         ("[gradient_norm]", {"train"}),
         ("[logit_scale, largest_score]", {"logit_scale", "largest_score"}),
     ):
-        config = tiny(f"name=run{len(asked)}", f"log.dynamics={asked}", *SHORT, "trainer.max_steps=2")
+        config = tiny(f"name=run{len(dynamics)}", f"log.dynamics={dynamics}", *SHORT, "trainer.max_steps=2")
         assert train(config) == 0
-        assert {name.partition("/")[0] for name in metrics(config.run_folder)[0] if "/layer" in name} == begins
+        assert {name.partition("/")[0] for name in metrics(config.run_folder)[0] if "/layer" in name} == prefixes
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_and_a_name_given_twice(tiny):

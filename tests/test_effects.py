@@ -40,8 +40,8 @@ def test_which_keys_distinguish_arms(path: str, learned: bool):
 
 def test_which_keys_that_affect_learning_may_change_on_resume():
     assert sorted(recorded_per_start()) == ["optim.on_nonfinite", "trainer.compile", "trainer.max_steps", "trainer.precision"]
-    ahead = {path.partition(".")[0].removesuffix("[]") for path in KEYS if effect_of(path).on_resume == "ahead"}
-    assert ahead == {"phases", "model"}
+    blocks = {path.partition(".")[0].removesuffix("[]") for path in KEYS if effect_of(path).on_resume == "ahead"}
+    assert blocks == {"phases", "model"}
     assert effect_of("phases[2].warmup_steps").on_resume == effect_of("model.normalizer.init").on_resume == "ahead"
 
 

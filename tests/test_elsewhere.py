@@ -132,23 +132,23 @@ OURS = {  # names of a part of lm's decoder, by those of nanoGPT's
 
 
 def renamed(name: str) -> str:
-    for theirs, ours in OURS.items():
-        name = re.sub(rf"(^|\.){re.escape(theirs)}(\.|$)", rf"\g<1>{ours}\g<2>", name)
+    for old, new in OURS.items():
+        name = re.sub(rf"(^|\.){re.escape(old)}(\.|$)", rf"\g<1>{new}\g<2>", name)
     return name
 
 
 def test_nanogpt_with_two_lines_has_our_loss_and_gradients(tmp_path: Path):
-    given = Path(os.environ.get("LM_NANOGPT", tmp_path / "model.py"))
+    file = Path(os.environ.get("LM_NANOGPT", tmp_path / "model.py"))
     if "LM_NANOGPT" not in os.environ:
-        given.write_text(STAND_IN)
+        file.write_text(STAND_IN)
     first, second = block("nanoGPT").splitlines()
-    text = "import lm.functional as L\n" + given.read_text()
+    text = "import lm.functional as L\n" + file.read_text()
     text, inserted = re.subn(r"( +)self\.n_embd = config\.n_embd\n", rf"\g<0>\g<1>{first}\n", text)
     text, replaced = re.subn(r"y = torch\.nn\.functional\.scaled_dot_product_attention\(.*\)", second, text)
     assert (inserted, replaced) == (1, 1)
-    changed = tmp_path / "changed.py"
-    changed.write_text(text)
-    spec = importlib.util.spec_from_file_location("changed", changed)
+    changed_file = tmp_path / "changed.py"
+    changed_file.write_text(text)
+    spec = importlib.util.spec_from_file_location("changed", changed_file)
     sys.modules["changed"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     model = module.GPT(module.GPTConfig(block_size=32, vocab_size=V, n_layer=2, n_head=4, n_embd=32, dropout=0.0, bias=True))
@@ -161,11 +161,11 @@ def test_nanogpt_with_two_lines_has_our_loss_and_gradients(tmp_path: Path):
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-5)
     loss.backward()
     expected.backward()
-    theirs = {renamed(name): parameter.grad for name, parameter in model.named_parameters()}
-    ours = dict(decoder.named_parameters())
-    assert theirs.keys() == ours.keys()
-    for name, grad in theirs.items():
-        torch.testing.assert_close(grad, ours[name].grad, rtol=1e-3, atol=1e-6)
+    grads = {renamed(name): parameter.grad for name, parameter in model.named_parameters()}
+    parameters = dict(decoder.named_parameters())
+    assert grads.keys() == parameters.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, parameters[name].grad, rtol=1e-3, atol=1e-6)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
@@ -221,8 +221,8 @@ def test_kernels_of_trainers_get_scaled_queries(trainer: str, monkeypatch: pytes
     expected = L.attention("ssmax", q, k, v, {"s": module.s}, cu_seqlens=starts)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
     leaves, grad = [q, k, v, module.s], torch.randn_like(out)
-    for mine, theirs in zip(*(torch.autograd.grad(x, leaves, grad) for x in (out, expected)), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
+    for actual, reference in zip(*(torch.autograd.grad(x, leaves, grad) for x in (out, expected)), strict=True):
+        torch.testing.assert_close(actual, reference, rtol=0, atol=1e-4)
 
 
 def test_three_lines_put_ssmax_into_a_model_of_transformers_and_a_plugin_into_axolotls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -42,17 +42,21 @@ def experiment(folder: Path, name: str = "trial", **changes: object) -> Procedur
     return Procedure(read_experiment(path, ["data.source.paths=[.]", f"runs={folder / 'runs'}"]))
 
 
-def took(procedure: Procedure, seconds: float, now: float, step: int = 0) -> None:
+def took(procedure: Procedure, seconds: float, begin: float, step: int = 0) -> None:
     """Let the finished runs of an experiment have taken so long since their start at a step, and each step 5 s."""
     for run in procedure.known():
         if run.outcome.ended:
-            begun = [(0, now - 1e6)] * bool(step) + [(step, now)]
-            starts = [{"step": at, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(when))} for at, when in begun]
+            begun = [(0, begin - 1e6)] * bool(step) + [(step, begin)]
+            starts = [
+                {"step": step_of_start, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))} for step_of_start, moment in begun
+            ]
             write_json(run.config.run_folder / "environment.json", {"starts": starts})
-            logged = [json.dumps({"step": at, "elapsed_s": 5.0 * at}) for at in range(1, run.outcome.last_step + 1)]
+            logged = [
+                json.dumps({"step": step_of_line, "elapsed_s": 5.0 * step_of_line}) for step_of_line in range(1, run.outcome.last_step + 1)
+            ]
             (run.config.run_folder / "metrics.jsonl").write_text("\n".join(logged) + "\n")
             for path in (run.config.run_folder / "evaluations").glob("*.json"):
-                os.utime(path, (now + seconds, now + seconds))
+                os.utime(path, (begin + seconds, begin + seconds))
 
 
 def test_time_is_that_of_the_runs_that_have_ended(tmp_path):
@@ -70,8 +74,10 @@ def test_time_is_that_of_the_runs_that_have_ended(tmp_path):
     assert total_seconds(procedure, times, Slots(2)) == pytest.approx((3 * 60 + 6 * 120) / 2, rel=0.01), "three are done"
     for step in (2, 7, 8):
         took(procedure, 60 - 5 * step, 1e9, step)
-        found = run_times(procedure, costs(procedure), Slots(2))[0]["small", "softmax"]
-        assert found == pytest.approx(60), f"20 s of start and evaluations, and 5 s a step, {step} of eight of which were made before"
+        seconds_of_run = run_times(procedure, costs(procedure), Slots(2))[0]["small", "softmax"]
+        assert seconds_of_run == pytest.approx(60), (
+            f"20 s of start and evaluations, and 5 s a step, {step} of eight of which were made before"
+        )
 
 
 @pytest.mark.slow  # 10 s
@@ -79,10 +85,10 @@ def test_a_pilot_says_how_long_a_run_takes(tiny, monkeypatch):
     monkeypatch.setattr("time.perf_counter", time.process_time)  # whatever else the machine does
     config = tiny("trainer.max_steps=300", "eval.every=100", "trainer.checkpoint_every=300", "optim.batch_tokens=2048", "model.n_embd=64")
     train(replace(config, name="warm-up", trainer=replace(config.trainer, max_steps=4)))  # what only the first run in a process takes
-    found = pilot(replace(config, name="pilot"))["seconds"]
+    seconds = pilot(replace(config, name="pilot"))["seconds"]
     begin = time.process_time()
     assert train(config) == 0
-    assert found == pytest.approx(time.process_time() - begin, rel=0.4)
+    assert seconds == pytest.approx(time.process_time() - begin, rel=0.4)
 
 
 @pytest.mark.slow  # 10 s
@@ -118,9 +124,11 @@ def pilots(tmp_path, monkeypatch) -> list[str]:
     (tmp_path / "program.py").write_text(PILOT)
     monkeypatch.setattr("lm.experiments.plan.COMMAND", [sys.executable, str(tmp_path / "program.py")])
     monkeypatch.setattr("lm.experiments.plan.open_prepared", lambda _: None)
-    asked, timed = [], _timed
-    monkeypatch.setattr("lm.experiments.plan._timed", lambda configs, *more: asked.extend(configs) or timed(configs, *more))
-    return asked
+    pilot_configs, timed = [], _timed
+    monkeypatch.setattr(
+        "lm.experiments.plan._timed", lambda configs, *arguments: pilot_configs.extend(configs) or timed(configs, *arguments)
+    )
+    return pilot_configs
 
 
 def test_only_what_time_depends_on_is_timed_again(tmp_path, pilots):
@@ -158,17 +166,21 @@ def test_a_first_start_compiles_where_the_pilot_says_that_it_pays_and_later_ones
     (tmp_path / "program.py").write_text(PILOT.replace("60.0", str(seconds)))
     monkeypatch.setattr("shutil.which", lambda name: name)
     (tmp_path / "trial.yaml").write_text(yaml.safe_dump(FILE))
-    given = tmp_path / "trial.yaml", [*arguments[1:], "trainer.compile=auto"]
+    arguments_of_start = tmp_path / "trial.yaml", [*arguments[1:], "trainer.compile=auto"]
     for _ in range(2):
-        found = start(*given, timed=lambda procedure: run_times(procedure, costs(procedure), Slots(1))[0]).experiment
-        assert [found.config("", arm, 1, None, {"name": "any"}).trainer.compile for arm in found.arms] == [compiled] * 2
+        settled_experiment = start(
+            *arguments_of_start, timed=lambda procedure: run_times(procedure, costs(procedure), Slots(1))[0]
+        ).experiment
+        assert [settled_experiment.config("", arm, 1, None, {"name": "any"}).trainer.compile for arm in settled_experiment.arms] == [
+            compiled
+        ] * 2
         (tmp_path / "program.py").unlink(missing_ok=True)
-    said = capsys.readouterr().out
-    assert said.count("trainer.compile of all runs: ") == 1
+    output = capsys.readouterr().out
+    assert output.count("trainer.compile of all runs: ") == 1
     assert re.search(
-        rf"trainer\.compile of all runs: {str(compiled).lower()} \(auto: \d+ s a run, \d+ runs; it pays from 200 s a run and", said
+        rf"trainer\.compile of all runs: {str(compiled).lower()} \(auto: \d+ s a run, \d+ runs; it pays from 200 s a run and", output
     )
-    assert start(given[0], [*given[1], "trainer.compile=false"]).experiment.base["trainer"]["compile"] is False
+    assert start(arguments_of_start[0], [*arguments_of_start[1], "trainer.compile=false"]).experiment.base["trainer"]["compile"] is False
 
 
 @pytest.mark.slow
@@ -206,21 +218,21 @@ def test_pilots_end_with_their_plan(tmp_path, number):
     (tmp_path / "program.py").write_text(WAITING)
     path = tmp_path / "trial.yaml"
     path.write_text(yaml.safe_dump(FILE))
-    given = ["data.source.paths=[.]", f"runs={tmp_path / 'runs'}", "--plan"]
-    process = forked(tmp_path / "said", compare_with, str(tmp_path / "program.py"), str(path), *given)
+    words = ["data.source.paths=[.]", f"runs={tmp_path / 'runs'}", "--plan"]
+    process = forked(tmp_path / "said", compare_with, str(tmp_path / "program.py"), str(path), *words)
     place = tmp_path / "runs" / "trial"
-    wait_until(lambda: any(one.read_text().strip() for one in place.glob(".*/*/output")) or not process.is_alive(), tmp_path)
+    wait_until(lambda: any(path.read_text().strip() for path in place.glob(".*/*/output")) or not process.is_alive(), tmp_path)
     assert process.is_alive(), (tmp_path / "said").read_text()
     (output,) = place.glob(".*/*/output")
     child = int(output.read_text())
     os.kill(process.pid, number)
     process.join(60)
-    said = (tmp_path / "said").read_text()
-    assert process.exitcode == (-number if number == signal.SIGKILL else 128 + number), said
+    message = (tmp_path / "said").read_text()
+    assert process.exitcode == (-number if number == signal.SIGKILL else 128 + number), message
     wait_until(lambda: not born(child), tmp_path)
     if number != signal.SIGKILL:
         assert not list(place.iterdir())
-        assert said == f"error: stopped by {number.name} while runs were timed: nothing was trained\n"
+        assert message == f"error: stopped by {number.name} while runs were timed: nothing was trained\n"
 
 
 @pytest.mark.slow  # 10 s

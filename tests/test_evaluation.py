@@ -48,14 +48,14 @@ def test_loss_by_token_equals_the_full_computation(name: str, count: int, length
     monkeypatch.setattr("lm.attention.routes.BLOCK_WEIGHTS", 2 * 640 * 200)
     monkeypatch.setattr("lm.attention.elementwise_sums.TILE", 200)
     decoder, held_out = made(name, count, length)
-    used = for_inference(decoder, InferenceSetting(ThetaFactor()))
-    found = nll_by_token(used, held_out, CPU)
-    assert used.training
-    used.eval()
+    copy = for_inference(decoder, InferenceSetting(ThetaFactor()))
+    nll = nll_by_token(copy, held_out, CPU)
+    assert copy.training
+    copy.eval()
     tokens = torch.from_numpy(held_out.sequences)
-    logits = decoder.head(used(tokens[:, :-1]))
-    expected = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(found.shape)
-    assert np.allclose(found, expected.detach(), atol=1e-5)
+    logits = decoder.head(copy(tokens[:, :-1]))
+    expected = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(nll.shape)
+    assert np.allclose(nll, expected.detach(), atol=1e-5)
 
 
 def test_clipping_log_n_is_a_setting_of_the_evaluation_alone():
@@ -72,7 +72,7 @@ def test_what_fails_or_takes_too_long_is_told_to_all_and_leaves_no_trace():
     decoder, held_out = made()
     state = torch.get_rng_state()
 
-    def fails(done: int) -> None:
+    def fails(units: int) -> None:
         torch.rand(3)
         raise ValueError("broken")
 
@@ -85,7 +85,7 @@ def test_what_fails_or_takes_too_long_is_told_to_all_and_leaves_no_trace():
 
 
 def test_ranks_split_the_sequences_even_if_there_are_fewer_than_ranks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.evaluation.held_out.all_reduce_sum", lambda where, local: local())
+    monkeypatch.setattr("lm.evaluation.held_out.all_reduce_sum", lambda device, local: local())
     decoder, held_out = made()
     parts = [nll_by_token(decoder, held_out, Device(torch.device("cpu"), False, rank, 7)) for rank in range(7)]
     assert np.allclose(sum(parts), nll_by_token(decoder, held_out, CPU), atol=1e-5)
@@ -99,15 +99,15 @@ def test_bits_per_byte_is_total_bits_over_total_bytes():
 
 def test_the_bytes_are_those_of_the_tokens_that_are_predicted_and_count():
     """Not of the tokens that are read, whose bytes differ; nor of predictions that do not count."""
-    drawn = np.random.default_rng(1)
-    sequences, token_bytes = drawn.integers(60, size=(3, 9)), drawn.integers(1, 20, size=60).astype(np.float32)
+    rng = np.random.default_rng(1)
+    sequences, token_bytes = rng.integers(60, size=(3, 9)), rng.integers(1, 20, size=60).astype(np.float32)
     sequences[:, 0], token_bytes[sequences[0, 0]] = sequences[0, 0], 500.0
-    counts = drawn.random((3, 8)) < 0.5
-    nll = np.where(counts, drawn.random((3, 8)), 0.0)
+    counts = rng.random((3, 8)) < 0.5
+    nll = np.where(counts, rng.random((3, 8)), 0.0)
     for answers in (None, counts):
-        asked = [(i, t) for i in range(3) for t in range(8) if answers is None or answers[i, t]]
-        bits = sum(nll[i, t] for i, t in asked) / math.log(2)
-        n_bytes = sum(token_bytes[sequences[i, t + 1]] for i, t in asked)
+        predictions = [(i, t) for i in range(3) for t in range(8) if answers is None or answers[i, t]]
+        bits = sum(nll[i, t] for i, t in predictions) / math.log(2)
+        n_bytes = sum(token_bytes[sequences[i, t + 1]] for i, t in predictions)
         held_out = HeldOut(sequences, token_bytes, answers=answers)
         assert bits_per_byte(nll, held_out) == pytest.approx(bits / n_bytes, rel=1e-6)
 
@@ -125,13 +125,13 @@ def test_positions_sequences_and_buckets_agree(tiny):
     config = tiny()
     store = prepare(config.data)
     decoder = Decoder(config.model, store.vocab_size, config.data.seq_len)
-    found = [one for one in LongContext(config, store).measure(decoder, CPU, lambda done: None) if one.bins]
-    for one in found:
-        widths = np.diff(one.axis.values)
-        assert one.curve.mean() == pytest.approx(one.whole, abs=1e-4)
-        assert (one.samples[0].values.mean(0) @ widths / widths.sum()) == pytest.approx(one.whole, abs=1e-4)
-        assert one.samples[0].values.mean(0) == pytest.approx(one.means)
-    first, second = found
+    curves = [curve for curve in LongContext(config, store).measure(decoder, CPU, lambda units: None) if curve.bins]
+    for curve in curves:
+        widths = np.diff(curve.axis.values)
+        assert curve.curve.mean() == pytest.approx(curve.whole, abs=1e-4)
+        assert (curve.samples[0].values.mean(0) @ widths / widths.sum()) == pytest.approx(curve.whole, abs=1e-4)
+        assert curve.samples[0].values.mean(0) == pytest.approx(curve.means)
+    first, second = curves
     assert not np.array_equal(first.curve, second.curve)
 
 
@@ -141,10 +141,10 @@ def test_sequences_may_be_shorter_than_those_of_training(tiny):
     decoder = Decoder(config.model, store.vocab_size, config.data.seq_len)
     measurement = LongContext(config, store)
     assert measurement.held_out.sequences.shape == (3, config.data.seq_len // 2 + 1)
-    assert [one.axis.values[-1] for one in measurement.measure(decoder, CPU, lambda done: None) if one.bins] == [16, 16]
-    assert [one.length for one in swap_sequences(store, config)] == [1, 8, 32]
-    learned = tiny("model.position=learned", "eval.long_context.length_factor=0", "eval.swap_lengths=[0.25, 1, 2]")
-    assert [one.length for one in swap_sequences(store, learned)] == [8, 32], "learned positions end at the training length"
+    assert [curve.axis.values[-1] for curve in measurement.measure(decoder, CPU, lambda units: None) if curve.bins] == [16, 16]
+    assert [group.length for group in swap_sequences(store, config)] == [1, 8, 32]
+    learned_config = tiny("model.position=learned", "eval.long_context.length_factor=0", "eval.swap_lengths=[0.25, 1, 2]")
+    assert [group.length for group in swap_sequences(store, learned_config)] == [8, 32], "learned positions end at the training length"
 
 
 def test_held_out_sequences_are_the_same_for_every_arm_and_lie_in_held_out_documents(tiny):
@@ -160,14 +160,14 @@ def test_lm_eval_gives_the_callbacks_numbers_and_takes_overrides(tiny):
     config = tiny("name=evaluated")
     train(config)
     folder = config.run_folder
-    during = series(folder, "long_context", 8)[0]
-    validation, long = (one.evaluation.series[0] for one in evaluate_runs([folder], "8"))
-    assert long.samples[0].sha256 == during.samples[0].sha256
-    assert long.curve == pytest.approx(during.curve, abs=1e-4)
+    curve = series(folder, "long_context", 8)[0]
+    validation, long = (result.evaluation.series[0] for result in evaluate_runs([folder], "8"))
+    assert long.samples[0].sha256 == curve.samples[0].sha256
+    assert long.curve == pytest.approx(curve.curve, abs=1e-4)
     assert validation.whole > 0
     changes = ["eval.long_context.length_factor=8", "eval.long_context.inference=[{rope: {name: theta, factor: 2}}, {rope: yarn}]"]
-    longer = [one for one in evaluate_runs([folder], "4", overrides=changes)[1].evaluation.series if one.bins]
-    assert [(len(one.curve), one.setting) for one in longer] == [(256, "theta x 2"), (256, "yarn")]
+    longer = [curve for curve in evaluate_runs([folder], "4", overrides=changes)[1].evaluation.series if curve.bins]
+    assert [(len(curve.curve), curve.setting) for curve in longer] == [(256, "theta x 2"), (256, "yarn")]
     assert (folder / "evaluations" / "long_context.step-000004.json").exists()
     before = (folder / "config.yaml").read_text()
     assert "length_factor: 4.0" in before
@@ -182,7 +182,7 @@ def test_what_was_measured_before_is_not_measured_again(tiny, tmp_path):
         evaluate_runs([config.run_folder], suite=suite, overrides=overrides)
         for suite, overrides in ((str(quick), []), ("", []), (str(quick), []), (str(quick), ["trainer.precision=bf16-mixed"]))
     ]
-    assert [one.cached for run in runs for one in run] == [False, False, True, True, True, True, False, False]
+    assert [result.cached for run in runs for result in run] == [False, False, True, True, True, True, False, False]
     assert runs[0][0].evaluation.plain() == runs[2][0].evaluation.plain()
     assert len(runs[0][0].evaluation.series[0].samples[0].values) == 3
     assert json.loads((config.run_folder / "evaluations" / "validation.step-000008.json").read_text())["precision"] == "bf16-mixed"
@@ -199,10 +199,10 @@ def test_several_runs_are_measured_side_by_side_and_written_as_a_table(tiny, tmp
         assert result.returncode == 0, result.stderr
         assert "validation" in result.stdout
     lines = list(csv.DictReader((tmp_path / "all.csv").open()))
-    again = json.loads((tmp_path / "all.json").read_text())
+    records = json.loads((tmp_path / "all.json").read_text())
     metrics = ("val loss", "val loss: unigram cross-entropy", "bits per byte")
     assert [(line["run"], line["metric"]) for line in lines] == [(folder, metric) for folder in folders for metric in metrics]
-    assert [float(line["value"]) for line in lines] == [line["value"] for line in again]
+    assert [float(line["value"]) for line in lines] == [line["value"] for line in records]
     assert "name a .csv or .json file" in lm("eval", *folders, "-o", str(tmp_path / "all.txt")).stderr
     assert "no run folder given" in lm("eval", "eval.sequences=3").stderr
 
@@ -251,8 +251,8 @@ def test_a_run_is_evaluated_on_the_store_it_was_trained_on_whatever_became_of_it
     (tmp_path / "texts" / "00.txt").write_text("something else")
     first = evaluate_runs([config.run_folder], overrides=["eval.sequences=5"])
     shutil.rmtree(tmp_path / "texts")
-    again = evaluate_runs([config.run_folder], overrides=["eval.sequences=6"])
-    assert [one.evaluation.data_fingerprint for one in again] == [one.evaluation.data_fingerprint for one in first]
+    second = evaluate_runs([config.run_folder], overrides=["eval.sequences=6"])
+    assert [result.evaluation.data_fingerprint for result in second] == [result.evaluation.data_fingerprint for result in first]
     shutil.rmtree(tmp_path / "stores")
     shutil.copytree(corpus, tmp_path / "texts")
     (tmp_path / "texts" / "00.txt").write_text("something else")
@@ -267,18 +267,18 @@ def test_sequences_know_the_documents_they_begin_in(tiny):
         assert len(set(held_out.document_labels.tolist())) > 1
         for row, number in zip(held_out.sequences, held_out.document_labels, strict=True):
             document = store.val.document(number)
-            begins = np.flatnonzero(document == row[0])
-            shown = min(len(row), 12)
-            assert any((document[begin : begin + shown] == row[: len(document[begin : begin + shown])]).all() for begin in begins)
+            starts = np.flatnonzero(document == row[0])
+            length = min(len(row), 12)
+            assert any((document[begin : begin + length] == row[: len(document[begin : begin + length])]).all() for begin in starts)
     assert HeldOut(np.zeros((3, 5)), np.ones(1)).document_labels.tolist() == [0, 1, 2]
 
 
 def test_a_checkpoint_gives_its_model_back(tiny):
     config = tiny("name=back", "model.normalizer={name: ssmax, bias: true}")
     train(config)
-    loaded = load(config.run_folder)
-    decoder, trained, facts = loaded.decoder, loaded.config, loaded.metadata
-    assert trained == config
+    model = load(config.run_folder)
+    decoder, saved_config, facts = model.decoder, model.config, model.metadata
+    assert saved_config == config
     assert (facts["step"], facts["tokens"]) == (8, 8 * 256)
     assert not decoder.training
     assert {"s", "b"} == {name for name, _ in decoder.blocks[0].attention.normalizer.named_parameters()}

@@ -36,7 +36,7 @@ def experiment(folder: Path, *overrides: str, **changes: object) -> Procedure:
 
 def named(run: Run) -> list[str]:
     """The commands that are left."""
-    return [one[0] for one in commands(run, Path(run.config.runs))]
+    return [command[0] for command in commands(run, Path(run.config.runs))]
 
 
 def test_a_run_is_swapped_trained_and_measured_once(tmp_path, arguments):
@@ -50,21 +50,21 @@ def test_a_run_is_swapped_trained_and_measured_once(tmp_path, arguments):
         for command in commands(run, procedure.experiment.folder):
             result = lm(*command)
             assert result.returncode == 0, result.stderr
-    assert [one.outcome.state for one in procedure.known()] == ["finished"] * 3
-    assert [commands(one, procedure.experiment.folder) for one in procedure.known()] == [[]] * 3
+    assert [run.outcome.state for run in procedure.known()] == ["finished"] * 3
+    assert [commands(run, procedure.experiment.folder) for run in procedure.known()] == [[]] * 3
     assert read_config(as_it_is.config.run_folder).model == as_it_is.config.model
     places = lm_results(*(run.config.run_folder for run in procedure.known()))[["arm", "experiment"]].drop_duplicates()
     assert places.to_numpy().tolist() == [[arm, "trial"] for arm in ARMS], "not those of the runs that weights come from"
     assert Path(trained.config.init_from).parent.name == "swapped"
     assert "started_from" in read_json(trained.config.run_folder / "environment.json")
-    _, ours, theirs = summary_lines(procedure)
-    assert ours["mean"] != theirs["mean"]
+    _, as_it_is_line, trained_line = summary_lines(procedure)
+    assert as_it_is_line["mean"] != trained_line["mean"]
 
     other = {"eval.by_length": {"lengths": [8, 32], "sequences": 8}}
     procedure = experiment(tmp_path, *overrides, evaluate=other, primary={"metric": "by_length/loss 8"})
-    assert [named(one) for one in procedure.known()] == [["eval"]] * 3, "measured again, and nothing is trained"
-    again = experiment(tmp_path, *overrides, primary={"metric": "val/loss"})
-    assert [one.outcome.state for one in again.known()] == ["finished"] * 3
+    assert [named(run) for run in procedure.known()] == [["eval"]] * 3, "measured again, and nothing is trained"
+    reopened = experiment(tmp_path, *overrides, primary={"metric": "val/loss"})
+    assert [run.outcome.state for run in reopened.known()] == ["finished"] * 3
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ def test_a_run_is_swapped_trained_and_measured_once(tmp_path, arguments):
 )
 def test_weights_that_were_swapped_with_other_options_are_not_taken(tmp_path, to, options):
     swapped = {}
-    for each in options:
-        arms = {"softmax": {}, "more": {"from": "softmax", "swap": {"to": to}, "model.normalizer": each}}
-        swapped[str(each)] = next(run.config.init_from for run in experiment(tmp_path, arms=arms).known() if run.arm == "more")
+    for normalizer in options:
+        arms = {"softmax": {}, "more": {"from": "softmax", "swap": {"to": to}, "model.normalizer": normalizer}}
+        swapped[str(normalizer)] = next(run.config.init_from for run in experiment(tmp_path, arms=arms).known() if run.arm == "more")
     assert len(set(swapped.values())) == len(options), swapped
 
 
@@ -107,30 +107,30 @@ def test_a_moved_experiment_has_the_same_runs(tmp_path, sizes):
     before = finish_all(experiment(tmp_path, arms=STARTS, sizes=sizes), lambda run: 5.0)
     shutil.move(tmp_path / "runs", tmp_path / "elsewhere")
     after = experiment(tmp_path, f"runs={tmp_path / 'elsewhere'}", arms=STARTS, sizes=sizes)
-    assert [one.config.name for one in after.known()] == [one.config.name for one in before.known()]
-    assert all(one.outcome.ended for one in after.known())
-    for ours, theirs in zip(after.known(), before.known(), strict=True):
+    assert [run.config.name for run in after.known()] == [run.config.name for run in before.known()]
+    assert all(run.outcome.ended for run in after.known())
+    for run_after, run_before in zip(after.known(), before.known(), strict=True):
         metadata = {"step": 4, "phase": 0}
-        assert not config_problems(ours.config, theirs.config, metadata, tmp_path), "an unfinished one goes on"
+        assert not config_problems(run_after.config, run_before.config, metadata, tmp_path), "an unfinished one goes on"
     other = replace(after.known()[1].config, init_from=str(tmp_path / "other"))
-    assert [one.path for one in config_problems(other, before.known()[1].config, metadata, tmp_path)] == ["init_from"]
+    assert [problem.path for problem in config_problems(other, before.known()[1].config, metadata, tmp_path)] == ["init_from"]
     default = experiment(tmp_path, "runs=runs", arms=STARTS, sizes=sizes)
-    assert all(one.config.name.endswith(config_hash(one.config)) for one in default.known()), "as earlier versions named them"
-    assert [one.config.name for one in default.known()] == [one.config.name for one in before.known()]
+    assert all(run.config.name.endswith(config_hash(run.config)) for run in default.known()), "as earlier versions named them"
+    assert [run.config.name for run in default.known()] == [run.config.name for run in before.known()]
 
 
 def test_swapped_arms_start_from_the_weights_of_their_seed_and_rate(tmp_path):
     procedure = experiment(tmp_path, seeds=[1, 2], tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]})
-    while left := [one for one in procedure.known() if not one.outcome.ended]:
-        for run in left:
+    while unfinished := [run for run in procedure.known() if not run.outcome.ended]:
+        for run in unfinished:
             finish(run, 5 + abs(run.rate - (2e-3 if run.arm == "softmax" else 4e-3)))
     assert procedure.choice("").rates == {"softmax": 2e-3, "as-it-is": 2e-3, "trained": 4e-3}
-    tuned = {(one.arm, one.rate) for one in procedure.known() if one.stage == "tune"}
+    tuned = {(run.arm, run.rate) for run in procedure.known() if run.stage == "tune"}
     assert not {arm for arm, _ in tuned} & {"as-it-is"}
-    final = {(one.arm, one.seed): one for one in procedure.known() if one.stage == "final"}
+    final = {(run.arm, run.seed): run for run in procedure.known() if run.stage == "final"}
     for seed in (1, 2):
         assert final["trained", seed].before == final["as-it-is", seed].before == final["softmax", seed].config.run_folder
-    folders = [one.config.init_from for one in procedure.known() if one.arm == "trained"]
+    folders = [run.config.init_from for run in procedure.known() if run.arm == "trained"]
     assert len(set(folders)) == len(folders), "two processes never fill one folder"
 
 
@@ -183,9 +183,9 @@ def test_arms_of_other_lengths_may_be_compared_on_what_evaluate_measures(tmp_pat
 
 def test_everything_that_is_wrong_is_said_at_once_with_the_file(tmp_path):
     arms = {"softmax": {}, "b": {"optim.lr": -1}, "c": {"optim.lr": -1}, "d": {"model.n_layers": 3}}
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as error:
         experiment(tmp_path, "eval.every=0", arms=arms, seeds=[1, 2])
-    text = str(found.value)
+    text = str(error.value)
     assert text.startswith(f"{tmp_path / 'trial.yaml'}: 3 problems in the configuration:")
     assert "\n  eval.every = 0: must be >= 1" in text
     assert "\n  arm b; arm c: optim.lr = -1: must be > 0" in text

@@ -118,11 +118,13 @@ def test_an_arm_and_a_size_may_be_laid_on_files(tmp_path, arguments):
     arms = {"softmax": {}, "other": {"base": ["a.yaml", "b.yaml"], "model.init_std": 0.03}}
     sizes = {"small": {}, "large": {"base": "a.yaml", "model.init_std": 0.04, "model.mlp": "relu2"}}
     base = {"base": str(ROOT / "tests" / "tiny.yaml"), "model.init_std": 0.06, "optim.optimizer.beta2": 0.9}
-    made = read_experiment(written(tmp_path, base=base, arms=arms, sizes=sizes), [*arguments[1:], "model.init_std=0.05"])
-    assert {made.config(size, arm, 1, 2e-2, {"name": "x"}).optim.optimizer.beta2 for size in sizes for arm in made.arms} == {0.9}
+    experiment = read_experiment(written(tmp_path, base=base, arms=arms, sizes=sizes), [*arguments[1:], "model.init_std=0.05"])
+    assert {experiment.config(size, arm, 1, 2e-2, {"name": "x"}).optim.optimizer.beta2 for size in sizes for arm in experiment.arms} == {
+        0.9
+    }
 
     def settings(size: str, arm: int) -> tuple:
-        config = made.config(size, made.arms[arm], 1, 2e-2, {"name": "x"})
+        config = experiment.config(size, experiment.arms[arm], 1, 2e-2, {"name": "x"})
         return config.model.n_mlp, config.model.init_std, config.model.mlp, config.optim.grad_clip, config.optim.lr
 
     assert settings("small", 0) == (None, 0.05, "swiglu", 1.0, 2e-2)

@@ -41,9 +41,9 @@ def ended(path: Path, overrides: list[str]) -> Procedure:
 
 def command(error: str) -> list[str]:
     """The overrides of the command that a message gives."""
-    told = shlex.split(error.partition("the command that goes on with them: ")[2].partition(";")[0].splitlines()[0])
-    assert told[:2] == ["lm", "compare"], error
-    return told[3:]
+    words = shlex.split(error.partition("the command that goes on with them: ")[2].partition(";")[0].splitlines()[0])
+    assert words[:2] == ["lm", "compare"], error
+    return words[3:]
 
 
 @pytest.mark.parametrize("tune", [None, {"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]}], ids=["untuned", "tuned"])
@@ -53,28 +53,28 @@ def test_overrides_that_are_forgotten_are_said_with_the_command_that_has_them(tm
     path, data = written(tmp_path, tune=tune), arguments[1:]
     first = ended(path, [*data, *SHORT])
     count = len(first.known())
-    said = rf"{count} ended runs here are of another configuration: .*trainer\.max_steps=4 \(asked for: 8\)"
-    with pytest.raises(RunError, match=said) as error:
+    message = rf"{count} ended runs here are of another configuration: .*trainer\.max_steps=4 \(asked for: 8\)"
+    with pytest.raises(RunError, match=message) as error:
         open_experiment(path, data)
-    again = open_experiment(path, command(str(error.value)))
-    assert [one.config.run_folder for one in again.known()] == [one.config.run_folder for one in first.known()]
-    assert all(one.outcome.ended for one in again.known())
+    reopened = open_experiment(path, command(str(error.value)))
+    assert [run.config.run_folder for run in reopened.known()] == [run.config.run_folder for run in first.known()]
+    assert all(run.outcome.ended for run in reopened.known())
     for options in (["--report-only"], [], ["--commands"], ["--submit", "local"]):
-        refused = lm("compare", str(path), *data, *options)
-        assert refused.returncode == 1, options
-        assert f"{count} ended runs here are of another configuration" in refused.stderr, refused.stderr
-        assert len(refused.stderr.splitlines()) == 1
-    planned = lm("compare", str(path), *data, "--plan")
-    assert f"note: {count} ended runs here" in planned.stdout, planned.stderr
-    assert lm("compare", str(path), *command(planned.stdout), "--report-only").returncode == 0
+        result = lm("compare", str(path), *data, *options)
+        assert result.returncode == 1, options
+        assert f"{count} ended runs here are of another configuration" in result.stderr, result.stderr
+        assert len(result.stderr.splitlines()) == 1
+    planning = lm("compare", str(path), *data, "--plan")
+    assert f"note: {count} ended runs here" in planning.stdout, planning.stderr
+    assert lm("compare", str(path), *command(planning.stdout), "--report-only").returncode == 0
     monkeypatch.setattr("lm.experiments.engine.Jobs.work", lambda _: None)
     assert "no run has ended yet; " in lm("compare", str(path), *data, "--anew").stderr, "worked, and nothing came of it"
 
 
 def test_what_runs_do_not_depend_on_may_change(tmp_path, runs):
     tune = {"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]}
-    given = ["data.source.paths=[.]", runs]
-    ended(written(tmp_path, tune=tune), given)
+    overrides = ["data.source.paths=[.]", runs]
+    ended(written(tmp_path, tune=tune), overrides)
     changes = [
         {"seeds": [1, 2, 3]},
         {"seeds": [2]},
@@ -87,25 +87,25 @@ def test_what_runs_do_not_depend_on_may_change(tmp_path, runs):
         {"arms": {"softmax": {"model.normalizer": "softmax"}, "other": {"model.normalizer": "log_n"}}},
     ]
     for change in changes:
-        assert not other_runs(open_experiment(written(tmp_path, **{"tune": tune} | change), given)), change
+        assert not other_runs(open_experiment(written(tmp_path, **{"tune": tune} | change), overrides)), change
     arms = {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": {"name": "ssmax", "init": 2}}}
-    said = other_runs(open_experiment(written(tmp_path, tune=tune, arms=arms), given))
-    assert said.startswith("8 ended runs here are of another configuration: model.normalizer.init="), "an arm that changed is a note"
+    message = other_runs(open_experiment(written(tmp_path, tune=tune, arms=arms), overrides))
+    assert message.startswith("8 ended runs here are of another configuration: model.normalizer.init="), "an arm that changed is a note"
 
 
 def test_steps_that_follow_from_tokens_are_those_of_the_first_start(tmp_path, runs):
-    given = ["data.source.paths=[.]", runs]
+    overrides = ["data.source.paths=[.]", runs]
     path = written(tmp_path, tune=None, sizes=SIZES)
-    procedure = ended(path, given)
-    write_json(procedure.experiment.folder / RESOLVED, {"precision": 32, "compile": False, "threads": 1, "overrides": given})
-    longer = {name: {"trainer.max_steps": 2 * one["trainer.max_steps"]} for name, one in SIZES.items()}
+    procedure = ended(path, overrides)
+    write_json(procedure.experiment.folder / RESOLVED, {"precision": 32, "compile": False, "threads": 1, "overrides": overrides})
+    longer = {name: {"trainer.max_steps": 2 * size["trainer.max_steps"]} for name, size in SIZES.items()}
     with pytest.raises(
         RunError, match=r"8 ended runs .*: trainer\.max_steps=4 \(asked for: 8\); to train what is asked for now, add --anew$"
     ):
-        open_experiment(written(tmp_path, tune=None, sizes=longer), given)
-    write_json(procedure.experiment.folder / RESOLVED, {"precision": 32, "compile": False, "threads": 1, "overrides": [*given, "a=b"]})
+        open_experiment(written(tmp_path, tune=None, sizes=longer), overrides)
+    write_json(procedure.experiment.folder / RESOLVED, {"precision": 32, "compile": False, "threads": 1, "overrides": [*overrides, "a=b"]})
     with pytest.raises(RunError, match=r"goes on with them: .* a=b; to train"):
-        open_experiment(written(tmp_path, tune=None, sizes=longer), given)
+        open_experiment(written(tmp_path, tune=None, sizes=longer), overrides)
 
 
 def test_runs_that_have_not_ended_stop_nothing(tmp_path, runs):
@@ -132,20 +132,20 @@ def test_a_plan_takes_as_much_work_for_each_arm_however_many_there_are(tmp_path,
 
     def counted(owner: type | ModuleType, name: str) -> None:
         function = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *given: (calls.update([name]), function(*given))[1])
+        monkeypatch.setattr(owner, name, lambda *arguments: (calls.update([name]), function(*arguments))[1])
 
     counted(experiment_module, "parse")
     for owner, names in ((Experiment, ("config",)), (Procedure, ("run", "_config"))):
         for name in names:
             counted(owner, name)
     rates = len(tune["grid"]) if tune else 1
-    taken = {}
+    work = {}
     for n_arms in (3, 6, 9):
         calls.clear()
         arms = {f"arm{number}": {"optim.z_loss": (number + 1) / 1000} for number in range(n_arms)}
         procedure = open_experiment(written(tmp_path, tune=tune, arms=arms), ["data.source.paths=[.]", runs])
         assert len(list(plan(procedure, costs(procedure), "unknown"))) > n_arms
         assert calls["parse"] == n_arms * rates, "once for each rate, the first of which is that of the base"
-        taken[n_arms] = dict(calls)
-    for name in taken[3]:
-        assert taken[9][name] - taken[6][name] == taken[6][name] - taken[3][name], f"{name}: not in proportion to the arms"
+        work[n_arms] = dict(calls)
+    for name in work[3]:
+        assert work[9][name] - work[6][name] == work[6][name] - work[3][name], f"{name}: not in proportion to the arms"

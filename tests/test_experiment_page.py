@@ -44,7 +44,7 @@ FILE = {
 @pytest.fixture
 def undrawn(monkeypatch):
     """Pictures have their numbers, but nothing is drawn."""
-    monkeypatch.setattr("lm.report.pictures._drawn", lambda *given: "<svg />")
+    monkeypatch.setattr("lm.report.pictures._drawn", lambda *arguments: "<svg />")
 
 
 def made(folder: Path, name: str = "trial", **changes: object) -> Procedure:
@@ -62,10 +62,10 @@ def made(folder: Path, name: str = "trial", **changes: object) -> Procedure:
     return Procedure(read_experiment(path, [f"{key}={value}" for key, value in keys.items()]))
 
 
-def finish(run: Run, loss: float, **how: object) -> Path:
+def finish(run: Run, loss: float, **options: object) -> Path:
     """A run folder as if the run had been trained to about this loss."""
     folder = run.config.run_folder
-    build_run(folder.parent, folder.name, seed=run.seed, better=3.8 - loss, steps=STEPS, **how)
+    build_run(folder.parent, folder.name, seed=run.seed, better=3.8 - loss, steps=STEPS, **options)
     (folder / CONFIG).write_text(to_yaml(run.config))
     return folder
 
@@ -84,11 +84,11 @@ def losses(run: Run) -> float:
     return 3.8 - 0.1 * (run.arm != "softmax") + 0.2 * tuned + 0.001 * run.seed
 
 
-def finish_all(procedure: Procedure, loss=losses, **how: object) -> Procedure:
+def finish_all(procedure: Procedure, loss=losses, **options: object) -> Procedure:
     """Every run that the experiment asks for, tuning first."""
     while unfinished := [run for run in procedure.known() if not run.outcome.ended and not run.config.run_folder.exists()]:
         for run in unfinished:
-            finish(run, loss(run), **how)
+            finish(run, loss(run), **options)
     return Procedure(procedure.experiment)
 
 
@@ -115,17 +115,17 @@ def test_the_question_and_its_answers_come_first_and_every_table_and_picture_is_
     cards = re.findall(r"<article.*?</article>", page.read_text(), re.DOTALL)
     assert [card.count("3 seeds") for card in cards] == [1, 1]
     other_text = {
-        one["arm"]: one["value"] for one in rows(page.parent / "summary.csv") if one["interval over"] == "3 seeds and 11 documents"
+        row["arm"]: row["value"] for row in rows(page.parent / "summary.csv") if row["interval over"] == "3 seeds and 11 documents"
     }
     assert other_text == {line["arm"]: f"{line['difference'][0]:+.4f}" for line in (ssmax, log_n)}
     assert words.index("Family: 2 comparisons") < words.index("Summary ") + 200 < words.index("While training")
     html = page.read_text()
     assert not re.search(r"src=|url\((?!#)|@import", html), "nothing is loaded"
-    linked = set(re.findall(r'<a href="([^"#]+)"', html))
-    assert linked == {path.name for path in page.parent.iterdir()} - {page.name}
+    links = set(re.findall(r'<a href="([^"#]+)"', html))
+    assert links == {path.name for path in page.parent.iterdir()} - {page.name}
     tables, pictures = ("summary", "seeds", "cost", "configuration"), ("curves", "rates", "differences", "measured-2-picture")
     for name, kinds in [*((name, ("csv", "tex")) for name in tables), *((name, ("csv", "svg")) for name in pictures)]:
-        assert {f"{name}.{kind}" for kind in kinds} <= linked
+        assert {f"{name}.{kind}" for kind in kinds} <= links
     assert escape(procedure.experiment.command) in html
     for run in procedure.final(""):
         assert f"{run.label} (finished)" in words
@@ -134,17 +134,17 @@ def test_the_question_and_its_answers_come_first_and_every_table_and_picture_is_
 def test_numbers_are_those_of_the_documents_that_report(tmp_path, undrawn):
     procedure = finish_all(made(tmp_path, tune=None))
     page = write_page([procedure], tmp_path / "out")
-    found = {line["arm"]: line["mean"] for line in summary_lines(procedure)}
-    table = [one for one in rows(page.parent / "measured-1.csv") if one["quantity"] == "val loss"]
-    assert {one["arm"]: one["value"] for one in table} == {arm: f"{mean:.4f}" for arm, mean in found.items()}
+    means = {line["arm"]: line["mean"] for line in summary_lines(procedure)}
+    table = [row for row in rows(page.parent / "measured-1.csv") if row["quantity"] == "val loss"]
+    assert {row["arm"]: row["value"] for row in table} == {arm: f"{mean:.4f}" for arm, mean in means.items()}
     run = procedure.known()[0]
-    whole = json.loads(evaluation_path(run.config.run_folder, "validation", STEPS).read_text())["series"][0]
-    kept = ~selects(whole["data_fingerprint"], np.array(whole["samples"][0]["groups"]))
-    assert 0 < sum(kept) < len(kept)
-    series = Series.of(whole)
-    assert series.reporting.means[0] == pytest.approx(series.samples[0].values[kept, 0].mean())
+    evaluation = json.loads(evaluation_path(run.config.run_folder, "validation", STEPS).read_text())["series"][0]
+    reporting = ~selects(evaluation["data_fingerprint"], np.array(evaluation["samples"][0]["groups"]))
+    assert 0 < sum(reporting) < len(reporting)
+    series = Series.of(evaluation)
+    assert series.reporting.means[0] == pytest.approx(series.samples[0].values[reporting, 0].mean())
     assert series.reporting.means[0] != series.means[0]
-    selecting = replace(series, samples=(series.samples[0].part(~kept),))
+    selecting = replace(series, samples=(series.samples[0].part(~reporting),))
     assert (selecting.reporting.samples, selecting.reporting.means[0]) == ((), series.means[0]), "none reports: the mean of all alone"
 
 
@@ -179,10 +179,10 @@ def test_diverged_and_unfinished_runs_are_said_and_in_no_mean(tmp_path, undrawn)
     assert "diverged, counted and in no mean: ssmax seed 2" in words
     assert "1 of 9 final runs have not ended: log_n seed 3" in words
     assert "ssmax unstable" in words
-    cells = {(one["seed"], one["quantity"]): one["value"] for one in rows(page.parent / "seeds.csv")}
+    cells = {(row["seed"], row["quantity"]): row["value"] for row in rows(page.parent / "seeds.csv")}
     assert (cells["2", "ssmax"], cells["3", "log_n"]) == ("diverged", "unfinished")
     assert ("2", "ssmax - softmax") not in cells
-    assert {one["of"] for one in rows(page.parent / "curves.csv")} >= {"ssmax, seed 2", "ssmax, mean of 2 seeds"}
+    assert {row["of"] for row in rows(page.parent / "curves.csv")} >= {"ssmax, seed 2", "ssmax, mean of 2 seeds"}
 
 
 def test_a_baseline_that_diverged_is_no_verdict_on_an_arm_without_runs(tmp_path, undrawn):
@@ -190,19 +190,19 @@ def test_a_baseline_that_diverged_is_no_verdict_on_an_arm_without_runs(tmp_path,
     for run in procedure.known():
         if run.arm != "log_n":
             diverge(run) if run.arm == "softmax" else finish(run, losses(run))
-    found = {arm: verdict.kind for (_, arm), verdict in procedure.judged().verdicts.items()}
-    assert found == {"ssmax": "unstable", "log_n": "incomplete"}
+    kinds = {arm: verdict.kind for (_, arm), verdict in procedure.judged().verdicts.items()}
+    assert kinds == {"ssmax": "unstable", "log_n": "incomplete"}
 
 
 def test_what_was_measured_once_has_no_curve(tmp_path, undrawn):
     procedure = finish_all(made(tmp_path, tune=None))
     for run in procedure.known():
         path = run.config.run_folder / METRICS
-        kept = [line for line in path.read_text().splitlines() if "val/loss" not in line or f'"step": {STEPS},' in line]
-        path.write_text("\n".join(kept) + "\n")
+        lines = [line for line in path.read_text().splitlines() if "val/loss" not in line or f'"step": {STEPS},' in line]
+        path.write_text("\n".join(lines) + "\n")
         save(run.config.run_folder, STEPS)
     page = write_page([Procedure(procedure.experiment)], tmp_path / "out")
-    assert {one["panel"] for one in rows(page.parent / "curves.csv")} == {"Training loss"}
+    assert {row["panel"] for row in rows(page.parent / "curves.csv")} == {"Training loss"}
     assert "Without a curve, because it was measured once: Validation loss." in text_of(page)
 
 
@@ -222,14 +222,14 @@ def test_what_is_logged_by_layer_is_drawn_for_every_seed(tmp_path, undrawn):
                 heads = {f"{name}/layer0/head{head}": head + step for name in ("largest_score", "normalizer/s") for head in range(3)}
                 file.write(json.dumps({"step": step, "tokens": step * 8192, "train/grad_norm/layer1": 2.5, **heads}) + "\n")
     folder = write_page([Procedure(procedure.experiment)], tmp_path / "out").parent
-    found, parameters = rows(folder / "dynamics.csv"), rows(folder / "normalizer-parameters.csv")
-    assert {row["panel"] for row in found} == {"Largest score", "Gradient norm before clipping"}
+    dynamics, parameters = rows(folder / "dynamics.csv"), rows(folder / "normalizer-parameters.csv")
+    assert {row["panel"] for row in dynamics} == {"Largest score", "Gradient norm before clipping"}
     assert {row["panel"] for row in parameters} == {"Parameter s of the normalizer"}
     assert len({row["of"] for row in parameters}) == 3 * 3 * 3
     assert "ssmax, seed 2, layer0/head1" in {row["of"] for row in parameters}
-    largest = [row["y"] for row in found if row["of"] == "ssmax, seed 2, layer0" and row["panel"] == "Largest score"]
+    largest = [row["y"] for row in dynamics if row["of"] == "ssmax, seed 2, layer0" and row["panel"] == "Largest score"]
     assert largest == ["3", str(STEPS + 2)]
-    assert {row["of"] for row in found if row["y"] == "2.5"} == {
+    assert {row["of"] for row in dynamics if row["y"] == "2.5"} == {
         f"{arm}, seed {seed}, layer1" for arm in ("softmax", "ssmax", "log_n") for seed in (1, 2, 3)
     }
 
@@ -246,19 +246,19 @@ def test_while_tuning_goes_on_no_seed_is_compared_with_another(tmp_path, undrawn
         if (run.arm, run.seed) != ("softmax", 101):
             finish(run, losses(run))
     page = write_page([Procedure(procedure.experiment)], tmp_path / "out")
-    assert {one["panel"] for one in rows(page.parent / "rates.csv")} == {"Tuning runs"}
+    assert {row["panel"] for row in rows(page.parent / "rates.csv")} == {"Tuning runs"}
 
 
 def test_sizes_have_sections_and_several_experiments_a_page_with_all_verdicts_at_the_top(tmp_path, undrawn):
     two = made(tmp_path, "two", tune=None, seeds=[1, 2], sizes={"small": {"model.n_embd": 16}, "large": {"model.n_embd": 64}})
-    one = made(tmp_path, "one", tune=None, seeds=[1], arms={"softmax": {}, "ssmax": {"model.normalizer": "ssmax"}})
-    page = write_page([finish_all(two), finish_all(one)], tmp_path / "out")
+    one_size = made(tmp_path, "one", tune=None, seeds=[1], arms={"softmax": {}, "ssmax": {"model.normalizer": "ssmax"}})
+    page = write_page([finish_all(two), finish_all(one_size)], tmp_path / "out")
     html, words = page.read_text(), text_of(page)
     assert words.count("ssmax, large incomplete") == 2, "in the table of contents, and in its own part"
     assert html.index('href="#one"') < html.index('id="two"')
     assert {"two-small-curves.svg", "two-large-seeds.csv", "one-seeds.csv"} <= {path.name for path in page.parent.iterdir()}
     by_size = [(row["x"], row["of"]) for row in rows(page.parent / "two-differences.csv") if row["kind"] == "dots"]
-    assert {of for _, of in by_size} == {f"{size}, {arm}, single seeds" for size in ("small", "large") for arm in ("ssmax", "log_n")}
+    assert {label for _, label in by_size} == {f"{size}, {arm}, single seeds" for size in ("small", "large") for arm in ("ssmax", "log_n")}
 
 
 def sized(tmp_path: Path) -> Procedure:
@@ -280,11 +280,11 @@ def sized(tmp_path: Path) -> Procedure:
 
 def test_the_trend_over_sizes_is_that_of_the_slopes_of_single_seeds(tmp_path, undrawn):
     procedure = sized(tmp_path)
-    judged = procedure.judged()
-    line, _ = trends(procedure, judged)
-    runs = {(size, arm): [run.value for run in judged.judged_runs(size, arm)] for size in "abc" for arm in ("softmax", "ssmax")}
-    apart = np.array([np.subtract(runs[size, "ssmax"], runs[size, "softmax"]) for size in "abc"])
-    slopes = [np.polyfit([0, 2, 3], seed, 1)[0] for seed in apart.T]  # in doublings of parameters
+    judgement = procedure.judged()
+    line, _ = trends(procedure, judgement)
+    runs = {(size, arm): [run.value for run in judgement.judged_runs(size, arm)] for size in "abc" for arm in ("softmax", "ssmax")}
+    differences = np.array([np.subtract(runs[size, "ssmax"], runs[size, "softmax"]) for size in "abc"])
+    slopes = [np.polyfit([0, 2, 3], seed, 1)[0] for seed in differences.T]  # in doublings of parameters
     expected = ttest_1samp(slopes, 0).confidence_interval(0.95)
     assert line["change"] == pytest.approx([np.mean(slopes), *expected], rel=1e-9)
     assert 0.01 < line["change"][0] < 0.04
@@ -309,7 +309,7 @@ def test_by_position_arms_of_other_training_lengths_are_paired_where_they_were_m
         curve = np.repeat(values.mean(0), np.diff(edges))
         sample = Sample("same", values, np.ones(6), np.arange(6))
         axis = Axis("position", "tokens", "at", edges, bins=True)
-        shown = Shown("By position", "sequences", "6", "loss by position")
+        words = Shown("By position", "sequences", "6", "loss by position")
         return Series(
             "long_context",
             "loss",
@@ -320,37 +320,37 @@ def test_by_position_arms_of_other_training_lengths_are_paired_where_they_were_m
             axis=axis,
             samples=(sample,),
             curve=curve,
-            shown=shown,
+            shown=words,
         )
 
-    ours, theirs = by_position(128, (0, 16, 32, 64, 128, 256), 0.0), by_position(64, (0, 16, 64, 128, 256), 1.0)
-    seed, mean = differences_along({(1,): ours}, {(1,): theirs})
+    longer, shorter = by_position(128, (0, 16, 32, 64, 128, 256), 0.0), by_position(64, (0, 16, 64, 128, 256), 1.0)
+    seed, mean = differences_along({(1,): longer}, {(1,): shorter})
     assert seed.x == pytest.approx([32, np.sqrt(64 * 128), np.sqrt(128 * 256)])
     assert seed.y == pytest.approx([(1 * 16 + 2 * 32) / 48 - 2, 3 - 3, 4 - 4])
     assert mean.low is None, "all sequences differ by the same"
-    (sample,) = theirs.samples
-    other = replace(theirs, samples=(replace(sample, sha256="other"),))
-    assert differences_along({(1,): ours}, {(1,): other}) == []
+    (sample,) = shorter.samples
+    other = replace(shorter, samples=(replace(sample, sha256="other"),))
+    assert differences_along({(1,): longer}, {(1,): other}) == []
 
 
 def test_every_number_of_the_verdicts_follows_from_the_long_table(tmp_path, undrawn):
     arms = {name: FILE["arms"][name] for name in ("softmax", "ssmax")}
     page = write_page([finish_all(made(tmp_path, tune=None, arms=arms))], tmp_path / "out")
-    shown = {(row["arm"], row["quantity"]): [row[name] for name in ("value", "low", "high")] for row in rows(page.parent / "summary.csv")}
+    cells = {(row["arm"], row["quantity"]): [row[name] for name in ("value", "low", "high")] for row in rows(page.parent / "summary.csv")}
 
     final = lm.results(tmp_path / "runs").query("metric == 'val loss' and part == 'reports'")
     units = final.pivot(index=["arm", "seed"], columns="sample", values="value")
     weights, documents = (final.groupby("sample")[name].first().to_numpy() for name in ("weight", "group"))
     means = units.apply(lambda values: np.average(values, weights=weights), axis=1)
-    apart = means["ssmax"] - means["softmax"]
-    half = t.ppf(0.975, len(apart) - 1) * apart.sem()
+    differences = means["ssmax"] - means["softmax"]
+    half = t.ppf(0.975, len(differences) - 1) * differences.sem()
     other = over_seeds_and_documents((units.loc["ssmax"] - units.loc["softmax"]).to_numpy(), weights, documents).interval()
     for arm in arms:
-        assert shown[arm, "seeds"][0] == f"{len(means[arm])} of 3"
-        assert shown[arm, "mean val/loss"][0] == f"{means[arm].mean():.4f}"
-    assert shown["ssmax", "difference to softmax"] == [signed(apart.mean() + sign * half) for sign in (0, -1, 1)]
-    assert shown["ssmax", "on other text of the kind"] == [signed(value) for value in other.listed()]
-    assert shown["ssmax", "p"][0] == f"{ttest_1samp(apart, 0).pvalue:.2g}"
+        assert cells[arm, "seeds"][0] == f"{len(means[arm])} of 3"
+        assert cells[arm, "mean val/loss"][0] == f"{means[arm].mean():.4f}"
+    assert cells["ssmax", "difference to softmax"] == [signed(differences.mean() + sign * half) for sign in (0, -1, 1)]
+    assert cells["ssmax", "on other text of the kind"] == [signed(value) for value in other.listed()]
+    assert cells["ssmax", "p"][0] == f"{ttest_1samp(differences, 0).pvalue:.2g}"
 
 
 def test_a_report_of_the_same_runs_agrees_to_the_last_digit(tmp_path, undrawn):
@@ -358,22 +358,22 @@ def test_a_report_of_the_same_runs_agrees_to_the_last_digit(tmp_path, undrawn):
     procedure = finish_all(made(tmp_path, tune=None, arms=arms))
     with mock.patch("lm.runs.evaluations.read_evaluation", wraps=read_evaluation) as first:
         page = write_page([Procedure(procedure.experiment)], tmp_path / "out")
-    opened = [path for (path,), _ in first.call_args_list]
-    assert sorted(opened) == sorted(tmp_path.glob("runs/**/evaluations/*.json")), "each file once"
+    paths = [path for (path,), _ in first.call_args_list]
+    assert sorted(paths) == sorted(tmp_path.glob("runs/**/evaluations/*.json")), "each file once"
     write_report([run.config.run_folder for run in procedure.final("")], tmp_path / "report")
 
     def numbers(path: Path) -> dict[str, dict[str, str]]:
-        found = {
+        cells = {
             (row["arm"], row["quantity"]): row for row in rows(path) if row["table"] in ("Summary", "Validation at the training length")
         }
-        return {f"{arm}: {quantity}": {name: row[name] for name in ("value", "low", "high")} for (arm, quantity), row in found.items()}
+        return {f"{arm}: {quantity}": {name: row[name] for name in ("value", "low", "high")} for (arm, quantity), row in cells.items()}
 
-    measured, reported = numbers(page.parent / "measured-1.csv"), numbers(tmp_path / "report" / "table.csv")
-    assert measured == reported
+    page_numbers, report_numbers = numbers(page.parent / "measured-1.csv"), numbers(tmp_path / "report" / "table.csv")
+    assert page_numbers == report_numbers
     verdicts = numbers(page.parent / "summary.csv")
-    assert verdicts["ssmax: difference to softmax"] == reported["ssmax: difference to softmax"]
+    assert verdicts["ssmax: difference to softmax"] == report_numbers["ssmax: difference to softmax"]
     for arm in arms:
-        assert verdicts[f"{arm}: mean val/loss"]["value"] == reported[f"{arm}: val loss"]["value"]
+        assert verdicts[f"{arm}: mean val/loss"]["value"] == report_numbers[f"{arm}: val loss"]["value"]
 
 
 def test_of_what_runs_learn_or_do_not_the_page_counts_runs(tmp_path, undrawn):
@@ -383,8 +383,8 @@ def test_of_what_runs_learn_or_do_not_the_page_counts_runs(tmp_path, undrawn):
     assert "Do ssmax and log_n learn more or less often than softmax? (A run has learned if val/loss is 3.75 or less at its end.)" in words
     assert "3 of 3 have learned, 0 of 3 of the baseline" in words
     assert "Fisher's exact test of the numbers of runs" in words.replace("&#39;", "'")
-    counts = {(one["arm"], one["quantity"]): one["value"] for one in rows(page.parent / "summary.csv")}
+    counts = {(row["arm"], row["quantity"]): row["value"] for row in rows(page.parent / "summary.csv")}
     assert (counts["softmax", "have learned"], counts["ssmax", "have learned"]) == ("0 of 3", "3 of 3")
-    shown = rows(page.parent / "learned.csv")
-    assert sum(one["kind"] == "dots" for one in shown) == 9
-    assert [one["y"] for one in shown if one["kind"] == "interval"] == ["0", "1", "1"]
+    points = rows(page.parent / "learned.csv")
+    assert sum(point["kind"] == "dots" for point in points) == 9
+    assert [point["y"] for point in points if point["kind"] == "interval"] == ["0", "1", "1"]

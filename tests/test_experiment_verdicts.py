@@ -49,8 +49,8 @@ def experiment(folder: Path, **changes: object) -> Procedure:
 def test_seeds_that_were_added_after_the_first_start_make_it_exploratory(tmp_path):
     path, overrides = written(tmp_path, seeds=[1, 2, 3, 7])
     before = finish_all(Procedure(read_experiment(path, overrides)), loss)
-    settled = {"data_fingerprint": FINGERPRINT, "precision": 32, "compile": False, "threads": 1}
-    write_json(before.experiment.folder / "resolved.json", settled | {"seeds": [1, 2, 3]})
+    resolved = {"data_fingerprint": FINGERPRINT, "precision": 32, "compile": False, "threads": 1}
+    write_json(before.experiment.folder / "resolved.json", resolved | {"seeds": [1, 2, 3]})
     procedure = open_experiment(path, overrides)
     assert procedure.added == (7,)
     assert summary_lines(procedure)[1]["verdict"] == "exploratory: better"
@@ -84,8 +84,8 @@ def test_the_primary_metric_may_choose_the_rates_and_solved_everywhere_is_no_edg
     assert [line[OF_RECALL["metric"]] for line in tuning_means(procedure)] == [0.2, 0.5, 0.1, 1.0, 1.0, 1.0]
     (procedure.experiment.folder / "tuning.csv").write_text(csv_text(tuning_table(procedure)))
     table = {"table": str(procedure.experiment.folder / "tuning.csv"), "metric": "primary"}
-    (again := tmp_path / "again").mkdir()
-    assert experiment(again, base=base, seeds=[1, 2], primary=OF_RECALL, tune=table).choice("").rates == procedure.choice("").rates
+    (folder := tmp_path / "again").mkdir()
+    assert experiment(folder, base=base, seeds=[1, 2], primary=OF_RECALL, tune=table).choice("").rates == procedure.choice("").rates
 
 
 def test_final_runs_say_what_they_are_judged_by_as_they_end(tmp_path, capsys):
@@ -106,8 +106,8 @@ def test_final_runs_say_what_they_are_judged_by_as_they_end(tmp_path, capsys):
     ],
 )
 def test_what_is_measured_is_said_with_the_length_where_it_is(tmp_path, metric, finished, words):
-    asked = {"tasks": ["passkey"], "length_factors": [0.5, 2], "sequences": 4}
-    base = {"base": str(ROOT / "tests" / "tiny.yaml"), "eval.recall": asked}
+    recall_options = {"tasks": ["passkey"], "length_factors": [0.5, 2], "sequences": 4}
+    base = {"base": str(ROOT / "tests" / "tiny.yaml"), "eval.recall": recall_options}
     primary = {"metric": metric} if metric == "val/loss" else OF_RECALL | {"metric": metric}
     procedure = experiment(tmp_path, base=base, seeds=[1, 2, 3], primary=primary)
     for run in procedure.known()[:finished]:
@@ -118,8 +118,8 @@ def test_what_is_measured_is_said_with_the_length_where_it_is(tmp_path, metric, 
 def test_so_do_planned_seeds_that_are_left_out(tmp_path):
     path, overrides = written(tmp_path, seeds=[1, 2, 3])
     before = finish_all(Procedure(read_experiment(path, overrides)), loss)
-    settled = {"data_fingerprint": FINGERPRINT, "precision": 32, "compile": False, "threads": 1}
-    write_json(before.experiment.folder / "resolved.json", settled | {"seeds": [1, 2, 3, 4]})
+    resolved = {"data_fingerprint": FINGERPRINT, "precision": 32, "compile": False, "threads": 1}
+    write_json(before.experiment.folder / "resolved.json", resolved | {"seeds": [1, 2, 3, 4]})
     procedure = open_experiment(path, overrides)
     assert (procedure.added, procedure.left_out) == ((), (4,))
     assert summary_lines(procedure)[1]["verdict"] == "exploratory: better"
@@ -148,8 +148,8 @@ def test_the_second_interval_is_over_the_documents_that_report(tmp_path):
         series = validation_series(float(values.mean()), None, 9.0, 32, sample, FINGERPRINT)
         evaluated(run, "validation", run.outcome.last_step, series)
     report = np.flatnonzero(~selects(FINGERPRINT, np.arange(40))).tolist()
-    apart = np.stack([(by_run["ssmax", seed] - by_run["softmax", seed])[report, 0] for seed in (1, 2, 3)])
-    expected = over_seeds_and_documents(apart, np.ones(len(report)), np.array(report)).interval()
+    differences = np.stack([(by_run["ssmax", seed] - by_run["softmax", seed])[report, 0] for seed in (1, 2, 3)])
+    expected = over_seeds_and_documents(differences, np.ones(len(report)), np.array(report)).interval()
     assert summary_lines(procedure)[1]["over_seeds_and_documents"] == pytest.approx(expected.listed(), abs=1e-5)
     assert expected.over == f"3 seeds and {len(report)} documents"
 
@@ -157,8 +157,8 @@ def test_the_second_interval_is_over_the_documents_that_report(tmp_path):
 def test_the_difference_is_shown_at_every_rate(tmp_path):
     procedure = experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]})
     finish_all(procedure, lambda run: loss(run) + (run.rate - 2e-3) ** 2 * 1e5 * (2 if run.arm == "ssmax" else 1))
-    found = summary_lines(procedure)[1]["differences_by_rate"]
-    assert found == pytest.approx({"0.001": 0.1, "0.002": 0.0015, "0.004": 0.4015}, abs=2e-3)
+    differences = summary_lines(procedure)[1]["differences_by_rate"]
+    assert differences == pytest.approx({"0.001": 0.1, "0.002": 0.0015, "0.004": 0.4015}, abs=2e-3)
 
 
 ABOVE = "final loss above the unigram cross-entropy (6.2500 > 6.0000)"
@@ -175,10 +175,10 @@ def unlike(folder: Path, *training_losses: float, final: float = 6.25) -> tuple[
 
 @pytest.mark.parametrize("training_losses", [(), (6.3,), (10.8, 6.3), (10.8, 5.9, 6.3), (10.8, float("nan"), 6.3), (8.0, 4.0)])
 def test_runs_that_learned_nothing_have_a_value_and_a_note(tmp_path, training_losses):
-    procedure, found = unlike(tmp_path, *training_losses)
-    assert {one.outcome.state for one in procedure.known()} == {"finished"}
-    assert (found["verdict"], found["runs"], found["mean"]) == ("worse", 3, 6.25)
-    assert f"; did not learn: ssmax seed 1: {ABOVE}; ssmax seed 2: " in found["reason"]
+    procedure, line = unlike(tmp_path, *training_losses)
+    assert {run.outcome.state for run in procedure.known()} == {"finished"}
+    assert (line["verdict"], line["runs"], line["mean"]) == ("worse", 3, 6.25)
+    assert f"; did not learn: ssmax seed 1: {ABOVE}; ssmax seed 2: " in line["reason"]
 
 
 @pytest.mark.parametrize(
@@ -191,11 +191,11 @@ def test_runs_that_learned_nothing_have_a_value_and_a_note(tmp_path, training_lo
     ],
 )
 def test_runs_whose_loss_rose_or_is_not_finite_have_diverged(tmp_path, training_losses, final, how):
-    procedure, found = unlike(tmp_path, *training_losses, final=final)
-    assert [one.outcome.state for one in procedure.known()] == ["finished", "diverged"] * 3
-    assert (found["verdict"], found["runs"]) == ("unstable", 0)
-    assert found["reason"].startswith(f"3 final runs diverged: ssmax seed 1: {how}"), found["reason"]
-    assert "did not learn" not in found["reason"]
+    procedure, line = unlike(tmp_path, *training_losses, final=final)
+    assert [run.outcome.state for run in procedure.known()] == ["finished", "diverged"] * 3
+    assert (line["verdict"], line["runs"]) == ("unstable", 0)
+    assert line["reason"].startswith(f"3 final runs diverged: ssmax seed 1: {how}"), line["reason"]
+    assert "did not learn" not in line["reason"]
     for run in procedure.known():
         (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
         write_json(run.config.run_folder / ENVIRONMENT, {"starts": [{"step": 0}]})
@@ -204,9 +204,9 @@ def test_runs_whose_loss_rose_or_is_not_finite_have_diverged(tmp_path, training_
 
 
 def test_a_loss_that_rose_and_stayed_below_the_unigram_cross_entropy_is_a_loss(tmp_path):
-    _, found = unlike(tmp_path, 9.0, 3.0, 5.5, final=5.5)
-    assert found["verdict"] == "worse"
-    assert "did not learn" not in found["reason"]
+    _, line = unlike(tmp_path, 9.0, 3.0, 5.5, final=5.5)
+    assert line["verdict"] == "worse"
+    assert "did not learn" not in line["reason"]
 
 
 def test_an_arm_that_is_measured_as_it_is_can_be_worse_than_single_tokens(tmp_path):
@@ -221,7 +221,7 @@ def test_a_rate_at_which_nothing_is_learned_is_a_bad_rate(tmp_path):
     procedure = experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]})
     finish_all(procedure, lambda run: 9.2 if run.rate == 1e-3 else loss(run) + 50 * abs(run.rate - 2e-3))
     assert procedure.choice("").rates == {"softmax": 2e-3, "ssmax": 2e-3}
-    assert {one.selection for one in procedure.tried("") if one.rate == 1e-3} == {9.2}
+    assert {trial.selection for trial in procedure.tried("") if trial.rate == 1e-3} == {9.2}
 
 
 def test_an_evaluation_that_is_damaged_says_what_to_do(tmp_path):
@@ -253,9 +253,9 @@ def test_where_tuning_chose_different_rates_both_arms_are_trained_at_both(tmp_pa
     choice = procedure.choice("")
     assert choice.final == {"softmax": (2e-3, 4e-3), "ssmax": (4e-3, 2e-3)}
     assert choice.rates == {"softmax": 4e-3, "ssmax": 4e-3}, "by the final seeds, on the selection text"
-    final = [one for one in procedure.known() if one.stage == "final"]
-    assert len(final) == len({one.config.run_folder for one in final}) == 4 * 5
-    assert all(one.outcome.state == "finished" for one in final)
+    final = [run for run in procedure.known() if run.stage == "final"]
+    assert len(final) == len({run.config.run_folder for run in final}) == 4 * 5
+    assert all(run.outcome.state == "finished" for run in final)
     line = summary_lines(procedure)[1]
     assert line["difference"][0] == pytest.approx(3e-4, abs=1e-5)
     assert line["difference"][2] < 1e-3, "the tuned rates alone: better by 0.02"
@@ -295,11 +295,11 @@ def test_an_arm_is_better_if_it_is_so_at_its_rate_against_both_of_the_baseline(t
 
 
 def test_a_run_that_diverges_at_a_rate_neither_chosen_nor_judged_is_left_out(tmp_path):
-    def found(lost: tuple[str, float]) -> dict:
+    def found(lost_run: tuple[str, float]) -> dict:
         def loss(run: Run) -> float:
-            return math.inf if (run.arm, run.rate, run.seed) == (*lost, 1) else misled(run) - 0.1 * (run.arm == "ssmax")
+            return math.inf if (run.arm, run.rate, run.seed) == (*lost_run, 1) else misled(run) - 0.1 * (run.arm == "ssmax")
 
-        return summary_lines(finish_all(experiment(tmp_path / f"{lost[0]}-{lost[1]:g}", tune=GRID), loss))[1]
+        return summary_lines(finish_all(experiment(tmp_path / f"{lost_run[0]}-{lost_run[1]:g}", tune=GRID), loss))[1]
 
     for name in ("ssmax-0.002", "softmax-0.002", "ssmax-0.004"):
         (tmp_path / name).mkdir()
@@ -312,8 +312,8 @@ def test_while_runs_at_the_others_rate_are_missing_nothing_is_claimed(tmp_path):
     procedure = experiment(tmp_path, tune=GRID)
     for run in procedure.known():
         finish(run, misled(run))
-    again = Procedure(procedure.experiment)
-    for run in again.known():
+    reopened = Procedure(procedure.experiment)
+    for run in reopened.known():
         if run.stage == "final" and (run.arm, run.rate) != ("softmax", 4e-3):
             finish(run, misled(run))
     line = summary_lines(Procedure(procedure.experiment))[1]
@@ -348,9 +348,9 @@ def test_a_second_look_is_taken_if_the_first_leaves_a_comparison_undecided(tmp_p
 def test_no_second_look_is_taken_where_the_first_decides(tmp_path):
     procedure = experiment(tmp_path, more_seeds=[4, 5])
     finish_all(procedure, lambda run: 5.0 - (0.1 + 0.001 * run.seed) * (run.arm == "ssmax"))
-    found = Procedure(procedure.experiment)
-    assert next_look(found) is found
-    assert summary_lines(found)[1]["verdict"] == "better"
+    reopened = Procedure(procedure.experiment)
+    assert next_look(reopened) is reopened
+    assert summary_lines(reopened)[1]["verdict"] == "better"
 
 
 def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(tmp_path):
@@ -370,9 +370,9 @@ def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(t
     assert low.startswith(
         "LOW POWER: the experiment will more likely than not leave such a difference undecided; probability 0.8 takes 52 seeds"
     )
-    measured = finish_all(experiment(tmp_path, primary=primary | {"spread": 0.005}), noisy)
+    finished = finish_all(experiment(tmp_path, primary=primary | {"spread": 0.005}), noisy)
     spread = np.std([0.05, -0.05, 0.01], ddof=1)
-    assert f"by a spread of {spread:.2g} (the seeds that have ended)" in said(measured)[0]
+    assert f"by a spread of {spread:.2g} (the seeds that have ended)" in said(finished)[0]
 
 
 def test_the_quickstart_has_the_power_to_find_what_it_asks_about(tmp_path):
@@ -389,8 +389,8 @@ def test_a_baseline_that_diverges_at_a_third_arms_rate_is_unstable_and_no_error(
     def loss(run: Run) -> float:
         if run.stage == "tune":
             return 5 + abs(float(np.log2(run.rate / best[run.arm])))
-        lost = (run.arm, run.rate, run.seed) == ("softmax", 4e-3, 1)
-        return math.nan if lost else 5 - 0.1 * ((run.arm, run.rate) == ("softmax", 2e-3)) - 0.001 * run.seed
+        is_lost = (run.arm, run.rate, run.seed) == ("softmax", 4e-3, 1)
+        return math.nan if is_lost else 5 - 0.1 * ((run.arm, run.rate) == ("softmax", 2e-3)) - 0.001 * run.seed
 
     tune = {"grid": [1e-3, 2e-3, 4e-3, 8e-3, 16e-3], "seeds": [101, 102]}
     _, ssmax, log_n = summary_lines(finish_all(experiment(tmp_path, arms=arms, tune=tune), loss))
@@ -406,15 +406,15 @@ def test_the_page_of_crossed_rates_has_arms_that_are_not_trained(tmp_path):
 
 def test_there_is_a_page_and_a_plan_at_each_step_where_arms_start_from_others_that_are_trained_at_the_rates_of_both(tmp_path):
     arms = {"softmax": {}, "ssmax": {"model.normalizer": "ssmax"}, "more": {"from": "softmax", "trainer.max_steps": 6}}
-    procedure, said = experiment(tmp_path, arms=arms, tune=GRID), []
-    while left := [run for run in procedure.known() if not run.outcome.ended]:
+    procedure, plans = experiment(tmp_path, arms=arms, tune=GRID), []
+    while unfinished := [run for run in procedure.known() if not run.outcome.ended]:
         choice, results = procedure.choice(""), SizeResults(procedure, "", procedure.judged())
         seeds = [cells for column, cells in crossed_table(results).contents if column.name == "seeds"] if choice.crossed else []
-        said.append((choice.rates is None, [*map(str, seeds)], _lost(procedure, [results])[0].partition("; ")[2]))
+        plans.append((choice.rates is None, [*map(str, seeds)], _lost(procedure, [results])[0].partition("; ")[2]))
         assert list(plan(procedure, None, "unknown"))
-        for run in left:
+        for run in unfinished:
             finish(run, misled(run))
-    assert said == [
+    assert plans == [
         (True, [], "there are no final runs yet"),
         (True, [str(["0 of 3"] * 4)], "final runs at the rates of several arms have not all ended"),
         (True, [str(["3 of 3"] * 4)], "arms that start from others have no final runs yet"),
@@ -436,15 +436,18 @@ def test_an_arm_is_tuned_that_starts_from_one_without_a_rate_of_its_own(tmp_path
         "cooled": {"from": "softmax", "step": 4, "trainer.max_steps": 6},
         "longer": {"from": "cooled"},
     }
-    procedure, seen = experiment(tmp_path, arms=arms, tune={"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]}), set[Path]()
-    planned = procedure.n_runs("")
-    while left := [run for run in procedure.known() if not run.outcome.ended]:
-        assert all(run.before is None or run.before in seen or run.before in {one.config.run_folder for one in left} for run in left)
-        seen |= {run.config.run_folder for run in left}
-        for run in left:
+    procedure, trained_folders = experiment(tmp_path, arms=arms, tune={"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]}), set[Path]()
+    n_planned = procedure.n_runs("")
+    while unfinished := [run for run in procedure.known() if not run.outcome.ended]:
+        assert all(
+            run.before is None or run.before in trained_folders or run.before in {source.config.run_folder for source in unfinished}
+            for run in unfinished
+        )
+        trained_folders |= {run.config.run_folder for run in unfinished}
+        for run in unfinished:
             finish(run, 5 + abs((run.rate or 0) - 2e-2) + 0.001 * run.seed)
     assert procedure.choice("").rates == dict.fromkeys(arms, 2e-2)
     assert {run.arm for run in procedure.tried("")} == {"softmax", "more", "longer"}, "others choose no rate"
     assert procedure.n_runs("") == {"softmax": 9, "swapped": 5, "more": 9, "cooled": 5, "longer": 9}
     assert sum(procedure.n_runs("").values()) == len(procedure.known())
-    assert planned == procedure.n_runs("")
+    assert n_planned == procedure.n_runs("")

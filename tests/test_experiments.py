@@ -61,19 +61,19 @@ def here(run: Run) -> int:
 def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, capsys):
     path = written(tmp_path)
     procedure = Procedure(read_experiment(path, overrides))
-    launched = []
+    labels = []
 
     def launch(run: Run) -> int:
         """Train final runs; those of the tuning are made up, best at 2e-2."""
-        launched.append(run.label)
+        labels.append(run.label)
         return here(run) if run.stage == "final" else finish(run, 5.0 + abs(run.rate - 2e-2)) or 0
 
     Jobs(procedure, Slots(1), launch).work()
-    known = procedure.known()
-    assert len(launched) == len(set(launched)) == len(known)
-    assert len({one.rate for one in known if one.stage == "tune"}) > 2, "one of two rates is at an edge: the grid grows"
-    assert sum(one.stage == "final" for one in known) == 4
-    losses = {arm: {rate: [one.outcome.mean(SELECTION, selection=True) for one in runs] for rate, runs in by_rate.items()}
+    runs = procedure.known()
+    assert len(labels) == len(set(labels)) == len(runs)
+    assert len({run.rate for run in runs if run.stage == "tune"}) > 2, "one of two rates is at an edge: the grid grows"
+    assert sum(run.stage == "final" for run in runs) == 4
+    losses = {arm: {rate: [run.outcome.mean(SELECTION, selection=True) for run in runs] for rate, runs in by_rate.items()}
               for arm, by_rate in procedure.choice("").runs.items()}  # fmt: skip
     assert procedure.choice("").rates == {arm: min(by_rate, key=lambda rate: sum(by_rate[rate])) for arm, by_rate in losses.items()}
     soft, scalable = summary_lines(procedure)
@@ -84,7 +84,7 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
     compare_experiments([path], overrides, Work(), report_only=True)
     folder = procedure.experiment.folder
     assert json.loads((folder / "verdicts.json").read_text())["arms"][1]["verdict"] == "exploratory: incomplete", "no start was recorded"
-    assert {"verdicts.csv", "tuning.csv", "report"} <= {one.name for one in folder.iterdir()}
+    assert {"verdicts.csv", "tuning.csv", "report"} <= {path.name for path in folder.iterdir()}
     assert "incomplete" in capsys.readouterr().out
 
 
@@ -94,9 +94,9 @@ def test_tables_have_no_empty_columns_and_reasons_stand_below_them(tmp_path, ove
     finish_all(Procedure(read_experiment(path, overrides)), lambda run: 5.0 + abs(run.rate - 2e-2))
     compare_experiments([path], overrides, Work(), report_only=True)
     out = capsys.readouterr().out
-    tuned, judged = (line.split() for line in out.splitlines() if line.split()[:1] == ["arm"])
-    assert tuned == ["arm", "rate", "val/loss"]
-    assert (judged[:3], "verdict" in judged) == (["arm", "optim.lr", "seeds"], False)
+    tuning_words, verdict_words = (line.split() for line in out.splitlines() if line.split()[:1] == ["arm"])
+    assert tuning_words == ["arm", "rate", "val/loss"]
+    assert (verdict_words[:3], "verdict" in verdict_words) == (["arm", "optim.lr", "seeds"], False)
     _, ssmax = json.loads((tmp_path / "runs" / "trial" / "verdicts.json").read_text())["arms"]
     assert f"\nssmax: {ssmax['words']}: {ssmax['reason']}\n" in out
     assert out.count(ssmax["words"]) == 1, "a verdict is said once"
@@ -107,20 +107,20 @@ def test_what_was_stopped_goes_on_and_what_failed_is_said(tmp_path, overrides):
     procedure = Procedure(read_experiment(path, overrides))
     with pytest.raises(Stopped, match=r"stopped by SIGINT: .*the same command goes on"):
         Jobs(procedure, Slots(1), lambda run: here(run) if run.arm == "softmax" else interrupt()).work()
-    assert [one.outcome.state for one in procedure.known()] == ["finished", "unfinished", "unfinished", "unfinished"]
-    launched = []
+    assert [run.outcome.state for run in procedure.known()] == ["finished", "unfinished", "unfinished", "unfinished"]
+    labels = []
     with pytest.raises(RunError, match=r"2 runs failed .*ssmax-seed1-.*status 1: no output.*--retry tries them again"):
-        Jobs(procedure, Slots(1), lambda run: launched.append(run.label) or (here(run) if run.arm == "softmax" else 1)).work()
-    assert launched == ["ssmax seed 1", "softmax seed 2", "ssmax seed 2"]
+        Jobs(procedure, Slots(1), lambda run: labels.append(run.label) or (here(run) if run.arm == "softmax" else 1)).work()
+    assert labels == ["ssmax seed 1", "softmax seed 2", "ssmax seed 2"]
     with pytest.raises(RunError, match="2 runs failed"):
         Jobs(procedure, Slots(1), lambda run: pytest.fail(f"{run.label} is tried again")).work()
     assert lm("compare", str(path), *overrides, "--report-only").stdout.count("status 1: no output") == 2
-    again = Jobs(procedure, Slots(1), lambda run: launched.append(run.label) or 1)
+    jobs = Jobs(procedure, Slots(1), lambda run: labels.append(run.label) or 1)
     retry(procedure)
     with pytest.raises(RunError, match="2 runs failed"):
-        again.work()
-    assert launched[3:] == ["ssmax seed 1", "ssmax seed 2"]
-    assert {one["arm"]: one["runs"] for one in summary_lines(procedure)} == {"softmax": 2, "ssmax": 0}
+        jobs.work()
+    assert labels[3:] == ["ssmax seed 1", "ssmax seed 2"]
+    assert {line["arm"]: line["runs"] for line in summary_lines(procedure)} == {"softmax": 2, "ssmax": 0}
 
 
 def interrupt() -> int:
@@ -131,7 +131,7 @@ def test_a_run_that_diverges_is_counted_and_not_trained_again(tmp_path, override
     path = written(tmp_path, tune=None, arms={"softmax": {}, "wild": WILD})
     procedure = Procedure(read_experiment(path, overrides))
     Jobs(procedure, Slots(1), here).work()
-    assert [one.outcome.state for one in procedure.known()] == ["finished", "diverged"] * 2
+    assert [run.outcome.state for run in procedure.known()] == ["finished", "diverged"] * 2
     assert re.search(r"final: wild seed 1: diverged \(\S.*finite.*\), \d+ s; ", capsys.readouterr().out)
     Jobs(procedure, Slots(1), lambda run: pytest.fail(f"{run.label} is trained again")).work()
     _, wild = summary_lines(procedure)
@@ -147,20 +147,20 @@ def test_a_run_that_did_not_learn_says_so_as_it_ends(tmp_path, overrides, capsys
 
 
 def test_a_run_has_ended_only_with_its_last_checkpoint_and_the_primary_metric(tmp_path, overrides):
-    made = read_experiment(written(tmp_path, tune=None, seeds=[1]), [*overrides, "eval.long_context.length_factor=2"])
-    procedure = Procedure(made)
+    experiment = read_experiment(written(tmp_path, tune=None, seeds=[1]), [*overrides, "eval.long_context.length_factor=2"])
+    procedure = Procedure(experiment)
     Jobs(procedure, Slots(1), here).work()
     outcome = next(iter(procedure.known())).outcome
     assert outcome.state == "finished"
-    for one in (found for kind in ("validation", "long_context") for found in evaluations(outcome, kind)):
-        for name, score in one.scores.items():
+    for evaluation in (evaluation for kind in ("validation", "long_context") for evaluation in evaluations(outcome, kind)):
+        for name, score in evaluation.scores.items():
             values = outcome.values(name)
             assert values is None or values.mean == pytest.approx(score, abs=1e-5), name
     assert replace(outcome, metric="needle/exact").state == "unfinished"
     long_context = evaluation_path(outcome.folder, "long_context", outcome.last_step)
     long_context.unlink()
     assert replace(outcome).state == "unfinished", "killed after the validation"
-    Jobs(Procedure(made), Slots(1), lambda run: train(replace(run.config, resume="auto"))).work()
+    Jobs(Procedure(experiment), Slots(1), lambda run: train(replace(run.config, resume="auto"))).work()
     assert (replace(outcome).state, long_context.exists()) == ("finished", True)
     long_context.unlink()
     with (outcome.folder / "metrics.jsonl").open("a") as log:
@@ -180,28 +180,28 @@ def test_a_metric_that_is_not_measured_stops_the_experiment_with_its_first_run(t
     wrong = r"primary\.metric diagnostics/entropie was not measured .*; correct the file, measured were: val/loss$"
     with pytest.raises(RunError, match=wrong):
         Jobs(Procedure(read_experiment(path, overrides)), Slots(1), lambda run: finish(run, 5.0) or 0).work()
-    path, launched = written(tmp_path, tune=None, primary={"metric": "val/loss", "better": "higher"}), []
+    path, labels = written(tmp_path, tune=None, primary={"metric": "val/loss", "better": "higher"}), []
     with pytest.raises(RunError, match=r"primary\.better = higher: of val/loss, lower is better"):
-        Jobs(Procedure(read_experiment(path, overrides)), Slots(1), lambda run: launched.append(run.label) or finish(run, 5.0) or 0).work()
-    assert len(launched) == 1
+        Jobs(Procedure(read_experiment(path, overrides)), Slots(1), lambda run: labels.append(run.label) or finish(run, 5.0) or 0).work()
+    assert len(labels) == 1
 
 
 def test_metrics_are_known_before_they_are_measured(tmp_path, overrides):
     settings = "inference=[{}, {rope: ntk}]"
-    asked = [
+    extra = [
         *("long_context.length_factor=2", f"long_context.{settings}", "by_length.lengths=[8, 32]", f"by_length.{settings}"),
         *("recall.tasks=[passkey]", "recall.length_factors=[8, 16]", "recall.sequences=2"),
         *("needle.length_factors=[16]", "needle.trials=2", "needle.depths=[0.5]"),
     ]
-    more = [*overrides, *(f"eval.{one}" for one in asked), "eval.sequences=4", "trainer.max_steps=8"]
-    procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1]), more))
+    all_overrides = [*overrides, *(f"eval.{setting}" for setting in extra), "eval.sequences=4", "trainer.max_steps=8"]
+    procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1]), all_overrides))
     run = procedure.known()[0]
     assert here(run) == 0
     with pytest.raises(ConfigError, match="is not measured by sequence; choose from: ") as error:
-        read_experiment(written(tmp_path, tune=None, primary={"metric": "val/zzzzzzzzzzzzzzzzzz"}), more)
-    known = str(error.value).partition("choose from: ")[2].split(", ")
-    assert len(known) == 11
-    assert sorted(known) == sorted(run.outcome.names)
+        read_experiment(written(tmp_path, tune=None, primary={"metric": "val/zzzzzzzzzzzzzzzzzz"}), all_overrides)
+    names = str(error.value).partition("choose from: ")[2].split(", ")
+    assert len(names) == 11
+    assert sorted(names) == sorted(run.outcome.names)
 
 
 def test_runs_measured_on_other_sequences_are_not_compared(tmp_path, overrides):
@@ -222,27 +222,27 @@ def test_an_arm_whose_source_diverged_has_diverged_with_it(tmp_path, overrides):
     }
     procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1], arms=arms), overrides))
     Jobs(procedure, Slots(1), here).work()
-    assert [one["verdict"] for one in summary_lines(procedure)[1:]] == ["unstable", "unstable"]
+    assert [line["verdict"] for line in summary_lines(procedure)[1:]] == ["unstable", "unstable"]
 
 
 def test_runs_on_other_text_are_not_mixed_in(tmp_path, overrides):
     path, text = written(tmp_path, tune=None), tmp_path / "texts"
-    shutil.copytree(next(one for one in overrides if "paths" in one).partition("[")[2][:-1], text)
-    own = [*overrides, f"data.source.paths=[{text}]", f"data.root={tmp_path / 'stores'}"]
-    folder = open_experiment(path, own).experiment.folder
+    shutil.copytree(next(override for override in overrides if "paths" in override).partition("[")[2][:-1], text)
+    own_overrides = [*overrides, f"data.source.paths=[{text}]", f"data.root={tmp_path / 'stores'}"]
+    folder = open_experiment(path, own_overrides).experiment.folder
     write_json(folder / "resolved.json", {"data_fingerprint": "0" * 16, "precision": 32, "compile": False, "threads": 1})
     with pytest.raises(RunError, match="the text is not what the first runs were trained on"):
-        start(path, own)
+        start(path, own_overrides)
 
 
 def test_the_plan_needs_no_text_and_prepares_none(tmp_path, overrides):
-    away = [*overrides, f"data.source.paths=[{tmp_path / 'nowhere'}]", f"data.root={tmp_path / 'stores'}"]
-    result = lm("compare", str(written(tmp_path)), *away, "--plan")
+    missing_text = [*overrides, f"data.source.paths=[{tmp_path / 'nowhere'}]", f"data.root={tmp_path / 'stores'}"]
+    result = lm("compare", str(written(tmp_path)), *missing_text, "--plan")
     assert result.returncode == 0, result.stderr
     assert "16 runs, 0.3 M tokens, " in result.stdout, result.stdout
-    unknown = lm("compare", str(written(tmp_path)), *away, "--plan", "data.tokenizer={name: file, path: gone.json}")
+    bad_tokenizer = lm("compare", str(written(tmp_path)), *missing_text, "--plan", "data.tokenizer={name: file, path: gone.json}")
     counted = "16 runs; the grid may grow twice, and final seeds are trained at each chosen rate: two are counted"
-    assert f"{counted}; tokens, FLOPs and disk: the vocabulary is not known" in unknown.stdout, unknown.stderr
+    assert f"{counted}; tokens, FLOPs and disk: the vocabulary is not known" in bad_tokenizer.stdout, bad_tokenizer.stderr
     assert not (tmp_path / "stores").exists()
     assert not (tmp_path / "runs").exists()
 
@@ -251,50 +251,50 @@ def test_the_disk_that_is_planned_is_what_a_run_takes(tmp_path, overrides):
     procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1]), [*overrides, "model.n_embd=128"]))
     run = procedure.known()[0]
     assert here(run) == 0
-    taken = {path.stat().st_ino: path.stat().st_size for path in run.config.run_folder.rglob("*") if path.is_file()}
-    assert costs(procedure)["", "softmax"].disk == pytest.approx(sum(taken.values()), rel=0.15)
+    sizes = {path.stat().st_ino: path.stat().st_size for path in run.config.run_folder.rglob("*") if path.is_file()}
+    assert costs(procedure)["", "softmax"].disk == pytest.approx(sum(sizes.values()), rel=0.15)
 
 
 def test_the_disk_that_is_planned_is_of_what_the_optimizer_keeps(tmp_path, overrides):
-    disks, kept = [], []
+    disks, state_bytes = [], []
     for name in OPTIMIZERS:
         procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1]), [*overrides, f"optim.optimizer={name}"]))
         disks.append(costs(procedure)["", "softmax"].disk)
         config = procedure.known()[0].config
         with torch.device("meta"):
             decoder = Decoder(config.model, 400, config.data.seq_len, seed=None)
-        state = (value for known in implied_state(decoder, config).values() for value in known.values())
-        kept.append(sum(value.nbytes for value in state if value.dim()))  # without the count of steps
-    assert disks[0] - disks[1] == kept[0] - kept[1] > 0  # one checkpoint
+        state = (value for tensors in implied_state(decoder, config).values() for value in tensors.values())
+        state_bytes.append(sum(value.nbytes for value in state if value.dim()))  # without the count of steps
+    assert disks[0] - disks[1] == state_bytes[0] - state_bytes[1] > 0  # one checkpoint
 
 
 def test_several_that_start_an_experiment_at_once_settle_it_once(tmp_path, overrides, monkeypatch):
     path, first = written(tmp_path), start(written(tmp_path), overrides).experiment
-    kept = (first.folder / "resolved.json").read_text()
+    content = (first.folder / "resolved.json").read_text()
     monkeypatch.setattr("lm.experiments.experiment_folder._on_this_machine", lambda *_: pytest.fail("was settled by the first"))
     assert start(path, [*overrides, "trainer.threads=null"], jobs=7).experiment.first_config.trainer.threads == 1
-    assert (first.folder / "resolved.json").read_text() == kept
-    assert json.loads(kept)["seeds"] == [1, 2]
+    assert (first.folder / "resolved.json").read_text() == content
+    assert json.loads(content)["seeds"] == [1, 2]
 
 
 def test_what_the_file_says_of_precision_comes_before_what_the_first_start_has_settled(tmp_path, overrides):
     path = written(tmp_path, tune=None)
-    free = [one for one in overrides if not one.startswith("trainer.")]
-    settled = open_experiment(path, [*free, "trainer.precision=auto", "trainer.compile=auto", "trainer.threads=null"]).experiment
-    trainer = settled.first_config.trainer
+    free = [override for override in overrides if not override.startswith("trainer.")]
+    experiment = open_experiment(path, [*free, "trainer.precision=auto", "trainer.compile=auto", "trainer.threads=null"]).experiment
+    trainer = experiment.first_config.trainer
     assert (trainer.precision in (32, "bf16-mixed"), trainer.compile, trainer.threads) == (True, False, threads_each(1))
     assert open_experiment(path, [*free, "trainer.precision=32"]).experiment.first_config.trainer.precision == 32
 
 
 def test_what_one_size_says_of_precision_is_its_own_and_the_plan_says_so(tmp_path, overrides):
-    free = [one for one in overrides if not one.startswith("trainer.precision")]
+    free = [override for override in overrides if not override.startswith("trainer.precision")]
     path = written(tmp_path, tune=None, sizes={"a": {"trainer.precision": 32}, "b": {}, "c": {"trainer.precision": "bf16-mixed"}})
-    opened = open_experiment(path, [*free, "trainer.precision=auto"])
-    experiment = opened.experiment
-    found = [experiment.config(size, experiment.arms[0], 1, None, {"name": "any"}).trainer.precision for size in experiment.sizes]
-    assert found == [32, 32, "bf16-mixed"], "b is as the first start settles it"
-    said = "precision 32 (a softmax, a ssmax, b softmax, b ssmax), bf16-mixed (c softmax, c ssmax); compile False; threads 1"
-    assert list(plan(opened, None, "unknown"))[-1] == f"runs compute with {said}"
+    procedure = open_experiment(path, [*free, "trainer.precision=auto"])
+    experiment = procedure.experiment
+    precisions = [experiment.config(size, experiment.arms[0], 1, None, {"name": "any"}).trainer.precision for size in experiment.sizes]
+    assert precisions == [32, 32, "bf16-mixed"], "b is as the first start settles it"
+    sentence = "precision 32 (a softmax, a ssmax, b softmax, b ssmax), bf16-mixed (c softmax, c ssmax); compile False; threads 1"
+    assert list(plan(procedure, None, "unknown"))[-1] == f"runs compute with {sentence}"
 
 
 @pytest.mark.parametrize(
@@ -327,19 +327,19 @@ def test_threads_are_shared_out_of_the_cores_that_the_job_may_use(tmp_path, over
 def test_an_arm_starts_from_another_arm_s_weights_seed_by_seed(tmp_path, overrides):
     arms = {"softmax": {}, "late": {"from": "softmax", "optim.lr": 1e-3}}
     procedure = Procedure(read_experiment(written(tmp_path, tune=None, arms=arms), overrides))
-    runs = {(one.arm, one.seed): one.config for one in procedure.known()}
+    runs = {(run.arm, run.seed): run.config for run in procedure.known()}
     for seed in (1, 2):
         assert runs["late", seed].init_from == str(runs["softmax", seed].run_folder)
     order = []
     Jobs(procedure, Slots(1), lambda run: order.append(run.label) or here(run)).work()
     assert order.index("softmax seed 2") < order.index("late seed 2")
-    assert [one["runs"] for one in summary_lines(procedure)] == [2, 2]
+    assert [line["runs"] for line in summary_lines(procedure)] == [2, 2]
 
 
 def test_changes_of_what_is_trained_give_other_runs_and_changes_of_labels_do_not(tmp_path, overrides):
-    def folders(*more: str, **changes: object) -> list[str]:
-        made = read_experiment(written(tmp_path, tune=None, **changes), [*overrides, *more])
-        return [one.config.run_folder.name for one in Procedure(made).known()]
+    def folders(*extra_overrides: str, **changes: object) -> list[str]:
+        experiment = read_experiment(written(tmp_path, tune=None, **changes), [*overrides, *extra_overrides])
+        return [run.config.run_folder.name for run in Procedure(experiment).known()]
 
     before = folders()
     assert folders("log.every=7") == before
@@ -352,10 +352,10 @@ def test_changes_of_what_is_trained_give_other_runs_and_changes_of_labels_do_not
 def test_a_later_version_s_key_that_is_off_makes_no_other_runs(tmp_path, overrides, monkeypatch):
     config = read_experiment(written(tmp_path), overrides).first_config
     plain = to_plain(config)
-    without = {key: value for key, value in plain["eval"].items() if key != "recall"}
-    monkeypatch.setattr("lm.experiments.experiment.to_plain", lambda config: plain | {"eval": without})
+    without_recall = {key: value for key, value in plain["eval"].items() if key != "recall"}
+    monkeypatch.setattr("lm.experiments.experiment.to_plain", lambda config: plain | {"eval": without_recall})
     older = config_hash(config)
-    monkeypatch.setattr("lm.experiments.experiment.to_plain", lambda config: plain | {"eval": without | {"recall": None}})
+    monkeypatch.setattr("lm.experiments.experiment.to_plain", lambda config: plain | {"eval": without_recall | {"recall": None}})
     assert config_hash(config) == older
 
 
@@ -375,9 +375,9 @@ def test_a_run_without_its_place_in_the_experiment_stays_usable_and_keeps_its_na
     assert config_hash(before) == config_hash(first.config)
     assert train(load([str(dumped(tmp_path, before))])) == 0
     config = before.run_folder / "config.yaml"
-    without = {key: value for key, value in yaml.safe_load(config.read_text()).items() if key != "experiment"}
-    config.write_text(yaml.safe_dump(without))
-    assert [one.outcome.state for one in procedure.known()] == ["finished", "unfinished"]
+    content = {key: value for key, value in yaml.safe_load(config.read_text()).items() if key != "experiment"}
+    config.write_text(yaml.safe_dump(content))
+    assert [run.outcome.state for run in procedure.known()] == ["finished", "unfinished"]
     result = lm("eval", str(before.run_folder), "eval.sequences=32")
     assert result.returncode == 0, result.stderr
     assert train(replace(first.config, resume="auto")) == 0, "the command of the experiment takes it up as it is"
@@ -397,9 +397,9 @@ def test_the_command_prints_a_plan_and_trains_nothing(tmp_path, overrides):
     assert "time: about 16 min for what is left, 1 at a time" in result.stdout
     assert "done: 0 of the 8 runs known so far" in result.stdout
     assert "primary metric val/loss" in result.stdout
-    missing = lm("compare", str(tmp_path / "no.yaml"))
+    no_file = lm("compare", str(tmp_path / "no.yaml"))
     expected = f"error: {tmp_path / 'no.yaml'}: no such experiment file; lm configs lists presets\n"
-    assert (missing.returncode, missing.stderr) == (2, expected)
+    assert (no_file.returncode, no_file.stderr) == (2, expected)
     early = lm("compare", str(written(tmp_path)), *overrides, "--report-only")
     assert early.returncode == 1
     assert "no run has ended yet" in early.stderr

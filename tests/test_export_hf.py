@@ -49,9 +49,9 @@ def tokens() -> torch.Tensor:
 def test_import_export_import_gives_the_same_bits_and_transformers_the_same_logits(case: str, tmp_path: Path):
     original = save(tmp_path / "hf", *CASES[case])
     first = imported(tmp_path / "hf", tmp_path / "first")
-    theirs, report = AutoModelForCausalLM.from_pretrained(exported(tmp_path / "first", tmp_path / "again"), output_loading_info=True)
+    model, report = AutoModelForCausalLM.from_pretrained(exported(tmp_path / "first", tmp_path / "again"), output_loading_info=True)
     assert not any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    torch.testing.assert_close(theirs.eval()(tokens()).logits, original(tokens()).logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(model.eval()(tokens()).logits, original(tokens()).logits, rtol=0, atol=1e-4)
     second = imported(tmp_path / "again", tmp_path / "second")
     assert second.spec == first.spec
     assert second.decoder.state_dict().keys() == first.decoder.state_dict().keys()
@@ -73,41 +73,41 @@ def test_models_made_here_are_computed_by_transformers(kind: str, tmp_path: Path
     for parameter in decoder.parameters():
         parameter.add_(torch.randn(parameter.shape) * 0.1)
     save_model(decoder, tmp_path / "ours")
-    theirs = AutoModelForCausalLM.from_pretrained(exported(tmp_path / "ours", tmp_path / "hf")).eval()
-    assert theirs.config.model_type == kind
-    torch.testing.assert_close(theirs(tokens()[:, :64]).logits, decoder.logits(tokens()[:, :64]), rtol=0, atol=1e-4)
+    model = AutoModelForCausalLM.from_pretrained(exported(tmp_path / "ours", tmp_path / "hf")).eval()
+    assert model.config.model_type == kind
+    torch.testing.assert_close(model(tokens()[:, :64]).logits, decoder.logits(tokens()[:, :64]), rtol=0, atol=1e-4)
 
 
 def test_a_run_is_exported_with_its_tokenizer_and_a_card(tiny, tmp_path: Path):
     config = tiny("name=run", "model.normalizer=softmax", "eval.sequences=4")
     train(config)
-    ours, out = load(config.run_folder), exported(config.run_folder, tmp_path / "hf")
-    theirs, tokenizer = AutoModelForCausalLM.from_pretrained(out).eval(), AutoTokenizer.from_pretrained(out)
-    text, start = "some words of text ", ours.tokenizer_and_start()[1]
-    assert tokenizer(text).input_ids == [start, *ours.tokenizer.encode(text).ids]
-    assert tokenizer(text, add_special_tokens=False).input_ids == ours.tokenizer.encode(text).ids
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, theirs.config.bos_token_id) == (start, start, start)
+    source, out = load(config.run_folder), exported(config.run_folder, tmp_path / "hf")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out).eval(), AutoTokenizer.from_pretrained(out)
+    text, start = "some words of text ", source.tokenizer_and_start()[1]
+    assert tokenizer(text).input_ids == [start, *source.tokenizer.encode(text).ids]
+    assert tokenizer(text, add_special_tokens=False).input_ids == source.tokenizer.encode(text).ids
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, model.config.bos_token_id) == (start, start, start)
     prompt = tokenizer("some words").input_ids
-    there = theirs.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert list(generate(ours.decoder, prompt, 8, Sampling(temperature=0))) == there[0, len(prompt) :].tolist()
+    continuation = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert list(generate(source.decoder, prompt, 8, Sampling(temperature=0))) == continuation[0, len(prompt) :].tolist()
     card = (out / "README.md").read_text()
-    evaluation = json.loads((config.run_folder / "evaluations" / f"validation.step-{ours.stamp['step']:06d}.json").read_text())
-    loss = next(one for one in evaluation["series"] if one["metric"] == "val loss")["means"][0]
-    for told in (
+    evaluation = json.loads((config.run_folder / "evaluations" / f"validation.step-{source.stamp['step']:06d}.json").read_text())
+    loss = next(curve for curve in evaluation["series"] if curve["metric"] == "val loss")["means"][0]
+    for phrase in (
         "library_name: transformers",
         f"val loss (nats per token) |  |  | {loss:.4f} | 4 |",
         f"seed | {config.seed} |",
         "normalizer:",
     ):
-        assert told in card, card
+        assert phrase in card, card
 
 
 @pytest.mark.parametrize("start", ["<|endoftext|>", "<|end of text|>", "[START:1]", "\n", "$A"])
 def test_any_token_can_start_documents(start: str):
     tokenizer = train_tokenizer(iter(["some words of text"] * 3), TrainedTokenizer(vocab_size=260))
     tokenizer.add_special_tokens([start])
-    made = Tokenizer.from_str(starting_documents(tokenizer.to_str(), start))
-    assert made.encode("some words").ids == [tokenizer.token_to_id(start), *tokenizer.encode("some words").ids]
+    changed = Tokenizer.from_str(starting_documents(tokenizer.to_str(), start))
+    assert changed.encode("some words").ids == [tokenizer.token_to_id(start), *tokenizer.encode("some words").ids]
 
 
 MODERN = yaml.safe_load((ROOT / "configs" / "recipes" / "modern.yaml").read_text())["model"]
@@ -173,35 +173,35 @@ def moved(model: ModelConfig, length: int, folder: Path) -> tuple[Decoder, Path]
     return decoder, exported(folder / "ours", folder / "hf")
 
 
-def of_transformers(folder: Path, kernel: str = "sdpa", **given: object) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, attn_implementation=kernel, **given).eval()
+def of_transformers(folder: Path, kernel: str = "sdpa", **options: object) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, attn_implementation=kernel, **options).eval()
 
 
 @pytest.mark.parametrize("case", OWN_CODE)
 @torch.no_grad()
 def test_code_of_its_own_computes_our_logits_whole_packed_padded_and_cached(case: str, tmp_path: Path):
     decoder, folder = moved(OWN_CODE[case], 128, tmp_path)
-    given, padding = tokens()[:, :128], torch.ones(2, 128, dtype=torch.long)
+    sample, padding = tokens()[:, :128], torch.ones(2, 128, dtype=torch.long)
     padding[0, :30] = 0
     positions = torch.cat((torch.arange(50), torch.arange(78))).expand(2, -1)
-    whole, packed = decoder.logits(given), decoder.head(decoder(given, AttentionLayout.from_positions(positions)))
-    unpadded = decoder.logits(given[:1, 30:])[0]
+    logits, packed = decoder.logits(sample), decoder.head(decoder(sample, AttentionLayout.from_positions(positions)))
+    unpadded = decoder.logits(sample[:1, 30:])[0]
 
-    def near(actual: torch.Tensor, expected: torch.Tensor) -> None:
-        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4, msg=lambda text: f"{kernel}: {text}")
+    def near(result: torch.Tensor, expected: torch.Tensor) -> None:
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-4, msg=lambda text: f"{kernel}: {text}")
 
     for kernel in ("sdpa", "eager"):
-        theirs = of_transformers(folder, kernel)
-        assert theirs.config.model_type == "lm_decoder"
-        near(theirs(given).logits, whole)
-        near(theirs(given, position_ids=positions).logits, packed)
-        near(theirs(given, attention_mask=padding).logits[0, 30:], unpadded)
-        out = theirs(given[:, :60], use_cache=True)
+        model = of_transformers(folder, kernel)
+        assert model.config.model_type == "lm_decoder"
+        near(model(sample).logits, logits)
+        near(model(sample, position_ids=positions).logits, packed)
+        near(model(sample, attention_mask=padding).logits[0, 30:], unpadded)
+        out = model(sample[:, :60], use_cache=True)
         parts = [out.logits]
-        for part in given[:, 60:].split([1, 7, 30, 1, 29], 1):
-            out = theirs(part, past_key_values=out.past_key_values)
+        for part in sample[:, 60:].split([1, 7, 30, 1, 29], 1):
+            out = model(part, past_key_values=out.past_key_values)
             parts.append(out.logits)
-        near(torch.cat(parts, 1), whole)
+        near(torch.cat(parts, 1), logits)
 
 
 def test_each_normalizer_that_the_code_computes_is_tested_and_each_other_one_refused():
@@ -217,20 +217,20 @@ def test_each_normalizer_that_the_code_computes_is_tested_and_each_other_one_ref
 @torch.no_grad()
 def test_logits_of_2048_tokens_are_ours(normalizer: opt.Options, tmp_path: Path):
     decoder, folder = moved(shape(normalizer), 2048, tmp_path)
-    given = torch.randint(V, (2, 2048), generator=torch.Generator().manual_seed(1))
-    theirs, expected = of_transformers(folder), decoder.logits(given)
-    padding, positions = torch.ones_like(given), torch.cat((torch.arange(700), torch.arange(1348))).expand(2, -1)
+    sample = torch.randint(V, (2, 2048), generator=torch.Generator().manual_seed(1))
+    model, expected = of_transformers(folder), decoder.logits(sample)
+    padding, positions = torch.ones_like(sample), torch.cat((torch.arange(700), torch.arange(1348))).expand(2, -1)
     padding[0, :600] = 0
-    packed = decoder.head(decoder(given, AttentionLayout.from_positions(positions)))
-    cached = theirs(given[:, :2000], use_cache=True)
-    last = theirs(given[:, 2000:], past_key_values=cached.past_key_values).logits
-    for actual, wanted in (
-        (theirs(given).logits, expected),
-        (theirs(given, position_ids=positions).logits, packed),
-        (theirs(given, attention_mask=padding).logits[0, 600:], decoder.logits(given[:1, 600:])[0]),
+    packed = decoder.head(decoder(sample, AttentionLayout.from_positions(positions)))
+    cached = model(sample[:, :2000], use_cache=True)
+    last = model(sample[:, 2000:], past_key_values=cached.past_key_values).logits
+    for logits, reference in (
+        (model(sample).logits, expected),
+        (model(sample, position_ids=positions).logits, packed),
+        (model(sample, attention_mask=padding).logits[0, 600:], decoder.logits(sample[:1, 600:])[0]),
         (torch.cat((cached.logits, last), 1), expected),
     ):
-        torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-4)
+        torch.testing.assert_close(logits, reference, rtol=0, atol=1e-4)
 
 
 WITHOUT_LM = """
@@ -252,36 +252,36 @@ print(json.dumps([batch.input_ids.tolist(), batch.attention_mask.tolist(), out.t
 def test_an_exported_run_generates_where_lm_can_not_be_imported(tiny, tmp_path: Path):
     config = tiny("name=run", "model.normalizer=ssmax", "eval.sequences=4", *(f"model.{key}={value}" for key, value in MODERN.items()))
     train(config)
-    ours, out = load(config.run_folder), exported(config.run_folder, tmp_path / "hf")
+    source, out = load(config.run_folder), exported(config.run_folder, tmp_path / "hf")
     environment = {**os.environ, "PYTHONPATH": "", "HF_MODULES_CACHE": str(tmp_path / "modules")}
     command = [sys.executable, "-P", "-c", WITHOUT_LM, str(out)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
-    assert ended.returncode == 0, ended.stderr
-    given, masks, written = json.loads(ended.stdout.splitlines()[-1])
-    for prompt, mask, text in zip(given, masks, written, strict=True):
-        seen = [token for token, real in zip(prompt, mask, strict=True) if real]
-        assert seen[0] == ours.tokenizer_and_start()[1]
-        assert text[len(prompt) :] == list(generate(ours.decoder, seen, 12, Sampling(temperature=0)))
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    assert result.returncode == 0, result.stderr
+    prompts, masks, texts = json.loads(result.stdout.splitlines()[-1])
+    for prompt, mask, text in zip(prompts, masks, texts, strict=True):
+        visible = [token for token, real in zip(prompt, mask, strict=True) if real]
+        assert visible[0] == source.tokenizer_and_start()[1]
+        assert text[len(prompt) :] == list(generate(source.decoder, visible, 12, Sampling(temperature=0)))
     assert "trust_remote_code=True" in (out / "README.md").read_text()
 
 
 def test_gradients_are_ours_with_blocks_recomputed(tmp_path: Path):
     decoder, folder = moved(shape(opt.SSMax()), 128, tmp_path)
-    theirs, given = of_transformers(folder).train(), tokens()[:, :65]
-    theirs.gradient_checkpointing_enable()
-    theirs(given, labels=given).loss.backward()
-    decoder.loss(Batch.of(given)).div(2 * 64).backward()
-    ours, names = dict(decoder.named_parameters()), dict(theirs.named_parameters())
-    for name, parameter in ours.items():
-        there = names["lm_head.weight" if name == "head.weight" else f"model.{name}"]
-        torch.testing.assert_close(there.grad, parameter.grad, rtol=1e-3, atol=1e-6)
+    model, sample = of_transformers(folder).train(), tokens()[:, :65]
+    model.gradient_checkpointing_enable()
+    model(sample, labels=sample).loss.backward()
+    decoder.loss(Batch.of(sample)).div(2 * 64).backward()
+    parameters, names = dict(decoder.named_parameters()), dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        exported_parameter = names["lm_head.weight" if name == "head.weight" else f"model.{name}"]
+        torch.testing.assert_close(exported_parameter.grad, parameter.grad, rtol=1e-3, atol=1e-6)
 
 
 def test_parameters_of_normalizers_stay_in_fp32(tmp_path: Path):
     _, folder = moved(shape(opt.SSMax()), 64, tmp_path)
-    theirs = of_transformers(folder, dtype=torch.bfloat16)
-    assert {parameter.dtype for name, parameter in theirs.named_parameters() if ".normalizer." in name} == {torch.float32}
-    assert theirs(tokens()[:, :64]).logits.isfinite().all()
+    model = of_transformers(folder, dtype=torch.bfloat16)
+    assert {parameter.dtype for name, parameter in model.named_parameters() if ".normalizer." in name} == {torch.float32}
+    assert model(tokens()[:, :64]).logits.isfinite().all()
 
 
 def test_eager_scores_are_in_fp32_under_autocast():
@@ -305,43 +305,43 @@ def test_the_code_keeps_the_rules_of_backends_that_bring_their_own_attention(tmp
     ALL_ATTENTION_FUNCTIONS.register("ours", attend)
     model = AutoModel.from_pretrained(folder, trust_remote_code=True, attn_implementation="ours").eval()
     assert model.is_backend_compatible()
-    given = tokens()[:1, :64]
-    embedded = model.get_input_embeddings()(given)
+    sample = tokens()[:1, :64]
+    embedded = model.get_input_embeddings()(sample)
     positions = torch.arange(64)[None]
     with torch.no_grad():
         out = model(inputs_embeds=embedded, position_ids=positions, use_cache=False, attention_instances="them", return_dict=False)[0]
-        torch.testing.assert_close(out, decoder(given), rtol=0, atol=1e-4)
+        torch.testing.assert_close(out, decoder(sample), rtol=0, atol=1e-4)
     assert calls == [(layer, True, None, "them") for layer in range(3)]
     _, folder = moved(shape(opt.Sink()), 64, tmp_path / "sink")
     with pytest.raises(ValueError, match="ours does not compute sink; set it to eager or sdpa"):
-        of_transformers(folder, "ours")(given)
+        of_transformers(folder, "ours")(sample)
 
 
 def test_an_export_is_pushed_and_kept_where_the_hub_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     calls = []
-    monkeypatch.setattr(HfApi, "create_repo", lambda self, name, **given: calls.append((name, given)) or f"https://hub/{name}")
-    monkeypatch.setattr(HfApi, "upload_folder", lambda self, **given: calls.append(given))
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, name, **options: calls.append((name, options)) or f"https://hub/{name}")
+    monkeypatch.setattr(HfApi, "upload_folder", lambda self, **options: calls.append(options))
     save_model(Decoder(shape(opt.SSMax()), V, 64), tmp_path / "ours")
     pushed = lm("export", str(tmp_path / "ours"), "--format", "hf", "-o", str(tmp_path / "hf"), "--push", "me/it")
     assert (pushed.returncode, pushed.stdout) == (0, f"{tmp_path / 'hf'}\nhttps://hub/me/it\n"), pushed.stderr
     assert calls == [("me/it", {"exist_ok": True}), {"repo_id": "me/it", "folder_path": tmp_path / "hf"}]
 
-    def refuse(self, name: str, **given: object) -> None:
+    def refuse(self, name: str, **options: object) -> None:
         raise PermissionError("not\nyours")
 
     monkeypatch.setattr(HfApi, "create_repo", refuse)
-    refused = lm("export", str(tmp_path / "ours"), "-o", str(tmp_path / "kept"), "--push", "me/it")
-    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
-    assert "me/it: the hub does not take it: not yours; the folder is written" in refused.stderr
+    result = lm("export", str(tmp_path / "ours"), "-o", str(tmp_path / "kept"), "--push", "me/it")
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+    assert "me/it: the hub does not take it: not yours; the folder is written" in result.stderr
     assert (tmp_path / "kept" / "lm.json").is_file()
 
 
 @pytest.mark.parametrize("name", ["bad name/..//", "a/b/c", ""])
 def test_a_name_that_the_hub_can_not_have_is_refused_before_the_export(name: str, tmp_path: Path):
     save_model(Decoder(shape(opt.SSMax()), V, 64), tmp_path / "ours")
-    refused = lm("export", str(tmp_path / "ours"), "-o", str(tmp_path / "out"), "--push", name)
-    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
-    assert "not a name of the hub; it is NAME or OWNER/NAME" in refused.stderr
+    result = lm("export", str(tmp_path / "ours"), "-o", str(tmp_path / "out"), "--push", name)
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+    assert "not a name of the hub; it is NAME or OWNER/NAME" in result.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -349,9 +349,9 @@ def test_what_is_no_model_is_said_to_be_none(tmp_path: Path):
     _, folder = moved(shape(opt.SSMax()), 64, tmp_path)
     (tmp_path / "empty").mkdir()
     for source, reason in ((folder, "a model exported for transformers with its code"), (tmp_path / "empty", "neither a run folder")):
-        refused = lm("export", str(source), "-o", str(tmp_path / "out"))
-        assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
-        assert reason in refused.stderr
+        result = lm("export", str(source), "-o", str(tmp_path / "out"))
+        assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+        assert reason in result.stderr
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -366,8 +366,8 @@ def test_fine_tuning_in_transformers_drops_out_where_training_did(kind: str, tmp
 @torch.no_grad()
 def test_code_of_its_own_computes_in_float64(case: str, tmp_path: Path):
     decoder, folder = moved(OWN_CODE[case], 64, tmp_path)
-    theirs, given = of_transformers(folder, dtype=torch.float64), tokens()[:, :64]
-    torch.testing.assert_close(theirs(given).logits.float(), decoder.logits(given), rtol=0, atol=1e-4)
+    model, sample = of_transformers(folder, dtype=torch.float64), tokens()[:, :64]
+    torch.testing.assert_close(model(sample).logits.float(), decoder.logits(sample), rtol=0, atol=1e-4)
 
 
 REFUSED = {

@@ -36,14 +36,14 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_the_examples_keep_all_promises(mine: Path, kind: str):
-    checked = lm("check-extension", kind, NAMES[kind])
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-    assert [line.startswith(f"{NAMES[kind]}: kept: ") for line in checked.stdout.splitlines()] == [True] * len(KINDS[kind][2])
+    result = lm("check-extension", kind, NAMES[kind])
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert [line.startswith(f"{NAMES[kind]}: kept: ") for line in result.stdout.splitlines()] == [True] * len(KINDS[kind][2])
 
 
-def checked_with(mine: Path, kind: str, before: str, after: str) -> subprocess.CompletedProcess:
+def checked_with(folder: Path, kind: str, before: str, after: str) -> subprocess.CompletedProcess:
     """The check of the example of a kind with a piece of its code changed."""
-    code = mine / f"{kind}.py"
+    code = folder / f"{kind}.py"
     text = code.read_text()
     assert before in text
     code.write_text(text.replace(before, after))
@@ -76,10 +76,10 @@ BROKEN = {
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_promise_is_named(mine: Path, case: str):
-    kind, before, after, said = BROKEN[case]
-    checked = checked_with(mine, kind, before, after)
-    assert checked.returncode == 1
-    assert any("BROKEN" in line and said in line for line in checked.stdout.splitlines()), checked.stdout
+    kind, before, after, message = BROKEN[case]
+    result = checked_with(mine, kind, before, after)
+    assert result.returncode == 1
+    assert any("BROKEN" in line and message in line for line in result.stdout.splitlines()), result.stdout
 
 
 # A change of the example, of its kind, that leaves nothing to be used, and the cause.
@@ -97,22 +97,22 @@ USELESS = {
 
 @pytest.mark.parametrize("case", USELESS)
 def test_code_that_can_not_be_used_is_said_so_once_with_the_cause(mine: Path, case: str):
-    kind, before, after, said = USELESS[case]
-    checked = checked_with(mine, kind, before, after)
-    assert (checked.returncode, checked.stdout.count("\n")) == (1, 1), checked.stdout
-    assert said in checked.stdout
-    assert "hint" not in checked.stdout
+    kind, before, after, message = USELESS[case]
+    result = checked_with(mine, kind, before, after)
+    assert (result.returncode, result.stdout.count("\n")) == (1, 1), result.stdout
+    assert message in result.stdout
+    assert "hint" not in result.stdout
 
 
 def test_a_run_of_all_but_the_task_is_trained_resumed_evaluated_and_reported(mine: Path, arguments: list[str], tmp_path: Path):
-    asked = [
+    overrides = [
         "data.source={name: 'mine.source:Sums', count: 80}", "optim.optimizer={name: 'mine.optimizer:SignMomentum', beta: 0.8}",
         "data.tokenizer.vocab_size=300", "optim.lr=1e-3", "eval.others=[{name: 'mine.evaluation:Spread', position: 4}]",
         "eval.long_context.length_factor=0",
     ]  # fmt: skip
-    run = [*(argument for argument in arguments if not argument.startswith("data.source")), *asked, "name=run"]
-    trained = lm("train", *run)
-    assert trained.returncode == 0, trained.stderr
+    run = [*(argument for argument in arguments if not argument.startswith("data.source")), *overrides, "name=run"]
+    result = lm("train", *run)
+    assert result.returncode == 0, result.stderr
     folder = load(run).run_folder
     environment = json.loads((folder / ENVIRONMENT).read_text())
     for kind in ("optimizer", "source", "evaluation"):
@@ -120,14 +120,14 @@ def test_a_run_of_all_but_the_task_is_trained_resumed_evaluated_and_reported(min
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     assert any("spread/logits" in line for line in lines)
     assert (folder / "evaluations" / "spread.step-000008.json").is_file()
-    more = lm("train", *run, "trainer.max_steps=10", "resume=auto")
-    assert more.returncode == 0, more.stderr
+    resumed = lm("train", *run, "trainer.max_steps=10", "resume=auto")
+    assert resumed.returncode == 0, resumed.stderr
     forget("mine")
     (tmp_path / "imported").unlink()
     for command in (["eval", folder], ["generate", folder], ["export", folder, "-o", tmp_path / "out"]):
-        refused = lm(*map(str, command))
-        assert (refused.returncode, len(refused.stderr.strip().splitlines())) == (1, 1), refused.stderr
-        assert "--allow-plugin mine" in refused.stderr
+        refusal = lm(*map(str, command))
+        assert (refusal.returncode, len(refusal.stderr.strip().splitlines())) == (1, 1), refusal.stderr
+        assert "--allow-plugin mine" in refusal.stderr
     assert lm("report", str(folder)).returncode == 0
     assert not (tmp_path / "imported").exists()
     allowed = lm("eval", str(folder), "--allow-plugin", "mine")
@@ -138,15 +138,15 @@ def test_a_run_of_all_but_the_task_is_trained_resumed_evaluated_and_reported(min
 def test_a_task_from_outside_makes_training_sequences_and_is_asked_for(mine: Path, arguments: list[str], tmp_path: Path):
     run = [*arguments, "name=first", "data.tasks=[{weight: 1, task: {name: 'mine.task:First', symbols: 8}}]", "eval.recall.sequences=8"]
     run.append("eval.long_context.length_factor=0")
-    trained = lm("train", *run)
-    assert trained.returncode == 0, trained.stderr
+    result = lm("train", *run)
+    assert result.returncode == 0, result.stderr
     folder = load(run).run_folder
     assert "recall/" in (folder / "metrics.jsonl").read_text()
     forget("mine")
     (tmp_path / "imported").unlink()
-    refused = lm("eval", str(folder))
-    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1), refused.stderr
-    assert "--allow-plugin mine" in refused.stderr
+    refusal = lm("eval", str(folder))
+    assert (refusal.returncode, refusal.stderr.count("\n")) == (1, 1), refusal.stderr
+    assert "--allow-plugin mine" in refusal.stderr
     assert not (tmp_path / "imported").exists()
 
 
@@ -156,15 +156,15 @@ def test_an_entry_point_gives_a_bare_name(mine: Path, arguments: list[str]):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.2\n")
     (info / "entry_points.txt").write_text("".join(f"[lm.{kind}s]\nshort = {name}\n" for kind, name in NAMES.items()))
     (info / "top_level.txt").write_text("mine\n")
-    others = [argument for argument in arguments if not argument.endswith(".yaml") and not argument.startswith("data.source")]
+    rest = [argument for argument in arguments if not argument.endswith(".yaml") and not argument.startswith("data.source")]
     tasks = ["data.tasks=[{weight: 1, task: short}]", "eval.long_context.length_factor=0"]
-    config = load([*others, "optim.optimizer=short", "data.source=short", "eval.others=[short]", *tasks, "name=short"])
+    config = load([*rest, "optim.optimizer=short", "data.source=short", "eval.others=[short]", *tasks, "name=short"])
     assert config.plugin_names == set(NAMES.values())
     assert lm("check-extension", "source", "short").returncode == 0
     with pytest.raises(ConfigError, match="unknown name; did you mean 'short'"):
-        load([*others, "optim.optimizer=shorts", "name=short"])
+        load([*rest, "optim.optimizer=shorts", "name=short"])
     with pytest.raises(ConfigError, match="unknown name; choose from: adamw, muon, short"):
-        load([*others, "optim.optimizer=unlike", "name=short"])
+        load([*rest, "optim.optimizer=unlike", "name=short"])
 
 
 def test_an_entry_point_with_a_built_in_name_is_said_to_be_another(mine: Path, arguments: list[str], capsys: pytest.CaptureFixture):
@@ -197,9 +197,9 @@ def test_a_name_of_another_kind_is_refused_in_one_line(mine: Path, arguments: li
 
 
 def test_a_task_without_a_method_that_every_task_has_is_refused_in_one_line(mine: Path):
-    checked = checked_with(mine, "task", "def entropy(", "def entropies(")
-    assert (checked.returncode, checked.stdout, checked.stderr.count("\n")) == (2, "", 1), checked.stderr
-    assert "is not whole: it has no entropy; see docs/extending.md" in checked.stderr
+    result = checked_with(mine, "task", "def entropy(", "def entropies(")
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.stderr
+    assert "is not whole: it has no entropy; see docs/extending.md" in result.stderr
 
 
 IN_TEXT = """
@@ -219,14 +219,14 @@ class Last(Task):
 
 def test_a_task_in_text_is_checked_on_text(mine: Path):
     (mine / "last.py").write_text(IN_TEXT)
-    checked = lm("check-extension", "task", "mine.last:Last")
-    assert (checked.returncode, checked.stdout.count("kept: ")) == (0, len(KINDS["task"][2])), checked.stdout + checked.stderr
+    result = lm("check-extension", "task", "mine.last:Last")
+    assert (result.returncode, result.stdout.count("kept: ")) == (0, len(KINDS["task"][2])), result.stdout + result.stderr
 
 
 def test_what_is_no_extension_is_not_checked():
-    checked = lm("check-extension", "source", "package")
-    said = "error: source = 'package': is lm's own, and promises nothing to others; name yours: package.module:Class\n"
-    assert (checked.returncode, checked.stdout, checked.stderr) == (2, "", said)
+    result = lm("check-extension", "source", "package")
+    message = "error: source = 'package': is lm's own, and promises nothing to others; name yours: package.module:Class\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", message)
 
 
 @pytest.mark.parametrize(
@@ -236,16 +236,18 @@ def test_a_document_that_is_no_text_is_one_line(mine: Path, arguments: list[str]
     code, loop = (mine / "source.py").read_text(), "        for number in range(self.count):"
     assert loop in code
     (mine / "source.py").write_text(code.replace(loop, f"        yield 'a text'\n        yield {given}\n{loop}"))
-    others = [argument for argument in arguments if not argument.startswith("data.source")]
-    ended = lm("prepare", *others, "data.source=mine.source:Sums")
-    assert (ended.returncode, ended.stderr.count("error")) == (1, 1), ended.stderr
-    assert f"data.source: mine.source:Sums: {said}" in ended.stderr
+    rest = [argument for argument in arguments if not argument.startswith("data.source")]
+    result = lm("prepare", *rest, "data.source=mine.source:Sums")
+    assert (result.returncode, result.stderr.count("error")) == (1, 1), result.stderr
+    assert f"data.source: mine.source:Sums: {said}" in result.stderr
 
 
 def test_a_failure_inside_names_function_and_check(mine: Path, arguments: list[str]):
     code = mine / "optimizer.py"
     code.write_text(code.read_text().replace("        for group in", "        raise ValueError('no')\n        for group in"))
-    ended = lm("train", *arguments, "name=fails", "optim.optimizer={name: 'mine.optimizer:SignMomentum'}")
-    assert ended.returncode == 1
-    said = r"error: optimizer mine.optimizer:SignMomentum failed in Signs.step \(.*\): ValueError: no; check it with lm check-extension\n"
-    assert re.search(said, ended.stderr), ended.stderr
+    result = lm("train", *arguments, "name=fails", "optim.optimizer={name: 'mine.optimizer:SignMomentum'}")
+    assert result.returncode == 1
+    message = (
+        r"error: optimizer mine.optimizer:SignMomentum failed in Signs.step \(.*\): ValueError: no; check it with lm check-extension\n"
+    )
+    assert re.search(message, result.stderr), result.stderr

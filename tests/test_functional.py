@@ -60,17 +60,17 @@ def defined(normalizer: Normalizer, x: Tensor, q: Tensor, k: Tensor, v: Tensor, 
     """The definition: dense weights times values, features and shared heads by hand."""
     of_q, of_k = normalizer.query_features(x), normalizer.key_features(x)
     k, v = (part.repeat_interleave(HEADS // part.size(1), 1) for part in (k, v))
-    q, k = (part if own is None else torch.cat((part, own), -1) for part, own in ((q, of_q), (k, of_k)))
+    q, k = (part if features is None else torch.cat((part, features), -1) for part, features in ((q, of_q), (k, of_k)))
     return normalizer.weights(q, k, layout) @ v
 
 
 def assert_same(actual: Tensor, expected: Tensor, leaves: list[Tensor]) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
     grad = drawn(*expected.shape, seed=9).detach()
-    for mine, theirs in zip(
+    for grad_a, grad_b in zip(
         *(torch.autograd.grad(out, leaves, grad, allow_unused=True, materialize_grads=True) for out in (actual, expected)), strict=True
     ):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-8)
+        torch.testing.assert_close(grad_a, grad_b, rtol=0, atol=1e-8)
 
 
 @pytest.mark.parametrize("given", GIVEN)
@@ -141,7 +141,7 @@ def test_queries_are_rounded_once_to_their_dtype():
 
 def test_what_is_missing_or_unknown_is_refused_by_name():
     q = k = v = drawn(2, HEADS, 8, SIZE, seed=0)
-    for error, said, call in (
+    for error, message, call in (
         (ConfigError, "did you mean 'ssmax'", lambda: L.attention("ssmaxx", q, k, v)),
         (ConfigError, "normalizer.n = 'wide'", lambda: L.attention({"name": "ssmax", "n": "wide"}, q, k, v)),
         (ValueError, r"ssmax has the parameters \['s'\], given are \[\]", lambda: L.attention("ssmax", q, k, v)),
@@ -155,7 +155,7 @@ def test_what_is_missing_or_unknown_is_refused_by_name():
         (ValueError, "4 heads of queries can't share 3", lambda: L.attention("softmax", q, k[:, :3], v[:, :3])),
         (ValueError, "not both", lambda: L.make_layout(q, k, torch.arange(8), torch.tensor([0, 8]))),
     ):
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             call()
 
 
@@ -232,8 +232,10 @@ def test_a_call_leaves_the_callers_draws_as_they_are():
 def test_outputs_have_the_dtype_of_the_values_under_autocast_too(options: opt.Options, length: int):
     normalizer = randomized(options).float()
     q, x = drawn(1, HEADS, length, SIZE, seed=0).float(), drawn(1, length, WIDTH, seed=1).float()
-    given = {"x": x} if any(getattr(normalizer, name)(x) is not None for name in ("query_features", "key_features")) else {}
+    layer_inputs = {"x": x} if any(getattr(normalizer, name)(x) is not None for name in ("query_features", "key_features")) else {}
     for dtype in (torch.float32, torch.bfloat16):
         with torch.autocast("cpu", torch.bfloat16):
-            out = L.attention(to_plain(options), q, q, q.to(dtype), dict(normalizer.named_parameters()), train_length=TRAIN_LENGTH, **given)
+            out = L.attention(
+                to_plain(options), q, q, q.to(dtype), dict(normalizer.named_parameters()), train_length=TRAIN_LENGTH, **layer_inputs
+            )
         assert out.dtype == dtype

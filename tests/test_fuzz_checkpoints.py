@@ -86,11 +86,11 @@ class Finished:
             damaged.unlink()
             damaged.write_bytes(content) if isinstance(content, bytes) else content()
             for use, intact in uses[key]:
-                started = time.process_time()
-                error, found = outcome(use)
+                start = time.process_time()
+                error, results = outcome(use)
                 assert "\n" not in error or error.startswith(PROBLEMS)
-                assert error or not (verified and isinstance(content, bytes)) or equal(found, intact)
-                assert time.process_time() - started < SECONDS
+                assert error or not (verified and isinstance(content, bytes)) or equal(results, intact)
+                assert time.process_time() - start < SECONDS
         finally:
             damaged.unlink(missing_ok=True)
             damaged.write_bytes(self.before[damaged])
@@ -104,8 +104,8 @@ def outcome(use: Callable[[], object]) -> tuple[str, object]:
         return str(error), None
 
 
-def equal(one: tuple[dict[str, torch.Tensor], list[object]], other: tuple[dict[str, torch.Tensor], list[object]]) -> bool:
-    return same(one[0], other[0]) and one[1] == other[1]
+def equal(results: tuple[dict[str, torch.Tensor], list[object]], other_results: tuple[dict[str, torch.Tensor], list[object]]) -> bool:
+    return same(results[0], other_results[0]) and results[1] == other_results[1]
 
 
 @pytest.fixture(scope="module")
@@ -118,12 +118,12 @@ def finished(corpus: Path, store_root: Path, tmp_path_factory: pytest.TempPathFa
     return Finished(folder, config, prepare(config.data, progress=False))
 
 
-def places(content: object, at: tuple = ()) -> Iterator[tuple]:
+def places(content: object, path: tuple = ()) -> Iterator[tuple]:
     """The places of all entries of nested maps, and of the first entry of each list."""
     entries = content.items() if isinstance(content, dict) else list(enumerate(content))[:1] if isinstance(content, list) else ()
     for name, value in entries:
-        yield (*at, name)
-        yield from places(value, (*at, name))
+        yield (*path, name)
+        yield from places(value, (*path, name))
 
 
 def changed(content: object, place: tuple, value: object) -> object:
@@ -159,8 +159,8 @@ def damage_field(finished: Finished, file: float, place: float, value: object) -
         content = yaml.safe_load(path.read_text())
     else:
         content = read_sealed(path) if sealed else json.loads(path.read_text())
-    found = list(places(content))
-    content = changed(content, found[int(place * len(found))], value)
+    paths = list(places(content))
+    content = changed(content, paths[int(place * len(paths))], value)
     if path == finished.checkpoint:
         finished.check(path, lambda: save_checkpoint(content, path))
     elif path.suffix == ".yaml":

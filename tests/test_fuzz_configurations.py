@@ -54,8 +54,8 @@ def of_type(hint: type, low: float | None, high: float | None) -> st.SearchStrat
     if origin is dict:
         return st.dictionaries(of_type(args[0], None, None), of_type(args[1], low, high), max_size=3)
     if hint is int:
-        few = st.integers(int(low or 0), min(int(high or 2**63 - 1), int(low or 0) + 20))
-        return few | st.integers(-(2**63) if low is None else int(low), 2**63 - 1 if high is None else int(high))
+        small = st.integers(int(low or 0), min(int(high or 2**63 - 1), int(low or 0) + 20))
+        return small | st.integers(-(2**63) if low is None else int(low), 2**63 - 1 if high is None else int(high))
     if hint is float:
         return st.floats(low, high, allow_nan=False, allow_infinity=False)
     words = st.sampled_from(["train", "visible", "a.txt", "1e4", "0x1f", "null", "~", "1_0", "é", "- a", "a: b", "2020-01-01"])
@@ -65,24 +65,27 @@ def of_type(hint: type, low: float | None, high: float | None) -> st.SearchStrat
 def of_key(spec: Field) -> st.SearchStrategy:
     """Values of a field of the schema: a block, a list of them, or what its type says."""
     if (table := spec.metadata.get("table")) and spec.metadata.get("many") is not dict:
-        one = st.sampled_from(sorted(table)).flatmap(lambda name: of_block(table[name]).map(lambda keys: {"name": name, **keys}))
-        return st.lists(one, max_size=2) if "many" in spec.metadata else one | st.sampled_from(sorted(table))
+        block_of_name = st.sampled_from(sorted(table)).flatmap(lambda name: of_block(table[name]).map(lambda keys: {"name": name, **keys}))
+        return st.lists(block_of_name, max_size=2) if "many" in spec.metadata else block_of_name | st.sampled_from(sorted(table))
     if "many" in spec.metadata and not table:
         return st.lists(of_block(spec.metadata["schema"]), max_size=2)
     if block := block_of(spec):
         return of_block(block)
     limits = spec.metadata["limits"]
-    lows, highs = [one for one in (limits.ge, limits.gt) if one is not None], [one for one in (limits.le, limits.lt) if one is not None]
+    lows, highs = (
+        [bound for bound in (limits.ge, limits.gt) if bound is not None],
+        [bound for bound in (limits.le, limits.lt) if bound is not None],
+    )
     return of_type(spec.type, max(lows, default=None), min(highs, default=None))
 
 
 def of_block(schema: type, most: int = 3) -> st.SearchStrategy:
     """A few keys of a schema."""
-    known = {spec.name: spec for spec in fields(schema)}
-    if not known:
+    specs = {spec.name: spec for spec in fields(schema)}
+    if not specs:
         return st.just({})
-    one = st.sampled_from(sorted(known)).flatmap(lambda name: st.tuples(st.just(name), of_key(known[name]) | st.sampled_from(HOSTILE)))
-    return st.lists(one, max_size=most).map(dict)
+    pair = st.sampled_from(sorted(specs)).flatmap(lambda name: st.tuples(st.just(name), of_key(specs[name]) | st.sampled_from(HOSTILE)))
+    return st.lists(pair, max_size=most).map(dict)
 
 
 KEYS = [path.replace("[]", "") for path, *_ in reference(Config) if "[" not in path.replace("[]", "")]
@@ -122,7 +125,7 @@ def loaded(folder: Path, text: str, *overrides: str) -> Config | None:
     return config
 
 
-FEW = st.lists(OVERRIDES, max_size=3).map(lambda drawn: [one for one in drawn if "=" in one])
+FEW = st.lists(OVERRIDES, max_size=3).map(lambda overrides: [override for override in overrides if "=" in override])
 
 
 @pytest.mark.parametrize("examples", [40, pytest.param(700, marks=pytest.mark.slow)], ids=["few", "many"])
@@ -136,16 +139,16 @@ FEW = st.lists(OVERRIDES, max_size=3).map(lambda drawn: [one for one in drawn if
     ids=["several blocks and overrides", "a mutilated text", "one block"],
 )
 def test_a_configuration_is_valid_and_comes_back_or_is_an_error_that_names_what_is_wrong(texts, overrides, valid, examples, tmp_path):
-    found = []
+    successes = []
 
     @settings(
         max_examples=examples, deadline=SECONDS * 1000, derandomize=examples < 100, database=None, suppress_health_check=list(HealthCheck)
     )
     @given(texts, overrides)
     def draw(text: str, overrides: list[str]) -> None:
-        found.append(loaded(tmp_path, text, *overrides) is not None)
+        successes.append(loaded(tmp_path, text, *overrides) is not None)
 
     before = peak_process_bytes()
     draw()
     assert peak_process_bytes() - before < GROWTH
-    assert sum(found) >= valid * len(found), "too few valid ones to say anything of the way back"
+    assert sum(successes) >= valid * len(successes), "too few valid ones to say anything of the way back"

@@ -25,9 +25,9 @@ VALUES = [None, True, -1, 0, 1, 2**70, 0.5, float("nan"), "", "text", [], [None]
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[DataConfig, Store]:
     """A store of a few shards."""
-    folder, drawn = tmp_path_factory.mktemp("fuzz"), random.Random(0)
-    words = ["".join(drawn.choices("abcdefgh", k=4)) for _ in range(60)]
-    texts = [" ".join(drawn.choices(words, k=40)) for _ in range(40)]
+    folder, rng = tmp_path_factory.mktemp("fuzz"), random.Random(0)
+    words = ["".join(rng.choices("abcdefgh", k=4)) for _ in range(60)]
+    texts = [" ".join(rng.choices(words, k=40)) for _ in range(40)]
     data = files_config(write_texts(folder / "texts", texts), folder, tokenizer=TrainedTokenizer(270), prepare_workers=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lm.data.store.SHARD_TOKENS", 2000)
@@ -40,8 +40,8 @@ def unfinished(whole: tuple[DataConfig, Store], tmp_path_factory: pytest.TempPat
     root, advance = tmp_path_factory.mktemp("unfinished"), lm.data.build.Journal.advance
     entries = []
 
-    def interrupted(*given) -> None:
-        advance(*given)
+    def interrupted(*arguments) -> None:
+        advance(*arguments)
         entries.append(1)
         if len(entries) == 3:
             raise KeyboardInterrupt
@@ -60,18 +60,18 @@ def small_steps(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("lm.data.encoding.BATCH_BYTES", 1000)
 
 
-def damage(folder: Path, kind: str, drawn: random.Random) -> None:
+def damage(folder: Path, kind: str, rng: random.Random) -> None:
     """Change one file of `folder`, or two."""
     paths = sorted(path for path in folder.iterdir() if path.is_file())
-    path, other = drawn.choice(paths), drawn.choice(paths)
+    path, other = rng.choice(paths), rng.choice(paths)
     content = bytearray(path.read_bytes())
     if kind == "flip" and content:
-        content[drawn.randrange(len(content))] ^= 1 << drawn.randrange(8)
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
         path.write_bytes(content)
     elif kind == "truncate":
-        path.write_bytes(content[: drawn.randrange(len(content) + 1)])
+        path.write_bytes(content[: rng.randrange(len(content) + 1)])
     elif kind == "extend":
-        path.write_bytes(content + drawn.randbytes(drawn.randint(1, 9)))
+        path.write_bytes(content + rng.randbytes(rng.randint(1, 9)))
     elif kind == "delete":
         path.unlink()
     elif kind == "empty":
@@ -81,33 +81,33 @@ def damage(folder: Path, kind: str, drawn: random.Random) -> None:
         path.write_bytes(second)
         other.write_bytes(first)
     elif kind == "extra":
-        (folder / drawn.choice(["train-00009.bin", "val-00001.bin", "notes.txt", "x.npy"])).write_bytes(drawn.randbytes(50))
+        (folder / rng.choice(["train-00009.bin", "val-00001.bin", "notes.txt", "x.npy"])).write_bytes(rng.randbytes(50))
     else:
-        path.write_bytes(drawn.choice([b"{", b"[]", b"null", b"\xff\xfe", drawn.randbytes(100)]))
+        path.write_bytes(rng.choice([b"{", b"[]", b"null", b"\xff\xfe", rng.randbytes(100)]))
 
 
-def mistype(folder: Path, drawn: random.Random) -> None:
+def mistype(folder: Path, rng: random.Random) -> None:
     """Change, remove or add a field somewhere in the manifest, which then has the right hash of itself."""
     manifest = json.loads((folder / MANIFEST).read_bytes())
-    here = manifest
+    node = manifest
     while True:
-        key = drawn.choice(list(here)) if isinstance(here, dict) else drawn.randrange(len(here))
-        if isinstance(here[key], dict | list) and here[key] and drawn.random() < 0.7:
-            here = here[key]
+        key = rng.choice(list(node)) if isinstance(node, dict) else rng.randrange(len(node))
+        if isinstance(node[key], dict | list) and node[key] and rng.random() < 0.7:
+            node = node[key]
             continue
-        if drawn.random() < 0.3:
-            del here[key]
+        if rng.random() < 0.3:
+            del node[key]
         else:
-            here[key] = drawn.choice(VALUES)
+            node[key] = rng.choice(VALUES)
         break
     manifest["sha256"] = content_sha256(manifest)
     (folder / MANIFEST).write_text(json.dumps(manifest))
 
 
-def same_tokens(one: Store, other: Store) -> bool:
+def same_tokens(store: Store, other_store: Store) -> bool:
     return all(
         split.tokens.tolist() == true.tokens.tolist() and split.offsets.tolist() == true.offsets.tolist()
-        for split, true in ((one.train, other.train), (one.val, other.val))
+        for split, true in ((store.train, other_store.train), (store.val, other_store.val))
     )
 
 
@@ -124,8 +124,10 @@ def outcome_is_an_error_or_the_same(open_store, true: Store) -> None:
 
 
 def fuzz(examples: int):
-    settled = settings(max_examples=examples, deadline=5000, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
-    return lambda test: settled(given(kind=st.sampled_from((*KINDS, "manifest")), seed=st.integers(0, 2**32))(test))
+    chosen_settings = settings(
+        max_examples=examples, deadline=5000, derandomize=True, suppress_health_check=list(HealthCheck), database=None
+    )
+    return lambda test: chosen_settings(given(kind=st.sampled_from((*KINDS, "manifest")), seed=st.integers(0, 2**32))(test))
 
 
 def prepared_stores(whole: tuple[DataConfig, Store], kind: str, seed: int) -> None:

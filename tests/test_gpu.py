@@ -35,18 +35,18 @@ def test_the_gpu_gives_the_definition_forward_backward_packed_and_decoding(optio
     fast = [x.float().cuda().requires_grad_() for x in (q, k, v)]
     slow = [x.requires_grad_() for x in (q, k, v)]
 
-    def close(found: Tensor, expected: Tensor, what: str) -> None:
-        error = (found.double().cpu() - expected).abs().max()
-        assert error <= 1e-4 * max(1.0, expected.abs().max()), f"{what}: {error}"
+    def close(actual: Tensor, expected: Tensor, label: str) -> None:
+        error = (actual.double().cpu() - expected).abs().max()
+        assert error <= 1e-4 * max(1.0, expected.abs().max()), f"{label}: {error}"
 
     layout, on_gpu = AttentionLayout.full(length), AttentionLayout.full(length, "cuda")
     weights = exact.weights(*slow[:2], layout)
     close(normalizer.weights(*fast[:2], on_gpu), weights, "weights")
-    expected, found = weights @ slow[2], normalizer(*fast, on_gpu)
-    close(found, expected, "forward")
+    expected, actual = weights @ slow[2], normalizer(*fast, on_gpu)
+    close(actual, expected, "forward")
     grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
-    asked = [([*leaves, *one.parameters()], out) for leaves, one, out in ((slow, exact, expected), (fast, normalizer, found))]
-    grads = [torch.autograd.grad(out, leaves, grad.to(out), allow_unused=True, materialize_grads=True) for leaves, out in asked]
+    cases = [([*leaves, *module.parameters()], out) for leaves, module, out in ((slow, exact, expected), (fast, normalizer, actual))]
+    grads = [torch.autograd.grad(out, leaves, grad.to(out), allow_unused=True, materialize_grads=True) for leaves, out in cases]
     for number, (a, b) in enumerate(zip(*grads[::-1], strict=True)):
         close(a, b, f"gradient {number}")
     with torch.no_grad():
@@ -76,11 +76,11 @@ def test_the_triton_kernel_is_the_definition_forward_and_backward(
 ):
     """fp32 to 1e-5, which TF32 would miss; bf16 to twice the error of the definition in bf16, and two roundings."""
     assert why_tiles(torch.device("cuda"), dtype, size) == ""
-    given = kernel_inputs(length, size, width, dtype, batch=3)
-    exact = results(dense, f, *(x.double() for x in given), over_sum)
-    on_gpu = [x.cuda() for x in given]
-    found, again, plain = (results(route, f, *on_gpu, over_sum) for route in (elementwise_attention, elementwise_attention, dense))
-    for a, b, c, d in zip(found, again, plain, exact, strict=True):
+    inputs_of_kernel = kernel_inputs(length, size, width, dtype, batch=3)
+    exact = results(dense, f, *(x.double() for x in inputs_of_kernel), over_sum)
+    on_gpu = [x.cuda() for x in inputs_of_kernel]
+    outputs, repeated, plain = (results(route, f, *on_gpu, over_sum) for route in (elementwise_attention, elementwise_attention, dense))
+    for a, b, c, d in zip(outputs, repeated, plain, exact, strict=True):
         assert torch.equal(a, b)
         allowed = 1e-5 * max(1.0, d.abs().max()) if dtype == torch.float32 else 2 * (c.cpu() - d).abs().max() + 2**-7 * d.abs().max()
         assert (a.cpu() - d).abs().max() <= allowed + 1e-4 * over_sum * max(1.0, d.abs().max())  # small sums are divided by
@@ -90,30 +90,34 @@ def test_the_gpu_gives_the_cpus_loss_and_gradients():
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(3000, 64, generator=generator), torch.randn(5000, 64, generator=generator) * 0.1
     targets = torch.randint(5000, (3000,), generator=generator)
-    found = {}
+    by_device = {}
     for device in ("cpu", "cuda"):
         h, head = hidden.detach().to(device).requires_grad_(), Head(64, 5000, softcap=8.0)
         head.weight = torch.nn.Parameter(weight.to(device))
         loss, _ = training_loss(h, head, targets.to(device))
         loss.backward()
-        found[device] = [loss.item(), h.grad.cpu(), head.weight.grad.cpu()]
-    assert found["cuda"][0] == pytest.approx(found["cpu"][0], rel=1e-5)
-    for a, b in zip(found["cuda"][1:], found["cpu"][1:], strict=True):
+        by_device[device] = [loss.item(), h.grad.cpu(), head.weight.grad.cpu()]
+    assert by_device["cuda"][0] == pytest.approx(by_device["cpu"][0], rel=1e-5)
+    for a, b in zip(by_device["cuda"][1:], by_device["cpu"][1:], strict=True):
         assert torch.allclose(a, b, atol=2e-4)
 
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_a_gpu_run_learns_as_the_cpu_run_does_and_resumes_exactly(tiny, name: str):
     common = [f"model.normalizer={name}", "trainer.max_steps=20", "trainer.checkpoint_every=10", "eval.every=20"]
-    cpu, whole, parts = tiny("name=cpu", *common), tiny("name=whole", *common, *GPU), tiny("name=parts", *common, *GPU, "resume=auto")
-    for config in (cpu, whole, parts):
+    cpu, whole_run, resumed_run = (
+        tiny("name=cpu", *common),
+        tiny("name=whole", *common, *GPU),
+        tiny("name=parts", *common, *GPU, "resume=auto"),
+    )
+    for config in (cpu, whole_run, resumed_run):
         train(config)
-    checkpoints = parts.run_folder / "checkpoints"
+    checkpoints = resumed_run.run_folder / "checkpoints"
     (checkpoints / "last.ckpt").unlink()
     (checkpoints / "step-000010.ckpt").rename(checkpoints / "last.ckpt")
-    train(parts)
-    assert losses(whole.run_folder) == pytest.approx(losses(cpu.run_folder), abs=0.05)
-    assert losses(parts.run_folder) == pytest.approx(losses(whole.run_folder), abs=1e-3)
+    train(resumed_run)
+    assert losses(whole_run.run_folder) == pytest.approx(losses(cpu.run_folder), abs=0.05)
+    assert losses(resumed_run.run_folder) == pytest.approx(losses(whole_run.run_folder), abs=1e-3)
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -126,26 +130,26 @@ def test_a_compiled_run_learns_as_the_eager_one_does(tiny, name: str):
 
 
 def test_one_process_of_ddp_over_nccl_learns_as_no_ddp_does(tiny, monkeypatch: pytest.MonkeyPatch):
-    alone, ddp = tiny("name=alone", *GPU), tiny("name=ddp", *GPU)
-    train(alone)
-    trainer, used = L.Trainer, []
+    plain, ddp = tiny("name=alone", *GPU), tiny("name=ddp", *GPU)
+    train(plain)
+    trainer, strategies = L.Trainer, []
 
     def with_ddp(**options: object) -> L.Trainer:
-        made = trainer(**{**options, "strategy": "ddp"})
-        used.append(made.strategy)
-        return made
+        built = trainer(**{**options, "strategy": "ddp"})
+        strategies.append(built.strategy)
+        return built
 
     monkeypatch.setattr(L, "Trainer", with_ddp)
     train(ddp)
-    assert used[0]._get_process_group_backend() == "nccl"
+    assert strategies[0]._get_process_group_backend() == "nccl"
     torch.distributed.destroy_process_group()
-    assert losses(ddp.run_folder) == pytest.approx(losses(alone.run_folder), abs=1e-3)
+    assert losses(ddp.run_folder) == pytest.approx(losses(plain.run_folder), abs=1e-3)
 
 
 @pytest.mark.parametrize("options", [[], ["trainer.micro_batch=2"], [TASK, *WITHOUT_TEXT]], ids=["whole", "micro-batches", "task"])
 def test_a_step_waits_for_its_device_once(tiny, monkeypatch: pytest.MonkeyPatch, options: list[str]):
     """CUDA's own count of what makes the host wait."""
-    caught, counts = [], []
+    messages, counts = [], []
     start, end = TrainModule.on_train_batch_start, StopOnSignal.on_train_batch_end
 
     def started(self, *arguments):
@@ -154,14 +158,16 @@ def test_a_step_waits_for_its_device_once(tiny, monkeypatch: pytest.MonkeyPatch,
 
     def ended(self, trainer, module, *arguments):
         torch.cuda.set_sync_debug_mode("default")
-        counts.append((trainer.global_step, len(caught)))
+        counts.append((trainer.global_step, len(messages)))
         end(self, trainer, module, *arguments)
 
     monkeypatch.setattr(TrainModule, "on_train_batch_start", started)
     monkeypatch.setattr(StopOnSignal, "on_train_batch_end", ended)
-    monkeypatch.setattr(warnings, "showwarning", lambda message, *_: caught.append(str(message)) if "synchroniz" in str(message) else None)
+    monkeypatch.setattr(
+        warnings, "showwarning", lambda message, *_: messages.append(str(message)) if "synchroniz" in str(message) else None
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         train(tiny("name=waits", "eval.every=8", *GPU, *options))
     by_step = dict(counts)
-    assert [by_step[step] - by_step[step - 1] for step in range(3, 9)] == [1] * 6, caught[-3:]
+    assert [by_step[step] - by_step[step - 1] for step in range(3, 9)] == [1] * 6, messages[-3:]

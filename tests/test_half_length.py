@@ -17,55 +17,55 @@ from lm.training.train import train
 LENGTH = 64
 
 
-def predicted(found: Retrieval, threshold: float) -> float:
+def predicted(retrieval: Retrieval, threshold: float) -> float:
     """Its 50 % length."""
-    return half_length(median_weights(found, LENGTH), LENGTH, threshold)
+    return half_length(median_weights(retrieval, LENGTH), LENGTH, threshold)
 
 
 def made(gap: float, slope: float = 0.0, spread: float = 0.0, questions: int = 5, needle: float = 0.0) -> Retrieval:
     """A needle `gap` above filler of Gaussian scores; the query sees 64 keys."""
-    drawn = np.random.default_rng(0).standard_normal((questions, LENGTH - 1))
+    noise = np.random.default_rng(0).standard_normal((questions, LENGTH - 1))
     n = np.full(questions, float(LENGTH))
     return Retrieval(
-        np.full(questions, needle + gap), needle + spread * drawn, np.ones((questions, LENGTH - 1), bool), n, np.full(questions, slope)
+        np.full(questions, needle + gap), needle + spread * noise, np.ones((questions, LENGTH - 1), bool), n, np.full(questions, slope)
     )
 
 
 @pytest.mark.parametrize("gap", [6.0, 8.0, 11.0])
 @pytest.mark.parametrize("threshold", [0.2, 0.5])
 def test_softmax_loses_the_needle_where_filler_outweighs_it(gap: float, threshold: float):
-    others = math.exp(gap) * (1 - threshold) / threshold  # keys of filler that leave the needle this weight
-    assert predicted(made(gap), threshold) == pytest.approx(others + 1, rel=2e-3)
+    n_filler = math.exp(gap) * (1 - threshold) / threshold  # keys of filler that leave the needle this weight
+    assert predicted(made(gap), threshold) == pytest.approx(n_filler + 1, rel=2e-3)
     assert made(gap).margin == pytest.approx(gap)
 
 
 def test_the_spread_of_filler_counts_as_the_mean_of_its_exponentials():
-    one = made(9.0, spread=1.5)
-    mean = np.exp(one.others).mean(1)
-    assert one.margin == pytest.approx(9.0 - np.log(mean))
-    assert np.median(one.weight(predicted(one, 0.3) - LENGTH)) == pytest.approx(0.3, rel=1e-2)
+    retrieval = made(9.0, spread=1.5)
+    mean = np.exp(retrieval.others).mean(1)
+    assert retrieval.margin == pytest.approx(9.0 - np.log(mean))
+    assert np.median(retrieval.weight(predicted(retrieval, 0.3) - LENGTH)) == pytest.approx(0.3, rel=1e-2)
 
 
 def test_a_scale_that_grows_with_ln_n_never_loses_a_needle_that_is_far_enough_above():
     slope = 1 / math.log(LENGTH)
-    for gap, kept in ((1.1 * math.log(LENGTH), True), (0.9 * math.log(LENGTH), False)):  # s z* = 1 is the SSMax paper's threshold
-        found = predicted(made(gap, slope), 0.4)
-        assert math.isinf(found) == kept
+    for gap, is_endless in ((1.1 * math.log(LENGTH), True), (0.9 * math.log(LENGTH), False)):  # s z* = 1 is the SSMax paper's threshold
+        length = predicted(made(gap, slope), 0.4)
+        assert math.isinf(length) == is_endless
     assert made(8.0, slope).weight(960.0) == pytest.approx(1 / (1 + 1023 * math.exp(-8 * math.log(1024) / math.log(64))), rel=1e-9)
 
 
 def test_the_weight_grown_is_that_of_more_keys_of_the_same_scores():
-    one = made(5.0, slope=0.24, spread=0.7)
-    more, scale = 3 * (LENGTH - 1), 1 + 0.24 * math.log((LENGTH + 3 * (LENGTH - 1)) / LENGTH)
-    odds = np.exp(scale * (one.others - one.needle[:, None]))
-    assert one.weight(more) == pytest.approx(1 / (1 + 4 * odds.sum(1)))
+    retrieval = made(5.0, slope=0.24, spread=0.7)
+    n_more, scale = 3 * (LENGTH - 1), 1 + 0.24 * math.log((LENGTH + 3 * (LENGTH - 1)) / LENGTH)
+    odds = np.exp(scale * (retrieval.others - retrieval.needle[:, None]))
+    assert retrieval.weight(n_more) == pytest.approx(1 / (1 + 4 * odds.sum(1)))
 
 
 def test_keys_that_are_not_visible_count_for_nothing():
-    one = made(5.0)
-    others = np.pad(one.others, ((0, 0), (0, 7)), constant_values=-np.inf)
-    padded = Retrieval(one.needle, others, np.pad(one.is_filler, ((0, 0), (0, 7))), one.n, one.slope)
-    assert padded.weight(100.0) == pytest.approx(one.weight(100.0))
+    retrieval = made(5.0)
+    filler = np.pad(retrieval.others, ((0, 0), (0, 7)), constant_values=-np.inf)
+    padded = Retrieval(retrieval.needle, filler, np.pad(retrieval.is_filler, ((0, 0), (0, 7))), retrieval.n, retrieval.slope)
+    assert padded.weight(100.0) == pytest.approx(retrieval.weight(100.0))
 
 
 TASK, LAYERS = MQAR(pairs=4, queries=4), "{n_layer: 2, n_head: 2, n_embd: 32, init_std: 0.1, normalizer: [{name: window, size: 2}, ssmax]}"
@@ -91,13 +91,13 @@ def test_the_length_at_which_retrieval_fails_is_printed_where_the_prediction_was
     config, decoder = symbols(tiny)
     head = RetrievingHead(1, 0, 0.9, np.ones(5), np.zeros(5), made(6.0))
     monkeypatch.setattr("lm.evaluation.diagnostics.retrieving_head", lambda decoder, examples: head)
-    fails, _ = retrieval_series(decoder, config, DiagnosticsConfig())
-    assert (fails.metric, fails.unit) == ("predicted 50% length of retrieval", "tokens")
-    assert fails.means[0] == half_length(median_weights(made(6.0), 32), 32)
+    curve, _ = retrieval_series(decoder, config, DiagnosticsConfig())
+    assert (curve.metric, curve.unit) == ("predicted 50% length of retrieval", "tokens")
+    assert curve.means[0] == half_length(median_weights(made(6.0), 32), 32)
     train(config)
     out = tmp_path / "numbers.csv"
-    done = lm("diagnose", str(config.run_folder), "eval.diagnostics.sequences=2", "-o", str(out))
-    assert (done.returncode, "predicted 50% length of retrieval" in done.stdout) == (0, True), done.stderr
+    result = lm("diagnose", str(config.run_folder), "eval.diagnostics.sequences=2", "-o", str(out))
+    assert (result.returncode, "predicted 50% length of retrieval" in result.stdout) == (0, True), result.stderr
     assert "predicted weight on the key asked for" in out.read_text()
     for other in ({"position": "rope"}, {"task": "{name: mqar, pairs: 4, queries: 4, joined: true}"}, {"task": "copy"}):
         assert retrieval_series(decoder, symbols(tiny, **other)[0], DiagnosticsConfig()) == []

@@ -56,7 +56,7 @@ def made(tiny, normalizer: object = None, max_length: int | None = None) -> Harn
 
 
 def ask(kind: str, *arguments: tuple) -> list[Instance]:
-    return [Instance(kind, {}, one, 0, ("task", 0, 1)) for one in arguments]
+    return [Instance(kind, {}, argument, 0, ("task", 0, 1)) for argument in arguments]
 
 
 def log_p(model: HarnessLM, tokens: list[int], last: int) -> tuple[float, bool]:
@@ -78,9 +78,9 @@ def test_likelihoods_of_a_batch_are_those_of_single_rows_computed_directly(tiny,
         direct, argmax_tokens = log_p(model, context + continuation, len(continuation))
         assert (value, greedy) == (pytest.approx(direct, abs=1e-5), argmax_tokens)
         assert model.loglikelihood(ask("loglikelihood", pair))[0][0] == pytest.approx(value, abs=1e-5)
-    together = model.loglikelihood_rolling(ask("loglikelihood_rolling", *((text,) for text in TEXTS)))
-    alone = [model.loglikelihood_rolling(ask("loglikelihood_rolling", (text,)))[0] for text in TEXTS]
-    assert together == pytest.approx(alone, abs=1e-5)
+    batch_values = model.loglikelihood_rolling(ask("loglikelihood_rolling", *((text,) for text in TEXTS)))
+    single_values = [model.loglikelihood_rolling(ask("loglikelihood_rolling", (text,)))[0] for text in TEXTS]
+    assert batch_values == pytest.approx(single_values, abs=1e-5)
 
 
 def test_rows_are_batched_by_length_and_equal_ones_are_computed_once(tiny, monkeypatch):
@@ -88,21 +88,23 @@ def test_rows_are_batched_by_length_and_equal_ones_are_computed_once(tiny, monke
     model, shapes = made(tiny), []
     forward = model.decoder.forward
     monkeypatch.setattr(
-        model.decoder, "forward", lambda tokens, *more, **how: (shapes.append(tuple(tokens.shape)), forward(tokens, *more, **how))[1]
+        model.decoder,
+        "forward",
+        lambda tokens, *arguments, **options: (shapes.append(tuple(tokens.shape)), forward(tokens, *arguments, **options))[1],
     )
     rows = [([1, 2, 3, 4], 2), ([1, 2, 3, 5], 1), ([1, 2, 9, 4], 1), ([4, 5, 6, 7], 1), ([3, 4], 1), ([3, 5], 1)]
-    found = model.score(rows)
+    scores = model.score(rows)
     assert shapes == [(2, 3), (1, 3), (1, 1)]
     monkeypatch.undo()
-    assert [-nll for nll, _ in found] == pytest.approx([log_p(model, *row)[0] for row in rows], abs=1e-5)
+    assert [-nll for nll, _ in scores] == pytest.approx([log_p(model, *row)[0] for row in rows], abs=1e-5)
 
 
 def test_only_a_continuation_whose_every_token_is_the_most_probable_is_greedy(tiny):
     model = made(tiny)
     start = [model.prefix_token_id, 70, 71]
-    likely = list(generate(model.decoder, start, 4, Sampling(temperature=0)))
-    other = [*likely[:1], (likely[1] + 1) % 400, *likely[2:]]
-    assert [greedy for _, greedy in model.score([(start + likely, 4), (start + other, 4)])] == [True, False]
+    greedy_tokens = list(generate(model.decoder, start, 4, Sampling(temperature=0)))
+    other = [*greedy_tokens[:1], (greedy_tokens[1] + 1) % 400, *greedy_tokens[2:]]
+    assert [greedy for _, greedy in model.score([(start + greedy_tokens, 4), (start + other, 4)])] == [True, False]
 
 
 def test_tokens_of_context_and_continuation_spell_both(tiny):
@@ -123,8 +125,8 @@ def test_tokens_of_context_and_continuation_spell_both(tiny):
 
 def test_an_empty_context_is_the_start_of_a_document(tiny):
     model = made(tiny)
-    whole, first, then = model.loglikelihood(ask("loglikelihood", ("", "a bad cab"), ("", "a bad"), ("a bad", " cab")))
-    assert whole[0] == pytest.approx(first[0] + then[0], abs=1e-5)
+    whole, first, second = model.loglikelihood(ask("loglikelihood", ("", "a bad cab"), ("", "a bad"), ("a bad", " cab")))
+    assert whole[0] == pytest.approx(first[0] + second[0], abs=1e-5)
     assert whole[0] == pytest.approx(
         log_p(model, [model.eot_token_id, *model.tok_encode("a bad cab")], len(model.tok_encode("a bad cab")))[0]
     )
@@ -147,13 +149,13 @@ def test_a_text_longer_than_the_model_takes_is_scored_in_parts_each_token_once(t
     tokens = [model.prefix_token_id, *model.tok_encode(text)]
     parts, expected = model.parts(tokens[:1], tokens[1:]), 0.0
     assert len(parts) == math.ceil((len(tokens) - 1) / 8)
-    done = 1
+    position = 1
     for row, scored in parts:
-        assert row == tokens[done + scored - len(row) : done + scored]
+        assert row == tokens[position + scored - len(row) : position + scored]
         assert len(row) == 9
-        done += scored
+        position += scored
         expected += log_p(model, row, scored)[0]
-    assert done == len(tokens)
+    assert position == len(tokens)
     (rolling,) = model.loglikelihood_rolling(ask("loglikelihood_rolling", (text,)))
     ((value, _),) = model.loglikelihood(ask("loglikelihood", ("", text)))
     assert (rolling, value) == (pytest.approx(expected, abs=1e-4), rolling)
@@ -164,11 +166,11 @@ def test_text_is_written_as_lm_generate_does_up_to_the_first_stop(tiny):
     model = made(tiny)
     ids = [model.prefix_token_id, *model.tok_encode("a bad")]
     text = model.tokenizer.decode(ids + list(generate(model.decoder, ids, 12, Sampling(temperature=0))))[len("a bad") :]
-    asked = [{"max_gen_toks": 12}, {"max_new_tokens": 12, "until": text[5]}, {"max_gen_toks": 12, "until": [text[7:9], text[3:5]]}]
-    written = model.generate_until(ask("generate_until", *(("a bad", how) for how in asked)))
-    assert text.startswith(written[0])
-    assert len(written[0]) >= len(text) - 1  # the last character may be a part of one
-    assert written[1:] == [text[: text.index(text[5])], text[: min(text.index(text[3:5]), text.index(text[7:9]))]]
+    limits = [{"max_gen_toks": 12}, {"max_new_tokens": 12, "until": text[5]}, {"max_gen_toks": 12, "until": [text[7:9], text[3:5]]}]
+    texts = model.generate_until(ask("generate_until", *(("a bad", options) for options in limits)))
+    assert text.startswith(texts[0])
+    assert len(texts[0]) >= len(text) - 1  # the last character may be a part of one
+    assert texts[1:] == [text[: text.index(text[5])], text[: min(text.index(text[3:5]), text.index(text[7:9]))]]
     assert not model.cut
 
 
@@ -183,21 +185,21 @@ def test_texts_written_together_are_those_written_alone(tiny, normalizer):
         {"max_gen_toks": 12, "do_sample": True, "top_k": 20},
         {"max_gen_toks": 3},
     ]
-    asked = [(context, how) for context in contexts for how in hows]
-    together = model.generate_until(ask("generate_until", *asked))
-    for index, ((context, how), text) in enumerate(zip(asked, together, strict=True)):
-        assert text == alone(model, context, how, index), (context, how)
-    assert len(set(together)) > len(contexts)
-    assert any(len(short) < len(whole) and whole.startswith(short) for whole, short in zip(together[::4], together[1::4], strict=True))
+    requests = [(context, options) for context in contexts for options in hows]
+    texts = model.generate_until(ask("generate_until", *requests))
+    for index, ((context, options), text) in enumerate(zip(requests, texts, strict=True)):
+        assert text == alone(model, context, options, index), (context, options)
+    assert len(set(texts)) > len(contexts)
+    assert any(len(short) < len(whole) and whole.startswith(short) for whole, short in zip(texts[::4], texts[1::4], strict=True))
 
 
-def alone(model: HarnessLM, context: str, how: dict, seed: int = 0) -> str:
+def alone(model: HarnessLM, context: str, options: dict, seed: int = 0) -> str:
     """The definition: one text by `generate`, cut before the first stop."""
     ids = [model.prefix_token_id, *model.tok_encode(context)]
-    drawn = bool(how.get("do_sample"))
-    tokens = generate(model.decoder, ids, how["max_gen_toks"], Sampling(1.0 if drawn else 0.0, how.get("top_k"), None, seed))
+    sampling = bool(options.get("do_sample"))
+    tokens = generate(model.decoder, ids, options["max_gen_toks"], Sampling(1.0 if sampling else 0.0, options.get("top_k"), None, seed))
     text = "".join(list(pieces(model.tokenizer, ids, model.eot_token_id, tokens))[1:])
-    return text[: min([text.index(stop) for stop in how.get("until", ()) if stop in text], default=len(text))]
+    return text[: min([text.index(stop) for stop in options.get("until", ()) if stop in text], default=len(text))]
 
 
 def test_contexts_of_one_length_are_continued_together_and_those_that_have_ended_are_dropped(tiny, monkeypatch):
@@ -206,12 +208,14 @@ def test_contexts_of_one_length_are_continued_together_and_those_that_have_ended
     stop = alone(model, context, {"max_gen_toks": 8})[2:4]
     forward = model.decoder.forward
     monkeypatch.setattr(
-        model.decoder, "forward", lambda tokens, *more, **how: (shapes.append(tuple(tokens.shape)), forward(tokens, *more, **how))[1]
+        model.decoder,
+        "forward",
+        lambda tokens, *arguments, **options: (shapes.append(tuple(tokens.shape)), forward(tokens, *arguments, **options))[1],
     )
     length = len(model.tok_encode(context)) + 1
-    until = {"max_gen_toks": 8, "until": stop}
+    arguments = {"max_gen_toks": 8, "until": stop}
     texts = model.generate_until(
-        ask("generate_until", (context, until), ("a bad cab", until), (context, {"max_gen_toks": 8}), (context, until))
+        ask("generate_until", (context, arguments), ("a bad cab", arguments), (context, {"max_gen_toks": 8}), (context, arguments))
     )
     assert texts[0] == texts[3] == texts[2][: texts[2].index(stop)]
     of_three = [shape for shape in shapes if shape[0] == 3]
@@ -232,10 +236,12 @@ def test_no_more_tokens_are_held_together_than_of_evaluations(tiny, monkeypatch)
 
 def test_draws_follow_from_the_request_and_greedy_wins_without_do_sample(tiny):
     model = made(tiny)
-    greedy, drawn = {"max_gen_toks": 8, "do_sample": False, "temperature": 2.0}, {"max_gen_toks": 8, "do_sample": True}
-    requests = ask("generate_until", ("a", greedy), ("a", {"max_gen_toks": 8}), ("a", drawn), ("a", drawn), ("a", {**drawn, "top_k": 1}))
-    first, again = (model.generate_until(requests) for _ in range(2))
-    assert first == again
+    greedy, sampled = {"max_gen_toks": 8, "do_sample": False, "temperature": 2.0}, {"max_gen_toks": 8, "do_sample": True}
+    requests = ask(
+        "generate_until", ("a", greedy), ("a", {"max_gen_toks": 8}), ("a", sampled), ("a", sampled), ("a", {**sampled, "top_k": 1})
+    )
+    first, second = (model.generate_until(requests) for _ in range(2))
+    assert first == second
     assert first[0] == first[1] == first[4]
     assert first[2] != first[3] != first[0]
     with pytest.raises(ConfigError, match=r"generation_kwargs\.repetition_penalty = 2: not supported; task task"):
@@ -243,24 +249,24 @@ def test_draws_follow_from_the_request_and_greedy_wins_without_do_sample(tiny):
 
 
 def test_context_and_new_tokens_share_max_length(tiny, monkeypatch):
-    model, seen = made(tiny, max_length=16), []
-    monkeypatch.setattr(model, "_write", lambda texts: seen.extend((len(text.ids), text.new) for text in texts) or [""] * len(texts))
+    model, lengths = made(tiny, max_length=16), []
+    monkeypatch.setattr(model, "_write", lambda texts: lengths.extend((len(text.ids), text.new) for text in texts) or [""] * len(texts))
     long = "a bad cab " * 20
     model.generate_until(ask("generate_until", ("a", {}), (long, {}), (long, {"max_gen_toks": 4}), ("a", {"max_gen_toks": 4})))
-    assert seen == [(2, 14), (8, 8), (12, 4), (2, 4)]
+    assert lengths == [(2, 14), (8, 8), (12, 4), (2, 4)]
     assert (dict(model.cut), dict(model.shortened)) == ({"task": 2}, {"task": 2})
 
 
 def test_a_length_the_model_cannot_take_is_refused(tiny):
     with pytest.raises(ConfigError, match="must be 2 or more"):
         made(tiny, max_length=1)
-    loaded = made(tiny)
-    loaded.decoder.config.position = Learned()
-    again = Loaded(loaded.decoder, ModelSpec.of(loaded.decoder), loaded.tokenizer, Path())
+    source = made(tiny)
+    source.decoder.config.position = Learned()
+    copy = Loaded(source.decoder, ModelSpec.of(source.decoder), source.tokenizer, Path())
     with pytest.raises(ConfigError, match="learned positions end at 32"):
-        HarnessLM(again, max_length=33)
+        HarnessLM(copy, max_length=33)
     with pytest.raises(RunError, match="no tokenizer"):
-        HarnessLM(Loaded(loaded.decoder, ModelSpec.of(loaded.decoder), None, Path()))
+        HarnessLM(Loaded(source.decoder, ModelSpec.of(source.decoder), None, Path()))
 
 
 # ---------------------------------------------------------------- the harness's tasks
@@ -313,27 +319,38 @@ def include(tmp_path: Path, monkeypatch) -> Path:
     return folder
 
 
-def scored(source: Path, include: Path, tasks: list[str], more: str = "", files: tuple[Path, ...] = (), **how: str) -> dict[str, float]:
+def scored(
+    source: Path, include: Path, tasks: list[str], extra: str = "", files: tuple[Path, ...] = (), **options: str
+) -> dict[str, float]:
     """The metrics of tasks by `task/metric`, as `lm eval` measures them."""
-    asked = f"eval.downstream={{tasks: [{', '.join(tasks)}], include_path: {include}{more and ', '}{more}}}"
-    evaluations = [each.evaluation for each in evaluate_runs([source, *files], overrides=[asked, "trainer.accelerator=cpu"], **how)]
-    return {f"{one.what}/{one.metric}": float(one.means[0]) for each in evaluations if each.kind == "downstream" for one in each.series}
+    override = f"eval.downstream={{tasks: [{', '.join(tasks)}], include_path: {include}{extra and ', '}{extra}}}"
+    evaluations = [
+        result.evaluation for result in evaluate_runs([source, *files], overrides=[override, "trainer.accelerator=cpu"], **options)
+    ]
+    return {
+        f"{curve.what}/{curve.metric}": float(curve.means[0])
+        for evaluation in evaluations
+        if evaluation.kind == "downstream"
+        for curve in evaluation.series
+    }
 
 
 def test_scores_are_those_of_our_own_functions(tiny, include, monkeypatch):
     config = tiny("name=scored")
     train(config)
-    loaded = lm.load(config.run_folder)
-    model = HarnessLM(loaded, where=CPU)
-    texts = model.generate_until(ask("generate_until", *((one["text"], {"max_gen_toks": 6, "until": "\n"}) for one in DOCUMENTS["write"])))
+    source = lm.load(config.run_folder)
+    model = HarnessLM(source, where=CPU)
+    texts = model.generate_until(
+        ask("generate_until", *((document["text"], {"max_gen_toks": 6, "until": "\n"}) for document in DOCUMENTS["write"]))
+    )
     (include / "write.jsonl").write_text("".join(json.dumps({"text": d["text"], "answer": texts[0]}) + "\n" for d in DOCUMENTS["write"]))
 
     result = scored(config.run_folder, include, ["our_choice", "our_rolling", "our_write"])
     right = 0
-    for one in DOCUMENTS["choice"]:
-        pairs = [model.encode_pair(one["text"], choice) for choice in one["choices"]]
+    for document in DOCUMENTS["choice"]:
+        pairs = [model.encode_pair(document["text"], choice) for choice in document["choices"]]
         values = [log_p(model, a + b, len(b))[0] for a, b in pairs]
-        right += values.index(max(values)) == one["answer"]
+        right += values.index(max(values)) == document["answer"]
     assert result["our_choice/acc"] == pytest.approx(right / len(DOCUMENTS["choice"]))
     total = 0.0
     for text in TEXTS:
@@ -348,25 +365,25 @@ def test_scores_are_those_of_our_own_functions(tiny, include, monkeypatch):
         == result["our_rolling/byte_perplexity"]
     )
     scored(config.run_folder, include, ["our_choice"], "num_fewshot: 2, limit: 3, max_length: 4")
-    (shown,) = {one.shown.amount for one in series(config.run_folder, "downstream", 8)}
-    assert shown.startswith("3 of our_choice, "), "the requests that were too long are counted"
-    assert shown.endswith(" requests lost tokens on the left")
+    (amount,) = {curve.shown.amount for curve in series(config.run_folder, "downstream", 8)}
+    assert amount.startswith("3 of our_choice, "), "the requests that were too long are counted"
+    assert amount.endswith(" requests lost tokens on the left")
 
 
 def test_broken_tasks_and_settings_are_told_in_one_line(tiny, include):
     config = tiny("name=broken", "trainer.max_steps=4")
     train(config)
     folder = config.run_folder
-    for place, more, words in (
+    for place, extra, words in (
         (include, "num_fewshot: 10000", r"eval\.downstream\.num_fewshot = 10000: must be >= 0 and <= 1000"),
         (Path("nowhere"), "", r"eval\.downstream\.include_path = 'nowhere': no such folder"),
     ):
         with pytest.raises(ConfigError, match=words):
-            scored(folder, place, ["our_choice"], more)
+            scored(folder, place, ["our_choice"], extra)
     (include / "choice.jsonl").unlink()
-    with pytest.raises(RunError, match="our_choice: the harness failed: FileNotFoundError") as found:
+    with pytest.raises(RunError, match="our_choice: the harness failed: FileNotFoundError") as error:
         scored(folder, include, ["our_choice"])
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(error.value)
     assert not (folder / "evaluations" / "downstream.step-000004.json").exists()
 
 
@@ -377,42 +394,42 @@ def test_an_export_for_transformers_has_our_scores_by_the_name_hf(tiny, include,
     out = tmp_path / "hf"
     assert command("export", str(config.run_folder), "--format", "hf", "-o", str(out)).returncode == 0
     tasks = ["our_choice", "our_rolling"]
-    ours = scored(config.run_folder, include, tasks)
+    our_scores = scored(config.run_folder, include, tasks)
     manager = TaskManager(include_path=str(include), include_defaults=False)
     importlib.import_module("lm_eval.models")  # registers them
     arguments = f"pretrained={out},trust_remote_code=True,device=cpu,dtype=float32"
     # The harness puts the token that starts a document before a text by itself where it scores all of it.
-    for task, metric, more in (("our_choice", "acc", ""), ("our_rolling", "byte_perplexity", ",add_bos_token=False")):
-        theirs = lm_eval.simple_evaluate(model="hf", model_args=arguments + more, tasks=[task], task_manager=manager, log_samples=False)
-        assert theirs["results"][task][f"{metric},none"] == pytest.approx(ours[f"{task}/{metric}"], rel=1e-4)
+    for task, metric, extra in (("our_choice", "acc", ""), ("our_rolling", "byte_perplexity", ",add_bos_token=False")):
+        results = lm_eval.simple_evaluate(model="hf", model_args=arguments + extra, tasks=[task], task_manager=manager, log_samples=False)
+        assert results["results"][task][f"{metric},none"] == pytest.approx(our_scores[f"{task}/{metric}"], rel=1e-4)
 
 
 def test_an_unknown_task_is_refused_with_the_nearest(tiny, include):
     config = tiny("name=commanded", "trainer.max_steps=4")
     train(config)
-    asked = f"eval.downstream={{tasks: [our_choise], include_path: {include}}}"
-    wrong = command("eval", str(config.run_folder), asked)
+    override = f"eval.downstream={{tasks: [our_choise], include_path: {include}}}"
+    wrong = command("eval", str(config.run_folder), override)
     assert (wrong.returncode, wrong.stderr) == (2, "error: eval.downstream.tasks = 'our_choise': no such task; did you mean our_choice?\n")
 
 
 def test_tasks_are_an_evaluation_whose_metrics_have_a_value_for_each_document(tiny, include):
-    asked = f"eval.downstream={{tasks: [our_choice, our_rolling, our_write], include_path: {include}, every: 4}}"
-    config, plain = tiny("name=run", asked, "model.dropout=0.2"), tiny("name=plain", "model.dropout=0.2")
+    override = f"eval.downstream={{tasks: [our_choice, our_rolling, our_write], include_path: {include}, every: 4}}"
+    config, plain = tiny("name=run", override, "model.dropout=0.2"), tiny("name=plain", "model.dropout=0.2")
     train(config)
     train(plain)
     assert losses(config.run_folder) == losses(plain.run_folder)  # the random state of training stays as it is
     logged = next(line for line in reversed(metrics(config.run_folder)) if "downstream/our_choice/acc" in line)
     scores = scored(config.run_folder, include, ["our_choice", "our_rolling", "our_write"], "every: 4")
     assert {name: logged[f"downstream/{name}"] for name in scores} == pytest.approx(scores)
-    found = {one.what: one for one in series(config.run_folder, "downstream", 8)}
-    (sample,) = found["our_choice"].samples
-    assert (sample.values.shape, found["our_choice"].unit, found["our_choice"].better) == ((6, 1), "fraction", "higher")
-    assert not found["our_rolling"].samples  # no mean over documents
+    curves = {curve.what: curve for curve in series(config.run_folder, "downstream", 8)}
+    (sample,) = curves["our_choice"].samples
+    assert (sample.values.shape, curves["our_choice"].unit, curves["our_choice"].better) == ((6, 1), "fraction", "higher")
+    assert not curves["our_rolling"].samples  # no mean over documents
     outcome = Outcome(config.run_folder, 8, "downstream/our_choice/acc")
     assert outcome.values("downstream/our_choice/acc").mean == pytest.approx(logged["downstream/our_choice/acc"])
-    again = command("eval", str(config.run_folder), "--json")
-    assert again.returncode == 0, again.stderr
-    (line,) = [line for line in json.loads(again.stdout) if (line["kind"], line["metric"]) == ("downstream", "acc")]
+    result = command("eval", str(config.run_folder), "--json")
+    assert result.returncode == 0, result.stderr
+    (line,) = [line for line in json.loads(result.stdout) if (line["kind"], line["metric"]) == ("downstream", "acc")]
     assert (line["where"], line["value"]) == ("our_choice", pytest.approx(logged["downstream/our_choice/acc"]))
 
 
@@ -438,7 +455,7 @@ def test_metadata_reaches_the_tasks_and_the_record(tiny, include):
     task = "task: our_made\ncustom_dataset: !function made.load\ntest_split: test\n" + yaml.safe_dump(TASKS["choice"])
     (include / "made.yaml").write_text(task)
     scored(config.run_folder, include, ["our_made"], "metadata: {number: 5}")
-    assert {len(one.samples[0].values) for one in series(config.run_folder, "downstream", 4)} == {5}
+    assert {len(curve.samples[0].values) for curve in series(config.run_folder, "downstream", 4)} == {5}
 
 
 def test_a_group_stands_for_its_tasks(tiny, include, monkeypatch):
@@ -447,7 +464,7 @@ def test_a_group_stands_for_its_tasks(tiny, include, monkeypatch):
     group = {"group": "ours", "task": ["our_choice", "our_write"], "aggregate_metric_list": [{"metric": "acc"}], "metadata": {"version": 1}}
     (include / "ours.yaml").write_text(yaml.safe_dump(group))
     manager = TaskManager(include_path=str(include), include_defaults=False)  # without the harness's own tasks, to save time
-    monkeypatch.setattr("lm.evaluation.harness._find", lambda asked: (asked.tasks, manager))
+    monkeypatch.setattr("lm.evaluation.harness._find", lambda config: (config.tasks, manager))
     assert {name.partition("/")[0] for name in scored(config.run_folder, include, ["ours"])} == {"our_choice", "our_write"}
 
 

@@ -41,8 +41,8 @@ def test_a_preset_has_the_size_in_its_name_and_reads_twenty_tokens_a_parameter(p
     config = load([str(path)])
     vocab_size = config.data.tokenizer.vocab_size
     parameters = counted(config, vocab_size)["total"]
-    said = float(path.stem.split("-")[-1].removesuffix("m"))
-    assert parameters / 1e6 == pytest.approx(said, rel=0.05)
+    millions = float(path.stem.split("-")[-1].removesuffix("m"))
+    assert parameters / 1e6 == pytest.approx(millions, rel=0.05)
     tokens = with_steps(config, vocab_size).trainer.max_steps * config.optim.batch_tokens
     assert tokens / parameters == pytest.approx(20, rel=0.01)
 
@@ -51,12 +51,12 @@ def test_a_preset_has_the_size_in_its_name_and_reads_twenty_tokens_a_parameter(p
 def test_a_recipe_goes_with_every_shape_and_the_later_of_both_counts(recipe: Path):
     rate = parse_yaml(recipe.read_bytes(), recipe.name)["optim"].get("lr")
     for shape in (path for path in MODELS if "gau" not in path.stem):
-        alone, first, last = (load(list(map(str, files))) for files in ([shape], [shape, recipe], [recipe, shape]))
-        assert (first.optim.lr, last.optim.lr) == (rate or alone.optim.lr, alone.optim.lr)
+        shape_config, first, last = (load(list(map(str, files))) for files in ([shape], [shape, recipe], [recipe, shape]))
+        assert (first.optim.lr, last.optim.lr) == (rate or shape_config.optim.lr, shape_config.optim.lr)
         assert last.trainer.tokens_per_parameter == 20
-        assert all(getattr(last.model, name) == getattr(alone.model, name) for name in SIZES), "what a recipe says of them stays"
-        if recipe.stem == "modern" and not alone.model.tied:
-            assert counted(first, 4096)["total"] == pytest.approx(counted(alone, 4096)["total"], rel=0.02)
+        assert all(getattr(last.model, name) == getattr(shape_config.model, name) for name in SIZES), "what a recipe says of them stays"
+        if recipe.stem == "modern" and not shape_config.model.tied:
+            assert counted(first, 4096)["total"] == pytest.approx(counted(shape_config, 4096)["total"], rel=0.02)
 
 
 def test_the_modern_recipe_trains_the_smallest_shape(arguments: list[str], corpus: Path):
@@ -69,15 +69,15 @@ def test_the_modern_recipe_trains_the_smallest_shape(arguments: list[str], corpu
     ]
     config = load([str(shape), str(recipe), *tiny_data, *steps, *machine, "name=modern"])
     assert train(config) == 0
-    found = losses(config.run_folder)
-    assert found[0] == pytest.approx(math.log(400), rel=0.02)
-    assert found[-1] < found[0] - 0.3
+    values = losses(config.run_folder)
+    assert values[0] == pytest.approx(math.log(400), rel=0.02)
+    assert values[-1] < values[0] - 0.3
 
 
 def test_the_steps_are_those_of_the_vocabulary_and_do_not_depend_on_the_normalizer(tiny):
-    soft, learned = tiny(FEW, "model.normalizer=softmax"), tiny(FEW, "model.normalizer=qassmax")
-    assert counted(soft, 400)["total"] < counted(learned, 400)["total"] - 20 * 256, "parameters of a step and more"
-    assert steps_of(soft, 400) == steps_of(learned, 400) == -(-counted(soft, 400)["total"] // (20 * 256))
+    soft, qassmax = tiny(FEW, "model.normalizer=softmax"), tiny(FEW, "model.normalizer=qassmax")
+    assert counted(soft, 400)["total"] < counted(qassmax, 400)["total"] - 20 * 256, "parameters of a step and more"
+    assert steps_of(soft, 400) == steps_of(qassmax, 400) == -(-counted(soft, 400)["total"] // (20 * 256))
     assert steps_of(soft, 40000) > steps_of(soft, 400)
 
 
@@ -88,14 +88,14 @@ def test_the_run_folder_records_the_steps_and_a_resumed_run_has_the_same(tiny, c
         "model.normalizer=ssmax",
         "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]",
     )
-    options = [one for one in options if "model.normalizer" not in one]
-    whole, resumed = tiny(*options, "name=whole"), tiny(*options, "name=resumed", "resume=auto")
-    assert (train(whole), train(resumed)) == (0, 0)
-    steps = steps_of(whole, 400)
-    assert recorded(whole) | {"max_steps": steps, "tokens_per_parameter": None} == recorded(whole)
+    options = [option for option in options if "model.normalizer" not in option]
+    whole_run, resumed = tiny(*options, "name=whole"), tiny(*options, "name=resumed", "resume=auto")
+    assert (train(whole_run), train(resumed)) == (0, 0)
+    steps = steps_of(whole_run, 400)
+    assert recorded(whole_run) | {"max_steps": steps, "tokens_per_parameter": None} == recorded(whole_run)
     kill_after(resumed.run_folder, 8)
     assert train(resumed) == 0
-    assert differences(whole.run_folder, resumed.run_folder) == []
+    assert differences(whole_run.run_folder, resumed.run_folder) == []
     capsys.readouterr()
     assert train(resumed) == 0
     assert f"complete at step {steps}; raise trainer.max_steps" in capsys.readouterr().out
@@ -105,18 +105,18 @@ def test_of_steps_and_tokens_a_parameter_the_later_counts(tiny, tmp_path: Path):
     assert tiny(FEW).trainer.max_steps is None  # over the file's 8
     assert tiny(FEW, "trainer.max_steps=3").trainer.max_steps == 3
     assert tiny(FEW, "trainer.max_steps=3").trainer.tokens_per_parameter is None
-    both = tmp_path / "both.yaml"
-    both.write_text("trainer: {max_steps: 3, tokens_per_parameter: 20}\n")
+    file = tmp_path / "both.yaml"
+    file.write_text("trainer: {max_steps: 3, tokens_per_parameter: 20}\n")
     with pytest.raises(ConfigError, match=r"trainer\.tokens_per_parameter = 20\.0: trainer\.max_steps = 3 is given, too; drop one"):
-        load([str(both)])
+        load([str(file)])
     with pytest.raises(ConfigError, match=r"trainer\.max_steps = null: is not given; set it, or trainer\.tokens_per_parameter"):
-        load([str(both), "trainer.max_steps=null", "trainer.tokens_per_parameter=null"])
+        load([str(file), "trainer.max_steps=null", "trainer.tokens_per_parameter=null"])
 
 
 def test_steps_that_leave_no_room_are_refused_before_the_run_is_made(arguments: list[str], tmp_path: Path):
-    ended = lm("train", *arguments, "name=short", FEW, "optim.warmup_steps=12", "optim.schedule=wsd")
+    result = lm("train", *arguments, "name=short", FEW, "optim.warmup_steps=12", "optim.schedule=wsd")
     error = "optim.schedule.decay_fraction = 0.2: leaves less than optim.warmup_steps = 12 of 12 steps for the warm-up; lower one of them"
-    assert (ended.returncode, ended.stderr.splitlines()[-1]) == (2, f"error: {error}")
+    assert (result.returncode, result.stderr.splitlines()[-1]) == (2, f"error: {error}")
     assert not (tmp_path / "runs" / "short").exists()
 
 
@@ -137,10 +137,10 @@ def experiment(folder: Path, **changes: object) -> Path:
 
 def test_arms_of_a_size_train_as_long_as_its_baseline(arguments: list[str], tmp_path: Path):
     sizes = {"short": {FEW.split("=")[0]: 0.05}, "long": {FEW.split("=")[0]: 0.1}, "given": {"trainer.max_steps": 5}}
-    made = read_experiment(experiment(tmp_path, sizes=sizes), arguments[1:])
-    steps = {size: [made.config(size, arm, 1, None, {"name": "x"}).trainer.max_steps for arm in made.arms] for size in sizes}
+    settings = read_experiment(experiment(tmp_path, sizes=sizes), arguments[1:])
+    steps = {size: [settings.config(size, arm, 1, None, {"name": "x"}).trainer.max_steps for arm in settings.arms] for size in sizes}
     assert steps == {"short": [12, 12], "long": [23, 23], "given": [5, 5]}
-    assert [taken.tokens for taken in costs(Procedure(made)).values()] == [256 * each for size in sizes for each in steps[size]]
+    assert [cost.tokens for cost in costs(Procedure(settings)).values()] == [256 * n_steps for size in sizes for n_steps in steps[size]]
 
 
 def test_an_arm_has_no_tokens_a_parameter_of_its_own(arguments: list[str], tmp_path: Path):
@@ -150,11 +150,11 @@ def test_an_arm_has_no_tokens_a_parameter_of_its_own(arguments: list[str], tmp_p
 
 
 def test_tokens_a_parameter_need_a_vocabulary_that_is_known(arguments: list[str], tmp_path: Path):
-    missing = "data.tokenizer={name: file, path: nowhere.json}"
+    tokenizer = "data.tokenizer={name: file, path: nowhere.json}"
     with pytest.raises(DataError, match=r"trainer\.tokens_per_parameter = 0\.05: needs the vocabulary, which is not known .*lm prepare"):
-        read_experiment(experiment(tmp_path), [*arguments[1:], FEW, missing])
+        read_experiment(experiment(tmp_path), [*arguments[1:], FEW, tokenizer])
 
 
 def test_experiments_made_before_keep_the_names_of_their_runs():
-    found = read_experiment(ROOT / "configs" / "experiments" / "ssmax.yaml", [])
-    assert config_hash(found.config("", found.arms[0], 1, 2e-3, {"name": "any"})) == "eaf1aa1b"
+    settings = read_experiment(ROOT / "configs" / "experiments" / "ssmax.yaml", [])
+    assert config_hash(settings.config("", settings.arms[0], 1, 2e-3, {"name": "any"})) == "eaf1aa1b"

@@ -63,13 +63,13 @@ def nodes(path: Path) -> tuple[ast.AST, ...]:
 
 def imports(path: Path) -> set[str]:
     """The modules of the package that a module imports, wherever in it: at the top, in functions, and for annotations."""
-    found = set()
+    names = set()
     for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return found & MODULES.keys()
+            names |= {alias.name for alias in node.names}
+    return names & MODULES.keys()
 
 
 def room(module: str) -> str:
@@ -99,7 +99,7 @@ def test_names_are_imported_from_modules_that_define_them():
             alias.asname or alias.name for node in nodes(path) if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names
         }
         defined[name.removesuffix(".__init__")] = names
-    missing = [
+    undefined = [
         f"{path.relative_to(ROOT)}: {node.module}.{alias.name}"
         for path in sorted(path for folder in ("lm", "tests", "scripts") for path in (ROOT / folder).rglob("*.py"))
         for node in nodes(path)
@@ -107,7 +107,7 @@ def test_names_are_imported_from_modules_that_define_them():
         for alias in node.names
         if alias.name not in {*defined.get(node.module, ()), "*"} and f"{node.module}.{alias.name}" not in MODULES
     ]
-    assert not missing
+    assert not undefined
 
 
 def test_rooms_import_the_ones_before_them_only():
@@ -119,18 +119,18 @@ def test_rooms_import_the_ones_before_them_only():
 
 
 def test_training_prints_its_last_evaluation_and_knows_nothing_else_of_reports():
-    known = {other for name in MODULES for other in graph()[name] if (room(name), room(other)) == ("training", "report")}
-    assert known <= {"lm.report.evaluation_tables"}
+    modules_of_reports = {other for name in MODULES for other in graph()[name] if (room(name), room(other)) == ("training", "report")}
+    assert modules_of_reports <= {"lm.report.evaluation_tables"}
 
 
 def test_the_code_that_measures_is_in_the_rooms_whose_change_is_noticed():
-    seen: set[str] = set()
-    left = {name for name in MODULES if name.startswith("lm.evaluation.")}
-    while left:
-        seen |= left
-        left = set().union(*(graph()[name] for name in left)) - seen
+    reached: set[str] = set()
+    new = {name for name in MODULES if name.startswith("lm.evaluation.")}
+    while new:
+        reached |= new
+        new = set().union(*(graph()[name] for name in new)) - reached
     without_numbers = {"__init__", "errors", "files", "machine", "plugins", "progress", "report", "schema"}
-    assert {room(name) for name in seen if name != "lm"} - without_numbers == set(MEASURING)
+    assert {room(name) for name in reached if name != "lm"} - without_numbers == set(MEASURING)
 
 
 def test_no_two_modules_have_one_name():

@@ -67,8 +67,8 @@ def test_rows_of_the_hub_that_can_not_be_read_are_left_out_alone(hub: Hub, strea
     texts = pyarrow.array(rows, pyarrow.binary()).cast(pyarrow.string(), safe=False).view(pyarrow.string())
     write_parquet(Path(hub.dataset) / "train.parquet", {"text": texts, "id": list(range(len(rows)))})
     source = dataclasses.replace(hub, streaming=streaming)
-    kept, errors = skipping(source)
-    assert kept == ["first", "", *TEXTS]
+    readable, errors = skipping(source)
+    assert readable == ["first", "", *TEXTS]
     assert "row 2: column 'text' is not UTF-8" in str(errors[0])
     assert [error.n_bytes for error in errors] == [4]
     assert skipping(dataclasses.replace(source, max_documents=3))[0] == ["first", "", TEXTS[0]]
@@ -106,10 +106,10 @@ def prepared(hub: Hub, tmp_path: Path, **changes) -> Store:
 
 
 def test_a_stream_is_read_once(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    opened, dataset = [], module._dataset
-    monkeypatch.setattr(module, "_dataset", lambda *given: (opened.append(1), dataset(*given))[1])
+    opens, dataset = [], module._dataset
+    monkeypatch.setattr(module, "_dataset", lambda *arguments: (opens.append(1), dataset(*arguments))[1])
     store = prepared(dataclasses.replace(hub, streaming=True), tmp_path)
-    assert opened == [1]
+    assert opens == [1]
     assert sorted(stored_texts(store)) == sorted(TEXTS)
     assert not list(store.path.glob("spool*"))
 
@@ -118,7 +118,7 @@ def test_a_stream_is_read_once(hub: Hub, tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_damaged_spool_is_an_error_and_the_next_call_starts_again(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str):
     from lm.data import build
 
-    def train(*given):
+    def train(*arguments):
         (path,) = (tmp_path / "stores").glob(".*.partial/spool-0")
         if damage == "other text":
             list(build.spooled(iter([(TEXTS[1], 0, 0)]), path))
@@ -126,7 +126,7 @@ def test_a_damaged_spool_is_an_error_and_the_next_call_starts_again(hub: Hub, tm
             content = bytearray(path.read_bytes())
             content[len(content) // 2] ^= 1
             path.write_bytes(content[: len(content) // 2] if damage == "truncated" else content)
-        return train_tokenizer(*given)
+        return train_tokenizer(*arguments)
 
     source, train_tokenizer = dataclasses.replace(hub, streaming=True), build.train_tokenizer
     with monkeypatch.context() as patch:
@@ -184,9 +184,9 @@ def test_the_validation_split_must_be_another_one():
 def test_a_saved_dataset_reads_like_any_other(hub: Hub, tmp_path: Path):
     import datasets
 
-    saved = datasets.Dataset.from_dict({"text": TEXTS, "id": list(range(len(TEXTS)))})
-    saved.save_to_disk(str(tmp_path / "one"))
-    datasets.DatasetDict({"train": saved, "test": saved.select(range(3))}).save_to_disk(str(tmp_path / "splits"))
+    dataset = datasets.Dataset.from_dict({"text": TEXTS, "id": list(range(len(TEXTS)))})
+    dataset.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": dataset, "test": dataset.select(range(3))}).save_to_disk(str(tmp_path / "splits"))
     for folder in ("one", "splits"):
         assert list(documents(Hub(dataset=str(tmp_path / folder)))) == TEXTS
         store = prepared(Hub(dataset=str(tmp_path / folder)), tmp_path / f"of-{folder}")
@@ -218,14 +218,14 @@ def test_an_unpinned_dataset_opens_without_a_network_by_its_recorded_identity(
     class Builder:
         hash = "1234"
 
-    def call(given):
+    def call(config):
         if not online[0]:
             raise ConnectionError("Couldn't reach the hub")
         return Builder()
 
     monkeypatch.setattr(module, "_builder", call)
-    monkeypatch.setattr(module, "_dataset", lambda given: dataset(hub))
-    monkeypatch.setattr(module, "_card_licence", lambda given: "mit")
+    monkeypatch.setattr(module, "_dataset", lambda config: dataset(hub))
+    monkeypatch.setattr(module, "_card_licence", lambda config: "mit")
     store = prepared(source, tmp_path)
     online[0] = False
     capfd.readouterr()

@@ -25,8 +25,8 @@ def rewrite(folder: Path, **changes: object) -> Path:
     return folder
 
 
-def start(step: int, precision: str = "32", compiled: bool = False, **more: object) -> dict[str, object]:
-    return {"step": step, "time": "2026-01-01T00:00:00Z", "precision": precision, "compile": compiled, **more}
+def start(step: int, precision: str = "32", compiled: bool = False, **facts: object) -> dict[str, object]:
+    return {"step": step, "time": "2026-01-01T00:00:00Z", "precision": precision, "compile": compiled, **facts}
 
 
 def arms(*folders: Path) -> list[list[str]]:
@@ -41,8 +41,8 @@ def test_every_start_says_what_it_used(tiny, tmp_path):
     assert train(tiny("name=a", "trainer.precision=bf16-mixed", "trainer.compile=false", "resume=auto")) == 0
     environment = read_json(tmp_path / "runs" / "a" / "environment.json")
     first, second = environment["starts"]
-    assert [one["step"] for one in (first, second)] == [0, 4]
-    assert [one["precision"] for one in (first, second)] == ["32", "bf16-mixed"]
+    assert [start_record["step"] for start_record in (first, second)] == [0, 4]
+    assert [start_record["precision"] for start_record in (first, second)] == ["32", "bf16-mixed"]
     keys = {
         "lm",
         "git_commit",
@@ -67,17 +67,19 @@ def test_every_start_says_what_it_used(tiny, tmp_path):
 
 def test_what_was_dropped_by_going_back_does_not_count():
     environment = {"starts": [start(0), start(6, "bf16-mixed"), start(4), start(4, compiled=True)]}
-    assert [one["step"] for one in record.starts(environment)] == [0, 4]
+    assert [start_record["step"] for start_record in record.starts(environment)] == [0, 4]
     assert record.used(environment, "precision") == "32"
     assert record.differing(environment) == ["compile false, from step 4 true"]
 
 
 def test_runs_are_pooled_by_what_was_used_not_by_what_was_asked_for(tmp_path):
-    asked = [build_run(tmp_path, f"asked-{what}", seed=seed, trainer={"precision": what}) for seed, what in ((1, "auto"), (2, 32))]
-    assert arms(*asked) == [["asked-auto", "asked-32"]]
+    pair = [
+        build_run(tmp_path, f"asked-{precision}", seed=seed, trainer={"precision": precision}) for seed, precision in ((1, "auto"), (2, 32))
+    ]
+    assert arms(*pair) == [["asked-auto", "asked-32"]]
     other = rewrite(build_run(tmp_path, "bf16", seed=3, trainer={"precision": "auto"}), starts=[start(0, "bf16-mixed")])
-    assert arms(*asked, other) == [["asked-auto", "asked-32"], ["bf16"]]
-    comparison, _ = compared(*asked, other)
+    assert arms(*pair, other) == [["asked-auto", "asked-32"], ["bf16"]]
+    comparison, _ = compared(*pair, other)
     assert comparison.warning == "The arms differ in more than the normalizer: trainer.precision."
     assert [arm.label for arm in comparison.arms] == ["softmax, precision=32", "softmax, precision=bf16-mixed"]
 
@@ -98,8 +100,8 @@ def test_unlike_histories_are_not_compared_as_like(tmp_path):
 def test_a_pattern_of_normalizers_is_shown_by_names_and_options(tmp_path):
     pattern = {"name": "layers", "of": [{"name": "window", "size": 2}, {"name": "ssmax", "bias": False}]}
     comparison, _ = compared(build_run(tmp_path, "both", normalizer=pattern))
-    (shown,) = (fact.value for fact in run_facts(comparison) if fact.what.startswith("normalizer: "))
-    assert shown.endswith("of=window (size=2), ssmax (scale=learned, bias=false, init=match, n=visible)")
+    (value,) = (fact.value for fact in run_facts(comparison) if fact.what.startswith("normalizer: "))
+    assert value.endswith("of=window (size=2), ssmax (scale=learned, bias=false, init=match, n=visible)")
 
 
 def test_a_run_that_was_made_longer_is_another_arm_than_one_of_that_length(tmp_path):
@@ -121,29 +123,29 @@ def test_starts_that_differ_in_anything_are_said(tmp_path, what):
 
 
 def test_runs_from_weights_of_one_arm_are_paired_by_seed(tiny, tmp_path):
-    runs, once = tmp_path / "runs", ["eval.swap_lengths=[1]"]
+    runs, overrides = tmp_path / "runs", ["eval.swap_lengths=[1]"]
     for seed in (1, 2):
         assert train(tiny(f"name=base-{seed}", f"seed={seed}", "trainer.max_steps=2", "experiment.name=e", "experiment.arm=base")) == 0
-        swap_run(runs / f"base-{seed}", "last", "ssmax", None, runs / f"swapped-{seed}", once)
+        swap_run(runs / f"base-{seed}", "last", "ssmax", None, runs / f"swapped-{seed}", overrides)
         assert read_config(runs / f"swapped-{seed}").experiment == ExperimentConfig(), "a swap by hand is no run of the experiment"
         for name, normalizer, source in (("soft", "softmax", "base"), ("scalable", "ssmax", "swapped")):
-            more = f"init_from={runs}/{source}-{seed}", f"model.normalizer={normalizer}", "trainer.max_steps=2", f"seed={seed}"
-            assert train(tiny(f"name={name}-{seed}", *more)) == 0
+            options = f"init_from={runs}/{source}-{seed}", f"model.normalizer={normalizer}", "trainer.max_steps=2", f"seed={seed}"
+            assert train(tiny(f"name={name}-{seed}", *options)) == 0
     folders = [runs / f"{name}-{seed}" for name in ("soft", "scalable") for seed in (1, 2)]
     assert arms(*folders) == [["soft-1", "soft-2"], ["scalable-1", "scalable-2"]]
     assert compared(*folders)[0].differences[0].interval.over == "2 seeds"
-    started = [read_json(folder / "environment.json")["started_from"] for folder in folders]
-    assert [one["seeds"] for one in started] == [[1], [2], [1], [2]]
-    assert len({one["arm"] for one in started}) == 2
-    assert started[0]["arm"] == record.arm(to_plain(read_config(runs / "base-1")), read_json(runs / "base-1" / "environment.json"))
-    swap_run(runs / "base-1", "last", "ssmax", "fit", runs / "fit", once)
+    sources = [read_json(folder / "environment.json")["started_from"] for folder in folders]
+    assert [source["seeds"] for source in sources] == [[1], [2], [1], [2]]
+    assert len({source["arm"] for source in sources}) == 2
+    assert sources[0]["arm"] == record.arm(to_plain(read_config(runs / "base-1")), read_json(runs / "base-1" / "environment.json"))
+    swap_run(runs / "base-1", "last", "ssmax", "fit", runs / "fit", overrides)
     assert arms(runs / "swapped-1", runs / "swapped-2", runs / "fit") == [["swapped-1", "swapped-2"], ["fit"]]
 
 
 def test_a_swap_from_other_weights_or_with_other_first_values_is_another_arm():
     config = {"seed": 1, "model": {"normalizer": {"name": "ssmax"}}}
     histories = [
-        {"swap": {"normalizer": "softmax", "init": init, "arm": of}} for init, of in (("match", "a"), ("fit", "a"), ("match", "b"))
+        {"swap": {"normalizer": "softmax", "init": init, "arm": label}} for init, label in (("match", "a"), ("fit", "a"), ("match", "b"))
     ]
     assert len({record.arm(config, environment) for environment in histories}) == 3
     assert record.arm(config, histories[0]) == record.arm(config | {"seed": 2, "name": "other"}, histories[0])
@@ -163,17 +165,17 @@ def started_from(root: Path, name: str, seed: int, source: int, arm: str = "abc"
 
 
 def test_seeds_are_those_of_the_weights_and_of_what_followed(tmp_path):
-    ours = [started_from(tmp_path, f"a{source}", 7, source) for source in (1, 2, 3)]
-    assert arms(*ours) == [["a1", "a2", "a3"]]
-    assert [read_run(folder).seeds for folder in ours] == [(1, 7), (2, 7), (3, 7)]
+    a_runs = [started_from(tmp_path, f"a{source}", 7, source) for source in (1, 2, 3)]
+    assert arms(*a_runs) == [["a1", "a2", "a3"]]
+    assert [read_run(folder).seeds for folder in a_runs] == [(1, 7), (2, 7), (3, 7)]
     assert read_run(started_from(tmp_path, "same", 1, 1)).seeds == (1,)
-    theirs = [started_from(tmp_path, f"b{source}", 7, source, "other") for source in (2, 3, 4)]
-    comparison, found = compared(*ours, *theirs)
-    assert found[()].interval.over == "2 seeds"
+    b_runs = [started_from(tmp_path, f"b{source}", 7, source, "other") for source in (2, 3, 4)]
+    comparison, differences = compared(*a_runs, *b_runs)
+    assert differences[()].interval.over == "2 seeds"
     (seeds,) = [fact for fact in run_facts(comparison) if fact.what == "seeds"]
     assert "7 after 1, 7 after 2, 7 after 3" in seeds.value
     assert [arm.label for arm in comparison.arms] == ["softmax, init_from=abc-1", "softmax, init_from=other-2"]
-    assert arms(*ours, started_from(tmp_path, "again", 7, 1)) == [["a1", "a2", "a3"], ["again"]]
+    assert arms(*a_runs, started_from(tmp_path, "again", 7, 1)) == [["a1", "a2", "a3"], ["again"]]
 
 
 # ---------------------------------------------------------------- what is not recorded
@@ -185,16 +187,16 @@ def test_what_the_starts_do_not_record_is_missing(tmp_path):
     run = read_run(folder)
     assert sum("does not say" in lack for lack in run.missing) == 2
     assert (run.used("precision"), run.arm_definition["init_from"]) == (None, "runs/somewhere")
-    once = build_run(tmp_path, "once")
-    environment = json.loads((once / "environment.json").read_text())
+    run_folder = build_run(tmp_path, "once")
+    environment = json.loads((run_folder / "environment.json").read_text())
     del environment["starts"]
-    (once / "environment.json").write_text(json.dumps(environment))
-    assert any("does not say what each start used" in one for one in read_run(once).missing)
+    (run_folder / "environment.json").write_text(json.dumps(environment))
+    assert any("does not say what each start used" in problem for problem in read_run(run_folder).missing)
 
 
 @pytest.mark.parametrize("wrong", [{"starts": "x"}, {"starts": []}, {"starts": [1]}, {"started_from": "x"}, {"started_from": {"arm": "a"}}])
 def test_an_environment_that_can_not_be_read_is_an_error_of_one_line(tmp_path, wrong):
     folder = rewrite(build_run(tmp_path, "a", init_from="runs/b"), **wrong)
-    with pytest.raises(RunError, match=r"environment.json: ") as caught:
+    with pytest.raises(RunError, match=r"environment.json: ") as error:
         read_run(folder)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)

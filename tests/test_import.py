@@ -69,17 +69,17 @@ OTHERS: dict[str, tuple[str, dict]] = {
 CASES = {name: (name, fields) for name, (_, _, fields) in MODELS.items()} | OTHERS
 
 
-def save(folder: Path, kind: str, fields: dict, **given: object) -> PreTrainedModel:
+def save(folder: Path, kind: str, fields: dict, **options: object) -> PreTrainedModel:
     """A model of transformers with random weights, biases and gains among them, saved to `folder`."""
-    made, config, _ = MODELS[kind]
+    model_class, config, _ = MODELS[kind]
     torch.manual_seed(0)
-    model = made(config(**COMMON | fields)).eval()
+    model = model_class(config(**COMMON | fields)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(
                 torch.randn(parameter.shape) * (0.12 if parameter.dim() > 1 else 0.2) + (parameter.dim() == 1 and "norm" in name)
             )
-    model.save_pretrained(folder, **given)
+    model.save_pretrained(folder, **options)
     return model
 
 
@@ -98,43 +98,43 @@ def imported(source: Path, out: Path, *options: str) -> Loaded:
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_logits_and_cached_generation_are_those_of_transformers(case: str, tmp_path: Path):
-    theirs = save(tmp_path / "hf", *CASES[case])
-    ours = imported(tmp_path / "hf", tmp_path / "out")
+    original = save(tmp_path / "hf", *CASES[case])
+    model = imported(tmp_path / "hf", tmp_path / "out")
     tokens = torch.randint(V, (2, T), generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(ours.decoder.logits(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(model.decoder.logits(tokens), original(tokens).logits, rtol=0, atol=1e-4)
     prompt = tokens[:1, :150]
-    there = theirs.generate(prompt, max_new_tokens=20, do_sample=False, use_cache=True, eos_token_id=None, pad_token_id=0)
-    assert list(generate(ours.decoder, prompt[0].tolist(), 20, Sampling(temperature=0))) == there[0, 150:].tolist()
-    assert ours.spec.seq_len == theirs.config.max_position_embeddings
-    assert (ours.tokenizer, ours.origin["architecture"]) == (None, CASES[case][0])
+    continuation = original.generate(prompt, max_new_tokens=20, do_sample=False, use_cache=True, eos_token_id=None, pad_token_id=0)
+    assert list(generate(model.decoder, prompt[0].tolist(), 20, Sampling(temperature=0))) == continuation[0, 150:].tolist()
+    assert model.spec.seq_len == original.config.max_position_embeddings
+    assert (model.tokenizer, model.origin["architecture"]) == (None, CASES[case][0])
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_field_is_read_fixed_or_known_to_be_irrelevant(kind: str, tmp_path: Path):
     """Of those that the configuration class knows; and a case of `MODELS` has each that is read at a value other than its default."""
-    _, config, own = MODELS[kind]
+    _, config, values = MODELS[kind]
     default = config().to_dict()
-    fields = Fields({**config(**COMMON | own).to_dict(), "architectures": None}, tmp_path)
+    fields = Fields({**config(**COMMON | values).to_dict(), "architectures": None}, tmp_path)
     ARCHITECTURES[kind].read(fields)
-    known = fields._used | IRRELEVANT | FIXED.keys()
-    assert default.keys() - known == set()
-    read = fields._used - FIXED.keys() - {"architectures", "head_dim"}
+    names = fields._used | IRRELEVANT | FIXED.keys()
+    assert default.keys() - names == set()
+    names_read = fields._used - FIXED.keys() - {"architectures", "head_dim"}
     fixed = {"hidden_act", "rope_theta", "rope_scaling", "partial_rotary_factor", "n_ctx", "add_cross_attention"}
-    same = {name for name in read & default.keys() - fixed if name not in own or own[name] == default[name]}
-    assert same - {"layer_types"} == set()
+    at_default = {name for name in names_read & default.keys() - fixed if name not in values or values[name] == default[name]}
+    assert at_default - {"layer_types"} == set()
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_an_absent_field_has_the_default_of_transformers(kind: str, tmp_path: Path):
-    found = ARCHITECTURES[kind].read(Fields({}, tmp_path))
-    written = ARCHITECTURES[kind].read(Fields({**MODELS[kind][1]().to_dict(), "architectures": None}, tmp_path))
-    assert function_of(found.model) == function_of(written.model)
-    assert (found.vocab_size, found.seq_len) == (written.vocab_size, written.seq_len)
+    description = ARCHITECTURES[kind].read(Fields({}, tmp_path))
+    full_description = ARCHITECTURES[kind].read(Fields({**MODELS[kind][1]().to_dict(), "architectures": None}, tmp_path))
+    assert function_of(description.model) == function_of(full_description.model)
+    assert (description.vocab_size, description.seq_len) == (full_description.vocab_size, full_description.seq_len)
 
 
 def test_shards_and_older_names_are_read(tmp_path: Path):
-    theirs = save(tmp_path / "one", "llama", OTHERS["smollm2"][1])
-    theirs.save_pretrained(tmp_path / "shards", max_shard_size="60KB")
+    original = save(tmp_path / "one", "llama", OTHERS["smollm2"][1])
+    original.save_pretrained(tmp_path / "shards", max_shard_size="60KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
     config = json.loads((tmp_path / "shards" / "config.json").read_text())
     rope = config.pop("rope_parameters")
@@ -146,9 +146,9 @@ def test_shards_and_older_names_are_read(tmp_path: Path):
         "rope_interleaved": False,
     }
     (tmp_path / "shards" / "config.json").write_text(json.dumps(config))
-    one, other = (imported(tmp_path / name, tmp_path / f"out-{name}") for name in ("one", "shards"))
-    assert one.spec == other.spec
-    assert all(torch.equal(a, other.decoder.state_dict()[name]) for name, a in one.decoder.state_dict().items())
+    whole, sharded = (imported(tmp_path / name, tmp_path / f"out-{name}") for name in ("one", "shards"))
+    assert whole.spec == sharded.spec
+    assert all(torch.equal(a, sharded.decoder.state_dict()[name]) for name, a in whole.decoder.state_dict().items())
 
 
 def test_files_of_the_released_gpt2_have_no_prefix_and_hold_masks(tmp_path: Path):
@@ -184,8 +184,8 @@ def test_windows_without_a_size_are_those_of_transformers(kinds: list[str] | Non
     fields = {"use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 2, "layer_types": kinds}
     assert ARCHITECTURES["qwen2"].read(Fields(fields, tmp_path)).model.normalizer.of_layer(1).size == 4096
     if kinds is None:
-        theirs = Qwen2Config(**fields, sliding_window=None)
-        assert theirs.layer_types == ["full_attention"] * 2
+        config = Qwen2Config(**fields, sliding_window=None)
+        assert config.layer_types == ["full_attention"] * 2
         assert ARCHITECTURES["qwen2"].read(Fields(fields | {"sliding_window": None}, tmp_path)).model.normalizer.name == "softmax"
     else:
         with pytest.raises(RunError, match="sliding_window = null: layer_types lists sliding_attention"):
@@ -193,19 +193,19 @@ def test_windows_without_a_size_are_those_of_transformers(kinds: list[str] | Non
 
 
 def test_half_precision_is_widened_and_the_length_can_be_chosen(tmp_path: Path):
-    theirs = save(tmp_path / "hf", *OTHERS["smollm2"])
-    theirs.to(torch.bfloat16).save_pretrained(tmp_path / "hf")
-    ours = imported(tmp_path / "hf", tmp_path / "out", "--length", "256")
-    assert (ours.spec.seq_len, ours.origin["max_position_embeddings"]) == (256, 700)
-    assert torch.equal(ours.decoder.embedding.weight, theirs.model.embed_tokens.weight.float())
+    original = save(tmp_path / "hf", *OTHERS["smollm2"])
+    original.to(torch.bfloat16).save_pretrained(tmp_path / "hf")
+    model = imported(tmp_path / "hf", tmp_path / "out", "--length", "256")
+    assert (model.spec.seq_len, model.origin["max_position_embeddings"]) == (256, 700)
+    assert torch.equal(model.decoder.embedding.weight, original.model.embed_tokens.weight.float())
 
 
 def test_the_tokenizer_comes_along_and_documents_start_with_its_token(tokenizer: Tokenizer, tmp_path: Path):
     save(tmp_path / "hf", *OTHERS["smollm2"])
     tokenizer.save(str(tmp_path / "hf" / "tokenizer.json"))
-    ours = imported(tmp_path / "hf", tmp_path / "out")
-    assert ours.tokenizer.encode("the lazy dog").ids == tokenizer.encode("the lazy dog").ids
-    assert ours.tokenizer_and_start()[1] == tokenizer.token_to_id("<|endoftext|>")
+    model = imported(tmp_path / "hf", tmp_path / "out")
+    assert model.tokenizer.encode("the lazy dog").ids == tokenizer.encode("the lazy dog").ids
+    assert model.tokenizer_and_start()[1] == tokenizer.token_to_id("<|endoftext|>")
     assert lm("generate", str(tmp_path / "out"), "--prompt", "the", "--max-new-tokens", "3").returncode == 0
     tokenizer.save(str(tmp_path / "other.json"))
     other = Tokenizer.from_file(str(tmp_path / "other.json"))
@@ -231,8 +231,8 @@ def test_older_files_of_a_tokenizer_are_converted_whole_or_not_at_all(tokenizer:
     assert result.returncode == 1
     assert re.fullmatch(rf"error: {tmp_path / 'hf'}: its tokenizer can't be converted: {reason}", result.stderr), result.stderr
     settings.write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer", **tokens}))
-    ours = imported(tmp_path / "hf", tmp_path / "out")
-    assert ours.tokenizer.encode("the lazy dog").ids == tokenizer.encode("the lazy dog").ids
+    converted = imported(tmp_path / "hf", tmp_path / "out")
+    assert converted.tokenizer.encode("the lazy dog").ids == tokenizer.encode("the lazy dog").ids
 
 
 def test_a_package_that_a_tokenizer_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -271,10 +271,10 @@ def _rope(**parameters: object):
     return _config(rope_parameters=parameters)
 
 
-def _weights(changed):
+def _weights(alter):
     def change(folder: Path) -> None:
         weights = load_file(folder / "model.safetensors")
-        changed(weights)
+        alter(weights)
         save_file(weights, folder / "model.safetensors")
 
     return change

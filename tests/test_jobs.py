@@ -69,14 +69,14 @@ def test_a_run_killed_between_its_first_checkpoint_and_the_link_to_it_goes_on(ti
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT, signal.SIGBUS])
 def test_a_run_that_crashes_twice_at_the_same_place_has_failed(file, overrides, number):
     procedure = with_one_run_left(file, overrides)
-    run, launched = procedure.known()[0], []
+    run, numbers = procedure.known()[0], []
 
     def crash(_: Run) -> int:
-        launched.append(number)
+        numbers.append(number)
         return -number
 
     def saves_and_crashes(_: Run) -> int:
-        path = step_path(run.config.run_folder / "checkpoints", 5 * (len(launched) + 1))
+        path = step_path(run.config.run_folder / "checkpoints", 5 * (len(numbers) + 1))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
         return crash(run)
@@ -87,14 +87,14 @@ def test_a_run_that_crashes_twice_at_the_same_place_has_failed(file, overrides, 
     for _ in range(2):
         with pytest.raises(RunError, match=rf"killed by {number.name}.*, twice in a row at the same place\); --retry tries them again"):
             Jobs(procedure, Slots(1), crash).work()
-    assert len(launched) == 3, "it is left alone from then on"
+    assert len(numbers) == 3, "it is left alone from then on"
     assert "twice" in read_failure(procedure.experiment.folder, run).reason
-    again = Jobs(procedure, Slots(1), crash)
+    jobs = Jobs(procedure, Slots(1), crash)
     retry(procedure)
     with pytest.raises(RunError, match=r"the same command goes on"):
-        again.work()
+        jobs.work()
     assert read_failure(procedure.experiment.folder, run) is None
-    Jobs(procedure, Slots(1), lambda one: finish(one, 5.0) or 0).work()
+    Jobs(procedure, Slots(1), lambda run: finish(run, 5.0) or 0).work()
     assert not list((procedure.experiment.folder / "logs").glob("*.failed.json"))
 
 
@@ -175,23 +175,23 @@ def logged_steps(folder: Path) -> int:
 
 @pytest.mark.slow  # 2 min
 def test_killed_at_random_the_same_work_ends_with_the_same_numbers(file, overrides, tmp_path):
-    drawn, kills, started = random.Random(0), {"experiment": 0, "run": 0}, {}
+    rng, kills, first_starts = random.Random(0), {"experiment": 0, "run": 0}, {}
     undisturbed = Procedure(read_experiment(file, [*overrides, f"runs={tmp_path / 'undisturbed'}"]))
     for run in undisturbed.known():
         assert train(run.config) == 0
-    mine = [*overrides, f"runs={tmp_path / 'killed'}"]
-    killed = Procedure(read_experiment(file, mine))
+    own_overrides = [*overrides, f"runs={tmp_path / 'killed'}"]
+    killed = Procedure(read_experiment(file, own_overrides))
     folder = killed.experiment.folder
 
     def work() -> subprocess.Popen:
-        return subprocess.Popen([sys.executable, "-c", WORK, str(file), *mine], cwd=ROOT, stdout=subprocess.DEVNULL)
+        return subprocess.Popen([sys.executable, "-c", WORK, str(file), *own_overrides], cwd=ROOT, stdout=subprocess.DEVNULL)
 
     def moment(process: subprocess.Popen) -> tuple[Path, int] | None:
         """A run and its process at a random moment from its start to its end; None if the work has ended before it."""
         while process.poll() is None:
             wait_until(lambda: at_work(folder) or process.poll() is not None, tmp_path)
-            run, child = drawn.choice(sorted(at_work(folder).items()) or [(None, 0)])
-            step = drawn.randint(0, 60)  # 0: while it starts; 60: while it measures and saves
+            run, child = rng.choice(sorted(at_work(folder).items()) or [(None, 0)])
+            step = rng.randint(0, 60)  # 0: while it starts; 60: while it measures and saves
             if run:
                 wait_until(lambda run=run, child=child, step=step: logged_steps(run) >= step or at_work(folder).get(run) != child, tmp_path)
                 if at_work(folder).get(run) == child:
@@ -200,38 +200,38 @@ def test_killed_at_random_the_same_work_ends_with_the_same_numbers(file, overrid
 
     def starts() -> dict[Path, list[int]]:
         """The steps at which each run has been started."""
-        files = {run: run / "environment.json" for run in (one.config.run_folder for one in killed.known())}
-        return {run: [one["step"] for one in read_json(path)["starts"]] for run, path in files.items() if path.exists()}
+        files = {run: run / "environment.json" for run in (run.config.run_folder for run in killed.known())}
+        return {run: [start["step"] for start in read_json(path)["starts"]] for run, path in files.items() if path.exists()}
 
     for _ in range(3):
         process = work()
         for _ in range(2):
-            if found := moment(process):
-                os.kill(found[1], signal.SIGKILL)
+            if place := moment(process):
+                os.kill(place[1], signal.SIGKILL)
                 kills["run"] += 1
         if moment(process):
             process.kill()
             kills["experiment"] += 1
         process.wait()
-        ended = [one.config.run_folder for one in Procedure(killed.experiment).known() if one.outcome.ended]
-        started |= {run: steps for run, steps in starts().items() if run in ended and run not in started}
+        ended_folders = [run.config.run_folder for run in Procedure(killed.experiment).known() if run.outcome.ended]
+        first_starts |= {run: steps for run, steps in starts().items() if run in ended_folders and run not in first_starts}
     process = work()
     wait_until(lambda: process.poll() is not None, tmp_path)
     assert process.returncode == 0
     assert sum(kills.values()) >= 6, kills
     assert min(kills.values()) >= 2, kills
     at_the_end = starts()
-    assert all(at_the_end[run] == steps for run, steps in started.items()), "what has ended is not started again"
+    assert all(at_the_end[run] == steps for run, steps in first_starts.items()), "what has ended is not started again"
     assert all(steps == sorted(steps) for steps in at_the_end.values()), "each start goes on"
-    assert [one.outcome.state for one in Procedure(killed.experiment).known()] == ["finished"] * 4
-    for ours, theirs in zip(Procedure(killed.experiment).known(), undisturbed.known(), strict=True):
-        assert metrics_but_times(ours.config.run_folder) == metrics_but_times(theirs.config.run_folder)
-        assert same(weights(ours.config.run_folder), weights(theirs.config.run_folder))
+    assert [run.outcome.state for run in Procedure(killed.experiment).known()] == ["finished"] * 4
+    for killed_run, undisturbed_run in zip(Procedure(killed.experiment).known(), undisturbed.known(), strict=True):
+        assert metrics_but_times(killed_run.config.run_folder) == metrics_but_times(undisturbed_run.config.run_folder)
+        assert same(weights(killed_run.config.run_folder), weights(undisturbed_run.config.run_folder))
     assert summary_lines(Procedure(killed.experiment)) == summary_lines(Procedure(undisturbed.experiment))
 
 
 def metrics_but_times(folder: Path) -> list[dict]:
     """A run's log without what the machine decides; a measurement that a kill made the run repeat stands there once."""
-    own = ("tokens_per_s", "elapsed_s", "peak_memory_bytes", "mfu/causal", "mfu/palm")
-    lines = [{name: value for name, value in line.items() if name not in own} for line in metrics(folder)]
+    machine_names = ("tokens_per_s", "elapsed_s", "peak_memory_bytes", "mfu/causal", "mfu/palm")
+    lines = [{name: value for name, value in line.items() if name not in machine_names} for line in metrics(folder)]
     return [line for number, line in enumerate(lines) if line not in lines[:number]]

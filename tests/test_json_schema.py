@@ -19,9 +19,9 @@ FILES = [path for path in sorted((ROOT / "configs").rglob("*.yaml")) if "arms" n
 
 @pytest.fixture(scope="module")
 def validator():
-    ended = lm("config", "--schema")
-    assert ended.returncode == 0, ended.stderr
-    schema = json.loads(ended.stdout)
+    result = lm("config", "--schema")
+    assert result.returncode == 0, result.stderr
+    schema = json.loads(result.stdout)
     jsonschema.Draft202012Validator.check_schema(schema)
     return jsonschema.Draft202012Validator(schema)
 
@@ -73,14 +73,14 @@ def test_what_loading_takes_is_valid(validator, plain: dict[str, Plain]):
 
 
 def test_what_is_interpolated_and_normalizers_from_outside_are_valid(validator):
-    given = {"seed": "${oc.env:SEED}", "base": ["a.yaml"], "model": {"normalizer": {"name": "package.module:Class", "own": 1}}}
-    assert [error.message for error in validator.iter_errors(given)] == []
+    content = {"seed": "${oc.env:SEED}", "base": ["a.yaml"], "model": {"normalizer": {"name": "package.module:Class", "own": 1}}}
+    assert [error.message for error in validator.iter_errors(content)] == []
 
 
 def test_every_key_of_a_block_has_its_description(validator):
     def described(schema: dict[str, Plain]) -> set[str]:
-        own = {one["description"] for one in schema.get("properties", {}).values() if "description" in one}
-        return own.union(*(described(one) for one in schema.get("$defs", {}).values()))
+        texts = {entry["description"] for entry in schema.get("properties", {}).values() if "description" in entry}
+        return texts.union(*(described(entry) for entry in schema.get("$defs", {}).values()))
 
     sections = {text for path, *_, text in reference(Config)}
     assert sections <= described(validator.schema)

@@ -28,18 +28,20 @@ QUESTIONS = {
 }
 
 
-@pytest.mark.parametrize("shown", [shown for shown in recompute.SHOWN if shown.name in QUESTIONS], ids=lambda shown: shown.name)
+@pytest.mark.parametrize(
+    "shown", [committed for committed in recompute.SHOWN if committed.name in QUESTIONS], ids=lambda committed: committed.name
+)
 def test_committed_results_give_their_committed_verdicts(shown):
     options, lengths = QUESTIONS[shown.name]
-    where = f"setting == 'as trained' and x in {lengths}"
-    question = ["--metric", f"{shown.task} accuracy", "--better", "higher", "--matters", f"{shown.matters:g}", "--where", where]
-    asked = ["judge", str(ROOT / "results" / shown.name / "seeds.csv"), *options, *question, "--json"]
-    lines = json.loads(command(*asked).stdout)["arms"]
-    judged = {(line["size"], line["arm"]): line for line in lines if "verdict" in line}
-    assert len(judged) == len(shown.verdicts)
+    condition = f"setting == 'as trained' and x in {lengths}"
+    question = ["--metric", f"{shown.task} accuracy", "--better", "higher", "--matters", f"{shown.matters:g}", "--where", condition]
+    words = ["judge", str(ROOT / "results" / shown.name / "seeds.csv"), *options, *question, "--json"]
+    lines = json.loads(command(*words).stdout)["arms"]
+    line_of = {(line["size"], line["arm"]): line for line in lines if "verdict" in line}
+    assert len(line_of) == len(shown.verdicts)
     for (arm, row, length), verdict in shown.verdicts.items():
         by_size = shown.rows == "size"
-        line = judged["" if shown.tuned else f"steps-{row}" if by_size else f"rate {row}, x {length}", arm]
+        line = line_of["" if shown.tuned else f"steps-{row}" if by_size else f"rate {row}, x {length}", arm]
         assert (line["verdict"], line["reason"], line["p"]) == (verdict.kind, verdict.reason, verdict.p)
         assert line["words"] == verdict.words
         assert line["difference"] == [value if np.isfinite(value) else None for value in verdict.interval.listed()]
@@ -71,11 +73,15 @@ def test_a_table_is_judged_as_an_experiment_is():
 
 
 def test_each_arm_may_have_a_rate_of_its_own_or_none():
-    own = RUNS.assign(rate=RUNS["arm"].map({"a": 1e-3, "b": 2e-3}))
-    for table in (own, own.assign(rate=own["rate"].where(own["arm"] == "a")), own.assign(rate=own["rate"].map(str))):
-        judged = lm.judge(table)
-        assert judged["verdict"].tolist()[1:] == ["better"]
-        assert judged["difference low"].tolist() == pytest.approx(lm.judge(RUNS)["difference low"].tolist(), nan_ok=True)
+    own_rates = RUNS.assign(rate=RUNS["arm"].map({"a": 1e-3, "b": 2e-3}))
+    for table in (
+        own_rates,
+        own_rates.assign(rate=own_rates["rate"].where(own_rates["arm"] == "a")),
+        own_rates.assign(rate=own_rates["rate"].map(str)),
+    ):
+        table_judged = lm.judge(table)
+        assert table_judged["verdict"].tolist()[1:] == ["better"]
+        assert table_judged["difference low"].tolist() == pytest.approx(lm.judge(RUNS)["difference low"].tolist(), nan_ok=True)
 
 
 def test_names_may_be_numbers_or_texts_of_any_column():
@@ -160,8 +166,8 @@ def test_a_table_that_can_not_be_judged_is_refused_in_one_line(table, options, s
 
 
 def test_weights_count_within_a_run_only_as_parts_of_their_sum():
-    once = lm.judge(UNITS.assign(weight=UNITS["unit"] + 1.0))
-    pd.testing.assert_frame_equal(lm.judge(UNITS.assign(weight=(UNITS["unit"] + 1.0) * UNITS["seed"])), once)
+    expected = lm.judge(UNITS.assign(weight=UNITS["unit"] + 1.0))
+    pd.testing.assert_frame_equal(lm.judge(UNITS.assign(weight=(UNITS["unit"] + 1.0) * UNITS["seed"])), expected)
     pd.testing.assert_frame_equal(lm.judge(RUNS.assign(weight=[1.0, 2.0] * 3)), lm.judge(RUNS))
 
 
@@ -170,8 +176,8 @@ def test_a_run_without_weights_has_equal_ones():
 
 
 def test_one_seed_has_columns_for_the_ends_of_an_interval_too():
-    judged = lm.judge(RUNS[RUNS["seed"] == 1])
-    assert judged[["difference", "difference low", "difference high"]].isna().all(axis=None)
+    table = lm.judge(RUNS[RUNS["seed"] == 1])
+    assert table[["difference", "difference low", "difference high"]].isna().all(axis=None)
 
 
 @pytest.mark.parametrize("name", ["None", "NA", "null"])
@@ -204,9 +210,9 @@ def test_the_command_prints_the_verdicts(tmp_path, monkeypatch):
     assert "b: better by more than 0.01 (3 seeds): the interval leaves out 0" in out
     assert "power: 3 seeds find a difference of 0.01" in out
     Path("empty.csv").write_text("")
-    refused = command("judge", "empty.csv")
-    assert refused.returncode == 1
-    assert refused.stderr.startswith("error: empty.csv: no CSV table")
+    result = command("judge", "empty.csv")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: empty.csv: no CSV table")
     with pytest.raises(ConfigError, match="matters"):
         lm.judge(RUNS, matters=-1)
 

@@ -68,8 +68,8 @@ def test_rank_and_launcher_are_those_of_the_environment(
     environment, launcher: str, expected: int, devices: int, nodes: int, variables: dict[str, str]
 ):
     environment(**variables)
-    found = process(devices, nodes)
-    assert (found.rank, found.launcher) == (expected, launcher)
+    actual = process(devices, nodes)
+    assert (actual.rank, actual.launcher) == (expected, launcher)
 
 
 STRAY = "no launcher of several processes gave this rank: there is no WORLD_SIZE; unset it"

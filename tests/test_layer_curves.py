@@ -24,22 +24,22 @@ def test_quantities_are_told_apart_by_layer_and_head_and_the_last_line_of_a_step
         {"step": 2, "tokens": 20, "val/loss": 1.0},
         {"step": 1, "tokens": 10, "normalizer/base.out.bias/layer3/rms": 0.5, "train/grad_norm/layer2": 7.0},
     ]
-    found = layer_curves(lines)
-    assert [*found] == ["largest_score", "normalizer/base.out.bias", "train/grad_norm"]
-    assert [*found["train/grad_norm"]] == [2, 10]
-    scores = found["largest_score"][0]
+    curves = layer_curves(lines)
+    assert [*curves] == ["largest_score", "normalizer/base.out.bias", "train/grad_norm"]
+    assert [*curves["train/grad_norm"]] == [2, 10]
+    scores = curves["largest_score"][0]
     assert (scores.tokens.tolist(), scores.columns) == ([10, 20], ("head0", "head1"))
     np.testing.assert_array_equal(scores.values, [[1.0, 2.0], [3.0, np.nan]])
-    np.testing.assert_array_equal(found["train/grad_norm"][10].values, [[np.nan], [4.0]])
-    assert found["normalizer/base.out.bias"][3].columns == ("rms",)
+    np.testing.assert_array_equal(curves["train/grad_norm"][10].values, [[np.nan], [4.0]])
+    assert curves["normalizer/base.out.bias"][3].columns == ("rms",)
 
 
 def test_quantities_are_ordered_by_name_and_number():
     names = [
         f"{name}/layer0/head0" for name in ("logit_scale/slope", "logit_scale/n256", "logit_scale/n16", "normalizer/s", "logit_scale/n2")
     ]
-    found = layer_curves([{"step": 1, "tokens": 10, **dict.fromkeys(names, 1.0)}])
-    assert [*found] == ["logit_scale/n2", "logit_scale/n16", "logit_scale/n256", "logit_scale/slope", "normalizer/s"]
+    curves = layer_curves([{"step": 1, "tokens": 10, **dict.fromkeys(names, 1.0)}])
+    assert [*curves] == ["logit_scale/n2", "logit_scale/n16", "logit_scale/n256", "logit_scale/slope", "normalizer/s"]
 
 
 def test_quantities_have_titles():

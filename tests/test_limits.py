@@ -38,24 +38,24 @@ def batch(index: int = 0) -> Batch:
 @torch.no_grad()
 def rows_of(normalizer: Options, queries: list[int] = QUERIES, block: str = "attention") -> list[AttentionRows]:
     """Of each layer."""
-    model, given = decoder(normalizer, block), batch()
-    return [AttentionRows.of(block, model.embedding(given.tokens), 0) for block in attention_blocks(model, given, queries, inputs=True)]
+    model, sample = decoder(normalizer, block), batch()
+    return [AttentionRows.of(block, model.embedding(sample.tokens), 0) for block in attention_blocks(model, sample, queries, inputs=True)]
 
 
-def measured(normalizer: Options, sequences: int = 2, block: str = "attention", **asked: object) -> tuple[Values, list]:
+def measured(normalizer: Options, sequences: int = 2, block: str = "attention", **options: object) -> tuple[Values, list]:
     """Values of some sequences, and what is derived of them."""
-    of, model = family(LimitsConfig(temperatures=[0.1, 10.0], directions=2, **asked), every=1), decoder(normalizer, block)
-    measures = Measures((of,), LAYERS, model.normalizers()[0].layer.n_head, QUERIES, LENGTH)
+    statistics, model = family(LimitsConfig(temperatures=[0.1, 10.0], directions=2, **options), every=1), decoder(normalizer, block)
+    measures = Measures((statistics,), LAYERS, model.normalizers()[0].layer.n_head, QUERIES, LENGTH)
     vectors = np.stack([measures.of(model, batch(index), index)[0].numpy() for index in range(sequences)])
     values = measures.values(vectors, model.seq_len)
-    return values, of.derive(values)
+    return values, statistics.derive(values)
 
 
 def random_rows(number: int) -> AttentionRows:
     """100 rows of softmax of several temperatures, Gaussian scores of several widths."""
-    first, drawn = rows_of(opt.Softmax(), [LENGTH - 1])[0], torch.Generator().manual_seed(number)
-    scores = torch.randn(1, 100, LENGTH, generator=drawn) * 10 ** (2 * torch.rand(1, 100, 1, generator=drawn) - 1)
-    visible = torch.rand(100, LENGTH, generator=drawn) < torch.rand(100, 1, generator=drawn)
+    first, generator = rows_of(opt.Softmax(), [LENGTH - 1])[0], torch.Generator().manual_seed(number)
+    scores = torch.randn(1, 100, LENGTH, generator=generator) * 10 ** (2 * torch.rand(1, 100, 1, generator=generator) - 1)
+    visible = torch.rand(100, LENGTH, generator=generator) < torch.rand(100, 1, generator=generator)
     visible[:, 0] = True
     return replace(first, scores=scores, weights=scores.masked_fill(~visible, -math.inf).softmax(-1), visible=visible)
 
@@ -64,7 +64,7 @@ def test_lemma_1_holds_in_2000_random_rows():
     tightest = 0.0
     for number in range(20):
         rows = random_rows(number)
-        largest, smallest, bound = (of(rows) for of in (lemmas.log_n_times_largest, lemmas.log_n_times_smallest, lemmas.log_c2))
+        largest, smallest, bound = (function(rows) for function in (lemmas.log_n_times_largest, lemmas.log_n_times_smallest, lemmas.log_c2))
         assert bool((largest <= bound + 1e-5).all() and (smallest >= -bound - 1e-5).all())
         assert bool((largest >= -1e-5).all() and (smallest <= 1e-5).all())
         tightest = max(tightest, (largest / bound).max().item())
@@ -73,9 +73,9 @@ def test_lemma_1_holds_in_2000_random_rows():
 
 def test_corollary_1_holds_in_2000_random_rows():
     """ln C2 = 2 |q| max |k| / T for softmax(q.k / T), which is no less than the lemma's."""
-    drawn = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2_000, 16, generator=drawn), torch.randn(50, 16, generator=drawn)
-    temperature = 0.1 + 8 * torch.rand(2_000, 1, generator=drawn)
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2_000, 16, generator=generator), torch.randn(50, 16, generator=generator)
+    temperature = 0.1 + 8 * torch.rand(2_000, 1, generator=generator)
     a = (q @ k.T / temperature).double().softmax(-1)
     bound = 2 * q.norm(dim=-1) * k.norm(dim=-1).max() / temperature.squeeze(1)
     assert bool((50 * a.amax(-1)).log().le(bound + 1e-6).all())
@@ -114,11 +114,11 @@ def test_the_norm_of_the_jacobian_stays_below_its_bound(name: str):
 
 def test_the_norm_of_the_jacobian_is_exact_of_rows_of_nearly_one_key():
     rows = rows_of(opt.Softmax(), QUERIES[-1:])[0]
-    drawn = torch.randn(rows.scores.shape, generator=torch.Generator().manual_seed(0)).masked_fill(~rows.visible, 0.0)
-    drawn[..., 0] = 15.0
-    a = drawn.double().masked_fill(~rows.visible, -math.inf).softmax(-1)
+    scores = torch.randn(rows.scores.shape, generator=torch.Generator().manual_seed(0)).masked_fill(~rows.visible, 0.0)
+    scores[..., 0] = 15.0
+    a = scores.double().masked_fill(~rows.visible, -math.inf).softmax(-1)
     exact = torch.linalg.matrix_norm(torch.diag_embed(a) - a.unsqueeze(-1) * a.unsqueeze(-2), 2)
-    norm = lemmas.jacobian_norm(replace(rows, scores=drawn), torch.Generator().manual_seed(0))
+    norm = lemmas.jacobian_norm(replace(rows, scores=scores), torch.Generator().manual_seed(0))
     assert exact.max() < 1e-3
     assert torch.allclose(norm.double(), exact, rtol=1e-5, atol=0.0)
 
@@ -141,7 +141,7 @@ SLOW = [(entry(), block, {}) for entry in catalogue.ENTRIES.values() for block i
 @pytest.mark.parametrize(
     ("options", "block", "asked"),
     CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in CASES],
-    ids=lambda given: getattr(given, "name", str(given)),
+    ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_sums_are_those_of_plain_loops(options: Options, block: str, asked: dict[str, object]):
     values, _ = measured(options, 1, block, **asked)
@@ -160,11 +160,11 @@ def test_sums_are_those_of_plain_loops(options: Options, block: str, asked: dict
                 x = x[asked.get("vectors", "embedding")][first : position + 1].double()
                 x = x / x.norm(dim=-1, keepdim=True) if asked.get("unit", True) else x
                 order = a.abs().argsort(descending=True, stable=True)
-                for count, found in ((5, top), (8, ratio)):
+                for count, sums in ((5, top), (8, ratio)):
                     s = (a[order[:count], None] * x[order[:count]]).sum(0)
                     far = (a[:, None] * x - s).norm(dim=-1)
-                    inside, others = far[order[:count]], far[order[count:]]
-                    found.append(others.sum().item() if found is top else (inside <= others.min()).double().mean().item())
+                    nearest, rest = far[order[:count]], far[order[count:]]
+                    sums.append(rest.sum().item() if sums is top else (nearest <= rest.min()).double().mean().item())
             if top:
                 assert distances[octave, 0, counts.index(5), rows.layer, head] == pytest.approx(np.mean(top), rel=1e-4)
                 assert separable[octave, 0, numbers.index(8), rows.layer, head] == pytest.approx(np.mean(ratio), abs=1e-6)
@@ -172,43 +172,43 @@ def test_sums_are_those_of_plain_loops(options: Options, block: str, asked: dict
 
 def test_a_key_is_separable_by_at_least_as_many_heads_together():
     _, derived = measured(opt.Softmax())
-    found = {(one.name, one.what): one.values for one in derived}
-    together = found["keys that at least one head separates", "measured"]
-    assert bool((together >= found["N_s / N", "N_s / N"] - 1e-6).all())
-    assert bool(((found["heads that choose a key", ""] >= 1) & (found["heads that choose a key", ""] <= HEADS)).all())
+    curves = {(curve.name, curve.what): curve.values for curve in derived}
+    shares = curves["keys that at least one head separates", "measured"]
+    assert bool((shares >= curves["N_s / N", "N_s / N"] - 1e-6).all())
+    assert bool(((curves["heads that choose a key", ""] >= 1) & (curves["heads that choose a key", ""] <= HEADS)).all())
 
 
 def test_what_is_derived_has_a_value_for_each_point_of_its_axis():
     _, derived = measured(opt.Softmax(), sample_size=6)
-    assert len({(one.name, one.what) for one in derived}) == len(derived)
-    for one in derived:
-        assert one.values.shape == ((len(one.axis.values),) if one.axis else (1,)), one.name
-    assert {"d~", "critical N / visible keys", "N_s / N", "change of weights"} <= {one.name for one in derived}
+    assert len({(curve.name, curve.what) for curve in derived}) == len(derived)
+    for curve in derived:
+        assert curve.values.shape == ((len(curve.axis.values),) if curve.axis else (1,)), curve.name
+    assert {"d~", "critical N / visible keys", "N_s / N", "change of weights"} <= {curve.name for curve in derived}
 
 
 def test_finite_differences_of_softmax_stay_below_their_ceiling():
     _, derived = measured(opt.Softmax())
-    found = {one.what: one.values for one in derived if one.name == "change of weights"}
+    changes = {curve.what: curve.values for curve in derived if curve.name == "change of weights"}
     for step in (0.001, 0.1, 10.0):
-        for temperature, value in zip((0.1, 10.0), found[f"largest of all directions, step {step:g}"], strict=True):
+        for temperature, value in zip((0.1, 10.0), changes[f"largest of all directions, step {step:g}"], strict=True):
             assert 0 < value <= min(1 / (2 * temperature), math.sqrt(2) / step)
-    assert bool((found["one direction, step 0.001"] <= found["largest of all directions, step 0.001"]).all())
-    assert bool((found["largest of all directions, step 0.001"] <= found["spectral norm"] * 1.02).all())
+    assert bool((changes["one direction, step 0.001"] <= changes["largest of all directions, step 0.001"]).all())
+    assert bool((changes["largest of all directions, step 0.001"] <= changes["spectral norm"] * 1.02).all())
 
 
 @pytest.mark.parametrize("name", ["relu2", "softpick", "linear"])
 def test_rows_without_weight_and_with_negative_weights_give_numbers_or_nan(name: str):
     options = opt.Linear(features="identity", n="visible") if name == "linear" else catalogue.ENTRIES[name]()
     values, derived = measured(options)
-    for one in derived:
-        assert not np.isinf(one.values).any(), one.name
+    for curve in derived:
+        assert not np.isinf(curve.values).any(), curve.name
     assert np.isfinite(values.sums["distances"]).all()
 
 
 @torch.no_grad()
 def test_scores_that_are_not_finite_leave_the_others_alone():
-    model, of = decoder(opt.Softmax()), family(LimitsConfig(temperatures=[1.0], directions=1), every=1)
-    measures = Measures((of,), LAYERS, HEADS, QUERIES, LENGTH)
+    model, statistics = decoder(opt.Softmax()), family(LimitsConfig(temperatures=[1.0], directions=1), every=1)
+    measures = Measures((statistics,), LAYERS, HEADS, QUERIES, LENGTH)
     before = measures.values(measures.of(model, batch())[0].numpy()[None], 64)
     model.blocks[1].attention.qkv.weight[0] = math.nan  # of the last layer's first head
     after = measures.values(measures.of(model, batch())[0].numpy()[None], 64)
@@ -221,12 +221,12 @@ def test_scores_that_are_not_finite_leave_the_others_alone():
 
 
 def test_lines_of_one_name_are_drawn_in_a_panel_for_each_model():
-    axis, shown = Axis("keys N", "", "for N =", (1.0, 2.0)), Shown("Attention: d~", "sequences", "2 of 8 tokens")
-    made = [
-        Series("diagnostics", "d~", "", "none", 8, np.array([1.0, np.nan]), what=what, setting=setting, axis=axis, shown=shown)
+    axis, labels = Axis("keys N", "", "for N =", (1.0, 2.0)), Shown("Attention: d~", "sequences", "2 of 8 tokens")
+    curves = [
+        Series("diagnostics", "d~", "", "none", 8, np.array([1.0, np.nan]), what=label, setting=setting, axis=axis, shown=labels)
         for setting in ("as trained", "untrained weights")
-        for what in ("largest weights", "random keys, drawn")
+        for label in ("largest weights", "random keys, drawn")
     ]
-    assert diagnostics(made).png.startswith(b"\x89PNG")
-    assert diagnostics([one for one in made if one.shown is None]) is None
-    assert diagnostics([replace(one, means=np.full(2, np.nan)) for one in made]) is None  # none of its lines is defined
+    assert diagnostics(curves).png.startswith(b"\x89PNG")
+    assert diagnostics([curve for curve in curves if curve.shown is None]) is None
+    assert diagnostics([replace(curve, means=np.full(2, np.nan)) for curve in curves]) is None  # none of its lines is defined

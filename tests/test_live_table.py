@@ -70,7 +70,7 @@ def test_every_run_has_a_line_with_its_state_and_the_time_that_is_left_stands_be
     table = LiveTable(jobs, {("", "softmax"): 60.0, ("", "ssmax"): 80.0})
     text(table)
     logged(second.config.run_folder, {"step": 2, "val/loss": 5.5, "tokens": 0}, {"step": 4, "tokens": 0})
-    heading, *lines, below = text(table)
+    heading, *lines, footer = text(table)
     assert heading == "arm  rate  seed  stage  state  step  val/loss"
     assert lines == [
         "softmax  0.01  101  tune  finished  8 of 8  5.0000",
@@ -82,8 +82,8 @@ def test_every_run_has_a_line_with_its_state_and_the_time_that_is_left_stands_be
         "ssmax  0.02  101  tune  waiting  0 of 8",
         "ssmax  0.02  102  tune  waiting  0 of 8",
     ]
-    left = "about 3 min left"  # (60 / 2 + 60 + 4 x 80) s, two at a time
-    assert below == f"trial: 1 of the 8 runs known so far ended, 1 failed, 2 running; tuning: 7 runs left; {left}"
+    estimate = "about 3 min left"  # (60 / 2 + 60 + 4 x 80) s, two at a time
+    assert footer == f"trial: 1 of the 8 runs known so far ended, 1 failed, 2 running; tuning: 7 runs left; {estimate}"
 
 
 def test_times_of_runs_that_ended_here_come_before_the_plan_s(work):
@@ -103,7 +103,7 @@ def test_many_runs_are_shown_in_groups_that_fit(work):
     jobs.pending = {Future(): (jobs.known[3], ())}
     logged(jobs.known[3].config.run_folder, {"step": 4, "tokens": 0})
     table = LiveTable(jobs, {})
-    heading, *lines, below = text(table, height=14)
+    heading, *lines, footer = text(table, height=14)
     assert heading == "size  arm  rate  stage  runs  state  step  mean val/loss"
     assert lines[:3] == [
         "small  softmax  0.01  tune  2  2 finished  6.0150",
@@ -111,7 +111,7 @@ def test_many_runs_are_shown_in_groups_that_fit(work):
         "small  ssmax  0.01  tune  2  2 waiting",
     ]
     assert len(lines) == 2 * 4
-    assert below.startswith("trial: 3 of the 16 runs known so far ended, 1 running; tuning: 13 runs left; ")
+    assert footer.startswith("trial: 3 of the 16 runs known so far ended, 1 running; tuning: 13 runs left; ")
     assert [line.split("  ")[:3] for line in text(table, height=11)[1:-1]] == [
         [size, arm, "tune"] for size in ("small", "large") for arm in ("softmax", "ssmax")
     ]
@@ -176,11 +176,11 @@ def test_the_table_is_for_terminals_and_leaves_them_as_they_were(work, monkeypat
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    written = out.getvalue()
-    assert "a run has ended" in written
+    output_text = out.getvalue()
+    assert "a run has ended" in output_text
     if not shown:
-        assert written == "a run has ended\n"
+        assert output_text == "a run has ended\n"
         return
-    assert "trial: 0 of the 4 runs known so far ended" in written
-    assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l"), "the cursor is shown again"
+    assert "trial: 0 of the 4 runs known so far ended" in output_text
+    assert output_text.rindex("\x1b[?25h") > output_text.rindex("\x1b[?25l"), "the cursor is shown again"
     assert sys.stdout is out

@@ -18,8 +18,8 @@ def test_cores_are_those_that_the_process_may_use(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 3, 4})
     monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
     assert usable_cores() == 3
-    for given, cores in (("2", 2), ("8", 3), ("", 3), ("0", 1)):
-        monkeypatch.setenv("SLURM_CPUS_PER_TASK", given)
+    for variable, cores in (("2", 2), ("8", 3), ("", 3), ("0", 1)):
+        monkeypatch.setenv("SLURM_CPUS_PER_TASK", variable)
         assert usable_cores() == cores
 
 
@@ -34,10 +34,10 @@ def test_threads_are_a_share_of_the_cores_and_no_more_than_the_user_says(given: 
 
 def test_the_peak_of_memory_is_the_process_s_own():
     """In a process that has not yet had more, and that a larger one forks."""
-    held = bytearray(b"x" * 2**27)
+    block = bytearray(b"x" * 2**27)
     code = "from lm.machine import peak_process_bytes as peak; print(peak()); held = b'x' * 2**26; print(peak())"
     child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, preexec_fn=int)
-    del held
+    del block
     before, after = map(int, child.stdout.split())
     assert 2**22 < before < 2**26, "not that of the process that forked it"
     assert 0.9 * 2**26 < after - before < 1.5 * 2**26
@@ -76,8 +76,8 @@ def test_a_child_is_stopped_when_its_parent_is_killed_before_or_after_it_begins(
 def test_no_child_runs_python_between_fork_and_exec():
     """Another thread may have held a lock when the process was forked: `preexec_fn` then waits for it forever."""
     for path in (ROOT / "lm").rglob("*.py"):
-        named = [node.arg for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.keyword)]
-        assert "preexec_fn" not in named, path
+        arguments = [node.arg for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.keyword)]
+        assert "preexec_fn" not in arguments, path
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")

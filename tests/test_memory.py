@@ -31,14 +31,14 @@ def run_out(monkeypatch: pytest.MonkeyPatch, allocation=cpu_allocation) -> None:
     monkeypatch.setattr(Decoder, "forward", lambda *_, **__: allocation())
 
 
-@pytest.mark.parametrize("allocation", ALLOCATIONS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("allocation", ALLOCATIONS, ids=lambda function: function.__name__)
 def test_training_says_what_to_lower_and_leaves_no_run_folder(arguments: list[str], tmp_path: Path, monkeypatch, allocation):
     run_out(monkeypatch, allocation)
-    ended = lm("train", *arguments, "name=big")
+    result = lm("train", *arguments, "name=big")
     remedy = "lower trainer.micro_batch, set trainer.activation_checkpointing=true, or lower data.seq_len or the model's size"
     expected = f"error: out of memory (asked for {ALLOCATIONS[allocation]}): {remedy}\n"
-    assert (ended.returncode, ended.stderr[-len(expected) :]) == (1, expected)
-    assert "Traceback" not in ended.stderr
+    assert (result.returncode, result.stderr[-len(expected) :]) == (1, expected)
+    assert "Traceback" not in result.stderr
     assert not (tmp_path / "runs" / "big").exists()
 
 
@@ -52,16 +52,16 @@ def test_commands_on_a_trained_model_say_what_to_lower(arguments: list[str], tmp
         ("generate", run, "--prompt", "a"): "shorten the prompt, or lower --max-new-tokens",
     }
     for command, remedy in commands.items():
-        ended = lm(*command)
-        assert (ended.returncode, ended.stderr) == (1, f"error: out of memory (asked for 1152921504606846976 bytes): {remedy}\n"), command
+        result = lm(*command)
+        assert (result.returncode, result.stderr) == (1, f"error: out of memory (asked for 1152921504606846976 bytes): {remedy}\n"), command
     assert not Path(out).exists()
 
 
 def test_weights_too_large_to_load_are_not_called_damaged(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert lm("train", *arguments, "name=small", "trainer.max_steps=2").returncode == 0
     monkeypatch.setattr(Decoder, "load_state_dict", lambda *_: cpu_allocation())
-    ended = lm("export", str(tmp_path / "runs" / "small"), "-o", str(tmp_path / "out"))
-    assert ended.stderr == "error: out of memory (asked for 1152921504606846976 bytes): use a machine with more\n"
+    result = lm("export", str(tmp_path / "runs" / "small"), "-o", str(tmp_path / "out"))
+    assert result.stderr == "error: out of memory (asked for 1152921504606846976 bytes): use a machine with more\n"
 
 
 def test_other_errors_are_not_taken_for_it():

@@ -29,23 +29,23 @@ def records(folder: Path) -> list[Record]:
     """What a run that was started once has sent to wandb, from its file in the run folder (LevelDB's log format)."""
     wandb.teardown()  # the file may not be whole before
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    content, at, found, part = path.read_bytes(), HEADER, [], b""
-    while at + HEADER <= len(content):
-        _, size, kind = struct.unpack_from("<IHB", content, at)
-        if BLOCK - at % BLOCK < HEADER or not kind:
-            at += BLOCK - at % BLOCK
+    content, offset, entries, part = path.read_bytes(), HEADER, [], b""
+    while offset + HEADER <= len(content):
+        _, size, kind = struct.unpack_from("<IHB", content, offset)
+        if BLOCK - offset % BLOCK < HEADER or not kind:
+            offset += BLOCK - offset % BLOCK
             continue
-        part += content[at + HEADER : at + HEADER + size]
-        at += HEADER + size
+        part += content[offset + HEADER : offset + HEADER + size]
+        offset += HEADER + size
         if kind in (1, 4):  # whole, or the last part
-            found.append(Record.FromString(part))
+            entries.append(Record.FromString(part))
             part = b""
-    return found
+    return entries
 
 
-def history(sent: list[Record]) -> list[dict[str, object]]:
+def history(entries: list[Record]) -> list[dict[str, object]]:
     """The lines that were logged."""
-    lines = [one.history for one in sent if one.HasField("history")]
+    lines = [entry.history for entry in entries if entry.HasField("history")]
     return [{".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in line.item} for line in lines]
 
 
@@ -73,9 +73,9 @@ def test_an_empty_wandb_mode_is_none_and_an_unknown_one_is_refused(monkeypatch: 
     assert wandb_mode(LogConfig()) == "offline"
     assert train(tiny("name=empty", "log.wandb=offline", "trainer.max_steps=4")) == 0
     monkeypatch.setenv("WANDB_MODE", "sometimes")
-    for asked in ("auto", "online", "offline"):
+    for mode in ("auto", "online", "offline"):
         with pytest.raises(ConfigError, match=r"^WANDB_MODE = 'sometimes': must be online or offline or disabled; .* unset it$"):
-            train(tiny("name=unknown", f"log.wandb={asked}"))
+            train(tiny("name=unknown", f"log.wandb={mode}"))
     assert not tiny("name=unknown").run_folder.exists()
     assert wandb_mode(LogConfig(wandb="disabled")) == "disabled"
 
@@ -93,34 +93,34 @@ def test_a_wandb_key_without_a_network_is_logged_offline(tiny, capsys: pytest.Ca
     config = tiny("name=alone", "log.wandb=auto", "trainer.max_steps=4")
     assert train(config) == 0
     assert list(config.run_folder.glob("wandb/offline-run-*/run-*.wandb"))
-    printed = capsys.readouterr()
-    assert printed.out.count("wandb: online failed (") == printed.out.count("wandb:") == 1
-    assert f"logging offline, to be sent later: wandb sync {config.run_folder}/wandb/offline-run-*\n" in printed.out
-    assert "wandb:" not in printed.err
+    output = capsys.readouterr()
+    assert output.out.count("wandb: online failed (") == output.out.count("wandb:") == 1
+    assert f"logging offline, to be sent later: wandb sync {config.run_folder}/wandb/offline-run-*\n" in output.out
+    assert "wandb:" not in output.err
 
 
 @pytest.mark.usefixtures("no_network")
 def test_a_process_of_wandb_that_does_not_end_holds_up_no_run(tiny, monkeypatch: pytest.MonkeyPatch):
-    ended, teardown = threading.Event(), wandb.teardown
-    monkeypatch.setattr(wandb, "teardown", lambda: (teardown(), ended.wait()))
+    end, teardown = threading.Event(), wandb.teardown
+    monkeypatch.setattr(wandb, "teardown", lambda: (teardown(), end.wait()))
     try:
         assert train(tiny("name=held", "log.wandb=auto", "trainer.max_steps=4")) == 0
     finally:
-        ended.set()
+        end.set()
 
 
 def test_a_server_that_vanishes_while_training_ends_no_run_late(tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     """Without a limit wandb retries for days."""
-    started, start = [], wandb.init
+    runs, start = [], wandb.init
 
     def lost(run: wandb.Run) -> None:
         assert 0 < run.settings.finish_timeout <= 60
         assert run.settings.finish_timeout_raises
         raise TimeoutError
 
-    def init(**given: object) -> wandb.Run:
-        run = start(**given | {"mode": "offline"})  # a server that is there at the start only takes part in nothing else
-        started.append(run)
+    def init(**options: object) -> wandb.Run:
+        run = start(**options | {"mode": "offline"})  # a server that is there at the start only takes part in nothing else
+        runs.append(run)
         monkeypatch.setattr(type(run), "finish", lost)
         return run
 
@@ -130,11 +130,11 @@ def test_a_server_that_vanishes_while_training_ends_no_run_late(tiny, monkeypatc
     config = tiny("name=lost", "log.wandb=online", "trainer.max_steps=4")
     assert train(config) == 0
     monkeypatch.undo()
-    (run,) = started
+    (run,) = runs
     run.finish()
-    (kept,) = config.run_folder.glob("wandb/*run-*/run-*.wandb")
-    said = "wandb: the server has not taken everything within 60 s; all is kept, to be sent later: wandb sync "
-    assert f"{said}{kept.parent}\n" in capsys.readouterr().out
+    (file,) = config.run_folder.glob("wandb/*run-*/run-*.wandb")
+    message = "wandb: the server has not taken everything within 60 s; all is kept, to be sent later: wandb sync "
+    assert f"{message}{file.parent}\n" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -150,8 +150,8 @@ def placed(tiny, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 def test_a_run_says_where_it_belongs_and_sends_what_is_logged_over_tokens(placed: Config):
     assert train(placed) == 0
-    sent = records(placed.run_folder)
-    run = next(one.run for one in sent if one.HasField("run"))
+    entries = records(placed.run_folder)
+    run = next(entry.run for entry in entries if entry.HasField("run"))
     environment = read_json(placed.run_folder / ENVIRONMENT)
     assert (run.run_group, run.job_type, run.run_id) == ("trial/small", "final", environment["wandb_id"])
     assert sorted(run.tags) == ["arm scalable", "rate 0.002", "seed 3", "size small"]
@@ -161,11 +161,11 @@ def test_a_run_says_where_it_belongs_and_sends_what_is_logged_over_tokens(placed
     for name in ("data_fingerprint", "parameters"):
         assert config[name] == environment[name]
 
-    axes = {one.metric.name or one.metric.glob_name: one.metric.step_metric for one in sent if one.HasField("metric")}
+    axes = {entry.metric.name or entry.metric.glob_name: entry.metric.step_metric for entry in entries if entry.HasField("metric")}
     assert axes["*"] == "tokens"
     lines = read_metrics(placed.run_folder / METRICS).lines
-    logged = {(line["_step"], name): value for line in history(sent) for name, value in line.items()}
-    assert all("tokens" in line for line in history(sent))
+    logged = {(line["_step"], name): value for line in history(entries) for name, value in line.items()}
+    assert all("tokens" in line for line in history(entries))
     for line in lines:
         sent_values = {name: logged[line["step"], name] for name in line if name != "step"}
         assert line.pop(PEAK_MEMORY) <= sent_values.pop(PEAK_MEMORY)  # an evaluation's, which may be more, takes its place at the same step
@@ -177,41 +177,44 @@ def test_a_run_says_where_it_belongs_and_sends_what_is_logged_over_tokens(placed
 
 
 def test_project_and_entity_are_those_of_the_environment_unless_the_configuration_names_them(placed: Config, monkeypatch):
-    sent = Sent()
-    monkeypatch.setattr("wandb.init", sent.init)
+    server = Sent()
+    monkeypatch.setattr("wandb.init", server.init)
     monkeypatch.setattr("wandb.setup", lambda settings: None)
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
-    few = replace(placed, trainer=replace(placed.trainer, max_steps=2), optim=replace(placed.optim, warmup_steps=1))
-    assert train(replace(few, name="a", log=replace(few.log, tags=["first try"], notes="why"))) == 0
-    assert train(replace(few, name="b", log=replace(few.log, project="ours", entity="group"))) == 0
+    short_config = replace(placed, trainer=replace(placed.trainer, max_steps=2), optim=replace(placed.optim, warmup_steps=1))
+    assert train(replace(short_config, name="a", log=replace(short_config.log, tags=["first try"], notes="why"))) == 0
+    assert train(replace(short_config, name="b", log=replace(short_config.log, project="ours", entity="group"))) == 0
     monkeypatch.delenv("WANDB_PROJECT")
-    assert train(replace(few, name="c")) == 0
-    assert [one["project"] for one in sent.starts] == ["theirs", "ours", "lm"]
-    assert [one["entity"] for one in sent.starts] == [None, "group", None]  # None: wandb reads WANDB_ENTITY
-    assert (sent.starts[0]["tags"][-1], sent.starts[0]["notes"]) == ("first try", "why")
-    assert sent.summary["best/step"] == 2
+    assert train(replace(short_config, name="c")) == 0
+    assert [start["project"] for start in server.starts] == ["theirs", "ours", "lm"]
+    assert [start["entity"] for start in server.starts] == [None, "group", None]  # None: wandb reads WANDB_ENTITY
+    assert (server.starts[0]["tags"][-1], server.starts[0]["notes"]) == ("first try", "why")
+    assert server.summary["best/step"] == 2
 
 
 @pytest.mark.usefixtures("inline")
 def test_an_experiment_that_ends_sends_its_verdicts_and_its_report(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     file = written(tmp_path, tune=None, seeds=[1])
-    few = ["trainer.max_steps=2", "optim.warmup_steps=1", "eval.long_context.length_factor=0", "log.tags=[mine]"]
-    ended = lm("compare", str(file), *arguments[1:], *few)  # wandb is off
-    assert ended.returncode == 0, ended.stderr
+    overrides = ["trainer.max_steps=2", "optim.warmup_steps=1", "eval.long_context.length_factor=0", "log.tags=[mine]"]
+    result = lm("compare", str(file), *arguments[1:], *overrides)  # wandb is off
+    assert result.returncode == 0, result.stderr
     folder = tmp_path / "runs" / "trial"
     assert not (folder / "wandb").exists()
     monkeypatch.setenv("WANDB_MODE", "offline")
-    judged = lm("compare", str(file), *arguments[1:], *few, "log.wandb=offline", "--report-only", "--json")
-    assert json.loads(judged.stdout) == json.loads((folder / "verdicts.json").read_text())
+    report = lm("compare", str(file), *arguments[1:], *overrides, "log.wandb=offline", "--report-only", "--json")
+    assert json.loads(report.stdout) == json.loads((folder / "verdicts.json").read_text())
     assert not (folder / "wandb").exists()  # it was judged before
-    assert lm("compare", str(file), *arguments[1:], *few, "log.wandb=offline").returncode == 0
-    sent = records(folder)
-    run = next(one.run for one in sent if one.HasField("run"))
+    assert lm("compare", str(file), *arguments[1:], *overrides, "log.wandb=offline").returncode == 0
+    entries = records(folder)
+    run = next(entry.run for entry in entries if entry.HasField("run"))
     assert (run.display_name, run.run_group, run.job_type, sorted(run.tags)) == ("trial report", "trial", "report", ["mine", "report"])
-    names = {name.partition(".")[0] for line in history(sent) for name in line}
+    names = {name.partition(".")[0] for line in history(entries) for name in line}
     assert {"report", "verdicts"} <= names
     summary = {
-        item.key or ".".join(item.nested_key): item.value_json for one in sent if one.HasField("summary") for item in one.summary.update
+        item.key or ".".join(item.nested_key): item.value_json
+        for entry in entries
+        if entry.HasField("summary")
+        for item in entry.summary.update
     }
     baseline, line = json.loads((folder / "verdicts.json").read_text())["arms"]
     assert (baseline["arm"], json.loads(summary["verdict ssmax"])) == ("softmax", line["words"])
@@ -229,11 +232,11 @@ def test_csv_has_what_metrics_jsonl_has_and_a_resumed_run_a_file_of_its_own(tiny
     train(replace(config, trainer=replace(config.trainer, max_steps=half)))
     train(replace(config, resume="auto"))
     lines = [line for line in read_metrics(config.run_folder / METRICS)[0] if "train/loss" in line]
-    found = []
+    log = []
     for step in (0, half):
         with (config.run_folder / "csv" / f"from-step-{step}" / "metrics.csv").open() as file:
-            found += [line for line in csv.DictReader(file) if line["train/loss"]]
-    assert [(int(line["step"]), float(line["train/loss"]), float(line["lr"])) for line in found] == [
+            log += [line for line in csv.DictReader(file) if line["train/loss"]]
+    assert [(int(line["step"]), float(line["train/loss"]), float(line["lr"])) for line in log] == [
         (line["step"], line["train/loss"], line["lr"]) for line in lines
     ]
 
@@ -247,7 +250,7 @@ def test_tensorboard_has_what_metrics_jsonl_has(tiny):
     events = EventAccumulator(str(config.run_folder / "tensorboard"))
     events.Reload()
     lines = [line for line in read_metrics(config.run_folder / METRICS)[0] if "train/loss" in line]
-    assert [(one.step, one.value) for one in events.Scalars("train/loss")] == [
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
         (line["step"], pytest.approx(line["train/loss"], rel=1e-6)) for line in lines
     ]
 
@@ -256,11 +259,11 @@ def test_trackio_is_sent_what_is_logged_and_what_is_not_installed_is_named(tiny,
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(ConfigError, match=r"log\.to = 'trackio': is not installed .*; install it \(the extra `log`\), or leave it out"):
         train(tiny("name=without", "log.to=[trackio]"))
-    sent = Sent()
-    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=sent.init))
+    server = Sent()
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=server.init))
     train(tiny("name=run", "log.to=[trackio]", "log.project=ours", "eval.long_context.length_factor=0"))
-    assert (sent.starts[0]["project"], sent.starts[0]["name"]) == ("ours", "run")
-    assert set(sent.steps) == set(range(1, 9))
+    assert (server.starts[0]["project"], server.starts[0]["name"]) == ("ours", "run")
+    assert set(server.steps) == set(range(1, 9))
 
 
 class Sent:
@@ -284,13 +287,13 @@ class Sent:
 
 
 def test_a_resumed_run_goes_on_with_its_wandb_run(placed: Config, monkeypatch: pytest.MonkeyPatch):
-    sent, half = Sent(), placed.trainer.max_steps // 2
-    monkeypatch.setattr("wandb.init", sent.init)
+    server, half = Sent(), placed.trainer.max_steps // 2
+    monkeypatch.setattr("wandb.init", server.init)
     monkeypatch.setattr("wandb.setup", lambda settings: None)
     assert train(replace(placed, trainer=replace(placed.trainer, max_steps=half))) == 0
-    assert set(sent.steps) == set(range(1, half + 1))
-    sent.steps.clear()
+    assert set(server.steps) == set(range(1, half + 1))
+    server.steps.clear()
     assert train(replace(placed, resume="auto")) == 0
-    assert set(sent.steps) == set(range(half + 1, placed.trainer.max_steps + 1))
-    first, second = sent.starts
+    assert set(server.steps) == set(range(half + 1, placed.trainer.max_steps + 1))
+    first, second = server.starts
     assert (first["id"], second["resume"]) == (second["id"], "allow")

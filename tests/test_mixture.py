@@ -36,7 +36,7 @@ def mixture(tmp_path: Path, folders: dict[str, list[str]], **changes) -> DataCon
 
 def part_texts(store: Store, split: Split) -> list[list[str]]:
     """The documents of each part of a split, found by the parts' sizes."""
-    tokenizer, begin, found = store.tokenizer(), 0, []
+    tokenizer, begin, by_part = store.tokenizer(), 0, []
     for part in split.sources:
         texts = [
             tokenizer.decode(split.document(n)[1:].tolist(), skip_special_tokens=False) for n in range(begin, begin + part.n_documents)
@@ -44,9 +44,9 @@ def part_texts(store: Store, split: Split) -> list[list[str]]:
         assert sum(len(text.encode()) for text in texts) == part.n_bytes
         assert split.offsets[begin + part.n_documents] - split.offsets[begin] == part.n_tokens
         begin += part.n_documents
-        found.append(texts)
+        by_part.append(texts)
     assert begin == split.n_documents
-    return found
+    return by_part
 
 
 # ---------------------------------------------------------------- parts
@@ -146,9 +146,9 @@ def test_copies_are_left_out_and_counted(tmp_path: Path, capfd: pytest.CaptureFi
     assert sorted(stored_texts(store)) == sorted(TEXTS)
     assert store.manifest["left_out"]["copies"] == 9
     assert "(9 copies left out)" in summary(store)
-    kept = prepare(dataclasses.replace(data, deduplicate=False))
-    assert len(stored_texts(kept)) == len(TEXTS) + 9
-    assert kept.path != store.path
+    with_copies = prepare(dataclasses.replace(data, deduplicate=False))
+    assert len(stored_texts(with_copies)) == len(TEXTS) + 9
+    assert with_copies.path != store.path
 
 
 def test_documents_outside_the_bounds_are_left_out_whole_and_counted(tmp_path: Path):
@@ -204,10 +204,10 @@ def test_what_can_not_be_read_is_left_out_counted_and_listed(mixed: DataConfig):
     ):
         assert any(place in line for line in unreadable["first"])
     folder, lines = Path(mixed.source.paths[0]), (b"{\n", b'{"text": "caf\xe9"}\n', b'{"text": 3}\n', b"[1]\n")
-    lost = sum((folder / name).stat().st_size for name in ("b.parquet", "latin.txt", "utf16.txt")) + sum(map(len, lines))
-    assert unreadable["bytes"] == lost
-    assert f"7 files, documents or rows ({lost:,} bytes) unreadable, the first:" in summary(store)
-    assert f"unreadable   7 files, documents or rows, {lost:,} bytes" in list(describe(store, 0))
+    n_lost = sum((folder / name).stat().st_size for name in ("b.parquet", "latin.txt", "utf16.txt")) + sum(map(len, lines))
+    assert unreadable["bytes"] == n_lost
+    assert f"7 files, documents or rows ({n_lost:,} bytes) unreadable, the first:" in summary(store)
+    assert f"unreadable   7 files, documents or rows, {n_lost:,} bytes" in list(describe(store, 0))
 
 
 def test_bad_rows_of_a_parquet_file_are_skipped_alone(tmp_path: Path):
@@ -223,9 +223,9 @@ def test_bad_rows_of_a_parquet_file_are_skipped_alone(tmp_path: Path):
 
 @pytest.mark.parametrize("megabytes", [4, pytest.param(200, marks=pytest.mark.slow)])
 def test_one_long_line_is_a_document_like_any_other(tmp_path: Path, megabytes: int):
-    drawn = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     words = np.array([f"word{n}" for n in range(500)])
-    text = " ".join(drawn.choice(words, 10_000)) + " "
+    text = " ".join(rng.choice(words, 10_000)) + " "
     long = text * (megabytes * 1_000_000 // len(text))
     (tmp_path / "texts").mkdir()
     with open(tmp_path / "texts" / "rows.jsonl", "w") as file:
@@ -250,8 +250,8 @@ def test_sequences_are_drawn_from_each_part_by_its_weight_whatever_their_sizes(t
         sequences = TrainSequences(store, weighted, 16, seed=1)
         for stream, begin, end in zip(sequences.streams, edges[:-1], edges[1:], strict=False):
             part = store.train.tokens[begin:end]
-            drawn, _ = stream.read(np.arange(400), 32)
-            for sequence, start in zip(drawn, stream.starts(np.arange(400)), strict=True):
+            rows, _ = stream.read(np.arange(400), 32)
+            for sequence, start in zip(rows, stream.starts(np.arange(400)), strict=True):
                 assert np.array_equal(sequence, np.take(part, range(start, start + 33), mode="wrap"))
         if sequences.sampler:
             streams, _ = sequences.sampler.assign(np.arange(2000))
@@ -278,12 +278,12 @@ def test_the_validation_of_a_mixture_tells_its_sources_apart(tmp_path: Path):
     store = prepare(data)
     decoder = Decoder(config.model, store.vocab_size, 32)
     loss, _, *sources = Validation(config, store).measure(decoder, Device(torch.device("cpu"), bf16=False), lambda sequences: None)
-    found = {one.what: (len(one.samples[0].values), one.whole) for one in sources}
-    assert set(found) == {"letters", "texts"}
+    losses_by_source = {curve.what: (len(curve.samples[0].values), curve.whole) for curve in sources}
+    assert set(losses_by_source) == {"letters", "texts"}
     losses = loss.samples[0].values[:, 0]
-    first = found["letters"][0]
-    assert found["letters"][1] == pytest.approx(np.mean(losses[:first]), abs=1e-5)
-    assert found["texts"] == (len(losses) - first, pytest.approx(np.mean(losses[first:]), abs=1e-5))
+    first = losses_by_source["letters"][0]
+    assert losses_by_source["letters"][1] == pytest.approx(np.mean(losses[:first]), abs=1e-5)
+    assert losses_by_source["texts"] == (len(losses) - first, pytest.approx(np.mean(losses[first:]), abs=1e-5))
 
 
 @pytest.mark.parametrize(("weight", "levels"), [(0.25, 1), (1, 0)])

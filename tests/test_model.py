@@ -51,9 +51,9 @@ def test_every_shape_is_causal_trains_and_gives_each_parameter_a_gradient(change
     decoder = Decoder(small(**changes), 50, 16)
     sequences = torch.randint(50, (2, 17), generator=torch.Generator().manual_seed(0))
     hidden = decoder(sequences[:, :-1])
-    changed = sequences.clone()
-    changed[:, 10:] = (changed[:, 10:] + 1) % 50
-    assert torch.equal(decoder(changed[:, :-1])[:, :10], hidden[:, :10])
+    other_sequences = sequences.clone()
+    other_sequences[:, 10:] = (other_sequences[:, 10:] + 1) % 50
+    assert torch.equal(decoder(other_sequences[:, :-1])[:, :10], hidden[:, :10])
     decoder.loss(Batch.of(sequences)).backward()
     for name, parameter in decoder.named_parameters():
         assert parameter.grad is not None, name
@@ -103,8 +103,8 @@ def test_rope_scores_depend_on_distance_only_and_stay_exact_far_out():
 
 def test_rope_keeps_norms_and_leaves_the_low_frequency_pairs_of_p_rope_unrotated():
     x = torch.randn(1, 1, 10, 64, generator=torch.Generator().manual_seed(0))
-    whole = rotate(x, rope_rotation(torch.arange(10), 64, Rope()))
-    assert torch.allclose(whole.norm(dim=-1), x.norm(dim=-1), atol=1e-5)
+    rotated = rotate(x, rope_rotation(torch.arange(10), 64, Rope()))
+    assert torch.allclose(rotated.norm(dim=-1), x.norm(dim=-1), atol=1e-5)
     part = rope_rotation(torch.arange(10), 64, Rope(fraction=0.25))
     assert torch.equal(rotate(x, part)[..., 16:], x[..., 16:])
     fastest = rope_rotation(torch.arange(10), 64, Rope())
@@ -113,32 +113,32 @@ def test_rope_keeps_norms_and_leaves_the_low_frequency_pairs_of_p_rope_unrotated
 
 def test_theta_factor_multiplies_theta():
     positions = torch.arange(100)
-    scaled, asked = rope_rotation(positions, 64, Rope(theta=1e4), ThetaFactor(50.0)), rope_rotation(positions, 64, Rope(theta=5e5))
-    assert torch.equal(scaled[0], asked[0])
+    scaled, expected = rope_rotation(positions, 64, Rope(theta=1e4), ThetaFactor(50.0)), rope_rotation(positions, 64, Rope(theta=5e5))
+    assert torch.equal(scaled[0], expected[0])
     decoder = Decoder(small(), 50, 16)
-    tokens, used = torch.randint(50, (1, 16)), for_inference(decoder, InferenceSetting(ThetaFactor(50.0)))
-    assert torch.equal(used(tokens), Decoder(small(position=Rope(theta=5e5)), 50, 16)(tokens))
-    assert not torch.allclose(used(tokens), decoder(tokens))
+    tokens, scaled_model = torch.randint(50, (1, 16)), for_inference(decoder, InferenceSetting(ThetaFactor(50.0)))
+    assert torch.equal(scaled_model(tokens), Decoder(small(position=Rope(theta=5e5)), 50, 16)(tokens))
+    assert not torch.allclose(scaled_model(tokens), decoder(tokens))
 
 
 def test_scalings_of_rope_have_their_closed_forms():
-    rope, trained, length = Rope(theta=1e4), 64, 512
-    plain = frequencies(64, rope, AsTrained(), trained, length)
-    assert torch.equal(frequencies(64, rope, Interpolation(), trained, length), plain / 8)
-    assert torch.equal(frequencies(64, rope, Interpolation(2.0), trained, length), plain / 2)
-    ntk = frequencies(64, rope, NTK(), trained, length)
+    rope, train_length, length = Rope(theta=1e4), 64, 512
+    plain = frequencies(64, rope, AsTrained(), train_length, length)
+    assert torch.equal(frequencies(64, rope, Interpolation(), train_length, length), plain / 8)
+    assert torch.equal(frequencies(64, rope, Interpolation(2.0), train_length, length), plain / 2)
+    ntk = frequencies(64, rope, NTK(), train_length, length)
     assert ntk[0] == plain[0]
     assert float(ntk[-1] / plain[-1]) == pytest.approx(1 / 8)
-    yarn, turns = frequencies(64, rope, YaRNScaling(), trained, length), trained * plain / (2 * math.pi)
+    yarn, turns = frequencies(64, rope, YaRNScaling(), train_length, length), train_length * plain / (2 * math.pi)
     assert torch.equal(yarn[turns <= 1], plain[turns <= 1] / 8)
-    fast = frequencies(64, rope, YaRNScaling(fast=4.0), trained, length)
+    fast = frequencies(64, rope, YaRNScaling(fast=4.0), train_length, length)
     assert torch.equal(fast[turns >= 4], plain[turns >= 4])
     assert (turns >= 4).any()
     assert YaRNScaling().logit_factor(8.0) == pytest.approx((0.1 * math.log(8) + 1) ** 2)
     assert YaRNScaling(temperature=False).logit_factor(8.0) == NTK().logit_factor(8.0) == 1
     for scaling in (Interpolation(), NTK(), YaRNScaling()):  # a sequence no longer than in training is used as trained
-        assert torch.equal(frequencies(64, rope, scaling, trained, trained), plain)
-        assert scaling.logit_factor(scaling.s(trained, 50)) == 1
+        assert torch.equal(frequencies(64, rope, scaling, train_length, train_length), plain)
+        assert scaling.logit_factor(scaling.s(train_length, 50)) == 1
 
 
 @pytest.mark.parametrize("head_size", [2, 64])
@@ -146,7 +146,7 @@ def test_scalings_of_rope_have_their_closed_forms():
 @pytest.mark.parametrize(
     "scaling",
     [ThetaFactor(1e-6), ThetaFactor(1e6), Interpolation(1e6), NTK(1e6), YaRNScaling(1e6), YaRNScaling(fast=1e9, slow=1e9 - 1)],
-    ids=lambda one: one.name,
+    ids=lambda value: value.name,
 )
 def test_rope_is_finite_at_the_bounds_of_its_options(scaling: RopeScaling, theta: float, head_size: int):
     cos, sin = rope_rotation(torch.tensor([0, 1, 10**9]), head_size, Rope(theta=theta), scaling, (64, 10**9))
@@ -168,25 +168,25 @@ def test_an_inference_setting_makes_a_copy_that_shares_weights_and_leaves_the_mo
     model, tokens = make_decoder(name, block), torch.randint(50, (1, 40), generator=torch.Generator().manual_seed(0))
     changes = {"n": "fixed:7"} if "n" in vars(model.normalizers()[0].options) else {}
     before, state = model(tokens), torch.get_rng_state()
-    used = for_inference(model, InferenceSetting(Interpolation(), changes))
+    scaled_model = for_inference(model, InferenceSetting(Interpolation(), changes))
     assert torch.equal(torch.get_rng_state(), state)
-    assert not torch.equal(used(tokens), before)
+    assert not torch.equal(scaled_model(tokens), before)
     assert torch.equal(model(tokens), before)
-    ours, theirs = dict(used.named_parameters()), dict(model.named_parameters())
-    assert list(ours) == list(theirs)
-    assert all(ours[name] is theirs[name] for name in ours)
+    copied, originals = dict(scaled_model.named_parameters()), dict(model.named_parameters())
+    assert list(copied) == list(originals)
+    assert all(copied[name] is originals[name] for name in copied)
     alike = make_decoder(name, block, changes)
     alike.load_state_dict(model.state_dict())
-    assert torch.equal(for_inference(alike, InferenceSetting(Interpolation()))(tokens), used(tokens))
+    assert torch.equal(for_inference(alike, InferenceSetting(Interpolation()))(tokens), scaled_model(tokens))
 
 
 def settable(options: type) -> dict[str, object]:
     """Another value of every option that an inference setting may change."""
-    fixed, others = getattr(options, "fixed_by_training", {}), {bool: lambda value: not value, float: lambda value: value + 1.5}
-    others |= {int: lambda value: value + 1, str: lambda value: "fixed:9"}
-    found = {spec.name: others[type(spec.default)](spec.default) for spec in fields(options) if spec.name not in fixed}
+    fixed, by_type = getattr(options, "fixed_by_training", {}), {bool: lambda value: not value, float: lambda value: value + 1.5}
+    by_type |= {int: lambda value: value + 1, str: lambda value: "fixed:9"}
+    changes = {spec.name: by_type[type(spec.default)](spec.default) for spec in fields(options) if spec.name not in fixed}
     literals = {"base": 9.0, "form": "1/n^2", "features": "relu"}
-    return {name: literals.get(name, value) for name, value in found.items()}
+    return {name: literals.get(name, value) for name, value in changes.items()}
 
 
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
@@ -232,16 +232,16 @@ def make_decoder(name: str, block: str, options: Mapping[str, object] = {}, **ch
 def test_prefill_equals_decoding_step_by_step_equals_packed_documents(name: str, block: str):
     model = make_decoder(name, block)
     tokens = torch.randint(50, (1, 24), generator=torch.Generator().manual_seed(0))
-    whole = model(tokens)
+    at_once = model(tokens)
     cache = DecodingCache(24)
     steps = [model(tokens[:, :7], cache=cache), *(model(tokens[:, t : t + 1], cache=cache) for t in range(7, 24))]
-    assert torch.allclose(torch.cat(steps, 1), whole, rtol=0, atol=1e-9)
+    assert torch.allclose(torch.cat(steps, 1), at_once, rtol=0, atol=1e-9)
     lengths = [5, 1, 18]
     packed = model(tokens, layout=AttentionLayout.from_document_lengths(lengths))
-    alone = [model(part) for part in tokens.split(lengths, 1)]
-    assert torch.allclose(packed, torch.cat(alone, 1), rtol=0, atol=1e-9)
+    separate = [model(part) for part in tokens.split(lengths, 1)]
+    assert torch.allclose(packed, torch.cat(separate, 1), rtol=0, atol=1e-9)
     batched = model(torch.cat((tokens, tokens.flip(1))))
-    assert torch.allclose(batched[:1], whole, rtol=0, atol=1e-9)
+    assert torch.allclose(batched[:1], at_once, rtol=0, atol=1e-9)
     same_states_of_the_last_tokens(model, tokens)
 
 
@@ -263,21 +263,21 @@ def test_gradients_of_answers_need_no_queries_before_them(name: str, block: str)
     answers[0, 20:], answers[1, [19, 23]] = True, True
     batch = Batch.of(torch.randint(50, (2, 25), generator=torch.Generator().manual_seed(0)), answers)
     assert batch.first == 19
-    parts, whole = (model.training_loss(some, 1e-2)[0] for some in (batch, batch._replace(first=0)))
-    assert parts.item() == pytest.approx(whole.item(), rel=1e-6)  # its sum is in fp32
+    part_loss, full_loss = (model.training_loss(part, 1e-2)[0] for part in (batch, batch._replace(first=0)))
+    assert part_loss.item() == pytest.approx(full_loss.item(), rel=1e-6)  # its sum is in fp32
     parameters = dict(model.named_parameters())
-    ours, theirs = (torch.autograd.grad(loss, list(parameters.values()), allow_unused=True) for loss in (parts, whole))
-    for place, some, other in zip(parameters, ours, theirs, strict=True):
-        assert (some is None) == (other is None), place
-        if some is not None:
-            assert torch.allclose(some, other, rtol=1e-4, atol=1e-6 * other.abs().max().item()), place
+    part_grads, full_grads = (torch.autograd.grad(loss, list(parameters.values()), allow_unused=True) for loss in (part_loss, full_loss))
+    for place, grad, full_grad in zip(parameters, part_grads, full_grads, strict=True):
+        assert (grad is None) == (full_grad is None), place
+        if grad is not None:
+            assert torch.allclose(grad, full_grad, rtol=1e-4, atol=1e-6 * full_grad.abs().max().item()), place
 
 
 def same_states_of_the_last_tokens(model: Decoder, tokens: torch.Tensor) -> None:
     """Compare states asked for from some token on with those of whole sequences: alone, of packed documents, and with a cache."""
     layout, cache = AttentionLayout.from_document_lengths([5, 1, 18]), DecodingCache(24)
-    for whole, part in ((model(tokens), model(tokens, first=20)), (model(tokens, layout), model(tokens, layout, first=20))):
-        assert torch.allclose(part, whole[:, 20:], rtol=0, atol=1e-9)
+    for states, last_states in ((model(tokens), model(tokens, first=20)), (model(tokens, layout), model(tokens, layout, first=20))):
+        assert torch.allclose(last_states, states[:, 20:], rtol=0, atol=1e-9)
     first = model(tokens[:, :15], cache=cache, first=14)
     rest = model(tokens[:, 15:], cache=cache, first=2)
     assert torch.allclose(torch.cat((first, rest), 1), model(tokens)[:, [14, *range(17, 24)]], rtol=0, atol=1e-9)
@@ -288,15 +288,15 @@ def same_states_of_the_last_tokens(model: Decoder, tokens: torch.Tensor) -> None
 def test_grouped_queries_are_heads_of_equal_keys_and_values(name: str):
     """The same numbers as a model whose heads of keys and values are the shared ones, written out for each head of queries."""
     shared = make_decoder(name, "grouped")
-    whole = make_decoder(name, "grouped", n_kv_head=None)
+    ungrouped = make_decoder(name, "grouped", n_kv_head=None)
     weights = shared.state_dict()
     for layer in range(2):
-        where = f"blocks.{layer}.attention.qkv.weight"
-        q, k, v = weights[where].split((48, 24, 24))
-        weights[where] = torch.cat((q, *(part.unflatten(0, (2, 12)).repeat_interleave(2, 0).flatten(0, 1) for part in (k, v))))
-    whole.load_state_dict(weights)
+        name_of_weight = f"blocks.{layer}.attention.qkv.weight"
+        q, k, v = weights[name_of_weight].split((48, 24, 24))
+        weights[name_of_weight] = torch.cat((q, *(part.unflatten(0, (2, 12)).repeat_interleave(2, 0).flatten(0, 1) for part in (k, v))))
+    ungrouped.load_state_dict(weights)
     tokens = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0))
-    assert torch.allclose(shared(tokens), whole(tokens), rtol=0, atol=1e-12)
+    assert torch.allclose(shared(tokens), ungrouped(tokens), rtol=0, atol=1e-12)
 
 
 @torch.no_grad()
@@ -309,12 +309,12 @@ def test_the_cache_holds_the_shared_keys_and_values_alone(name: str):
 
 
 def test_n_kv_head_equal_to_n_head_is_the_default_to_the_bit():
-    plain, said = Decoder(small(), 50, 16), Decoder(small(n_kv_head=2, head_size=16, qkv_bias=False, norm_eps=1e-5), 50, 16)
-    assert same(plain.state_dict(), said.state_dict())
+    plain, explicit = Decoder(small(), 50, 16), Decoder(small(n_kv_head=2, head_size=16, qkv_bias=False, norm_eps=1e-5), 50, 16)
+    assert same(plain.state_dict(), explicit.state_dict())
     batch = Batch.of(torch.randint(50, (2, 17), generator=torch.Generator().manual_seed(0)))
-    for model in (plain, said):
+    for model in (plain, explicit):
         model.loss(batch).backward()
-    grads = [{name: parameter.grad for name, parameter in model.named_parameters()} for model in (plain, said)]
+    grads = [{name: parameter.grad for name, parameter in model.named_parameters()} for model in (plain, explicit)]
     assert same(*grads)
 
 
@@ -386,18 +386,18 @@ def test_a_gau_starts_as_its_reference_says():
     times what is beside it, so that the block changes its input little and needs no warm-up."""
     shape = {"n_layer": 1, "n_embd": 768, "n_head": 1, "block": GAUBlock(key_size=128), "position": NoPosition()}
     model = Decoder(ModelConfig(**shape, normalizer=opt.Relu2(n="fixed:512")), 600, 512).eval()
-    gau, drawn = model.blocks[0].gau, torch.Generator().manual_seed(0)
+    gau, generator = model.blocks[0].gau, torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight, std in ((gau.uvz.weight, 768**-0.5), (gau.out.weight, 1536**-0.5), (model.embedding.weight, 1.0)):
-            weight.copy_(std * torch.randn(weight.shape, generator=drawn))
-        tokens = torch.randperm(600, generator=drawn)[None, :513]
+            weight.copy_(std * torch.randn(weight.shape, generator=generator))
+        tokens = torch.randperm(600, generator=generator)[None, :513]
         (block,) = attention_blocks(model, Batch.of(tokens), block=512)
         weights = block.weights[0, 0]
         x, context = model.embed(tokens[:, :512])
         change = model.blocks[0](x, context) - x
-    others = weights[torch.ones(512, 512).tril(-1).bool()]
+    weights_below = weights[torch.ones(512, 512).tril(-1).bool()]
     assert weights.diagonal().mean().item() == pytest.approx(128 * 0.35569**2 / 512, rel=0.15)
-    assert (weights.diagonal().sqrt().mean() / others.sqrt().mean()).item() ** 2 == pytest.approx(69, rel=0.15)
+    assert (weights.diagonal().sqrt().mean() / weights_below.sqrt().mean()).item() ** 2 == pytest.approx(69, rel=0.15)
     assert change.norm() < 0.05 * x.norm()
 
 
@@ -451,11 +451,11 @@ def test_a_model_of_several_normalizers_trains_and_swaps(tiny):
 
 def test_a_normalizers_own_matrices_follow_the_seed():
     config = small(normalizer=opt.QASSMax())
-    one, same_seed, other = (Decoder(config, 50, 16, seed=seed).state_dict() for seed in (1, 1, 2))
+    first, second, third = (Decoder(config, 50, 16, seed=seed).state_dict() for seed in (1, 1, 2))
     name = "blocks.0.attention.normalizer.gate.hidden.weight"
-    assert torch.equal(one[name], same_seed[name])
-    assert not torch.equal(one[name], other[name])
-    assert one[name].std().item() == pytest.approx(1 / 4, rel=0.1)
+    assert torch.equal(first[name], second[name])
+    assert not torch.equal(first[name], third[name])
+    assert first[name].std().item() == pytest.approx(1 / 4, rel=0.1)
 
 
 def test_p_n_is_one_table_for_all_layers_and_starts_as_softmax():
@@ -474,11 +474,11 @@ def test_p_n_is_one_table_for_all_layers_and_starts_as_softmax():
 
 
 def test_normalizers_drawn_anew_leave_all_other_parameters(tiny):
-    made = Decoder(tiny("model.bias=true", "model.norm=layer", "model.normalizer={name: qassmax}").model, 400, 32)
+    model = Decoder(tiny("model.bias=true", "model.norm=layer", "model.normalizer={name: qassmax}").model, 400, 32)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in model.parameters():
             parameter.fill_(2)
-    made.initialise(3, normalizers_only=True)
-    changed = {name for name, parameter in made.named_parameters() if not (parameter == 2).all()}
-    assert changed
-    assert all(name.endswith(".hidden.weight") for name in changed)
+    model.initialise(3, normalizers_only=True)
+    changed_names = {name for name, parameter in model.named_parameters() if not (parameter == 2).all()}
+    assert changed_names
+    assert all(name.endswith(".hidden.weight") for name in changed_names)

@@ -28,9 +28,9 @@ def made(config: Config, optim: OptimConfig) -> tuple[Decoder, torch.optim.Optim
 
 def give_gradients(decoder: Decoder, seed: int) -> None:
     """A gradient drawn anew for each parameter, the same for the same seed."""
-    drawn = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     for parameter in decoder.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=drawn)
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
 def parts(decoder: Decoder) -> dict[str, Tensor]:
@@ -79,9 +79,9 @@ def test_each_projection_gets_the_update_of_torch_s_muon_alone(tiny, monkeypatch
     monkeypatch.setattr("lm.training.optimizers.has_native_bf16", lambda accelerator: "as in torch's")
     options = OPTIONS[kind]
     decoder, optimizer = made(tiny(*MODELS[model]), OptimConfig(optimizer=options))
-    alone = {name: nn.Parameter(part.clone()) for name, part in parts(decoder).items()}
+    parts_alone = {name: nn.Parameter(part.clone()) for name, part in parts(decoder).items()}
     reference = torch.optim.Muon(
-        alone.values(),
+        parts_alone.values(),
         weight_decay=options.weight_decay,
         momentum=options.momentum,
         nesterov=options.nesterov,
@@ -93,11 +93,11 @@ def test_each_projection_gets_the_update_of_torch_s_muon_alone(tiny, monkeypatch
         give_gradients(decoder, step)
         for name, parameter in decoder.named_parameters():
             for part, rows in fused.get(name, {"": slice(None)}).items():
-                if f"{name} {part}" in alone:
-                    alone[f"{name} {part}"].grad = parameter.grad[rows].clone()
+                if f"{name} {part}" in parts_alone:
+                    parts_alone[f"{name} {part}"].grad = parameter.grad[rows].clone()
         optimizer.step()
         reference.step()
-    assert all(torch.equal(part, alone[name]) for name, part in parts(decoder).items())
+    assert all(torch.equal(part, parts_alone[name]) for name, part in parts(decoder).items())
 
 
 @pytest.mark.parametrize("shape", [(4, 64, 64), (4, 192, 64), (4, 64, 192)])
@@ -108,37 +108,37 @@ def test_products_in_fp32_round_as_those_in_bf16(shape: tuple[int, int, int]):
     for _ in range(5):
         gram = exact @ exact.mT
         exact = 3.4445 * exact + (-4.7750 * gram + 2.0315 * gram @ gram) @ exact
-    found = [orthogonalised(matrices, 5, products) for products in (torch.bfloat16, torch.float32)]
-    assert [one.dtype for one in found] == [torch.bfloat16, torch.float32]
-    assert torch.equal(found[1].bfloat16().float(), found[1])
-    errors = [float((one - exact).norm() / exact.norm()) for one in found]
+    updates = [orthogonalised(matrices, 5, products) for products in (torch.bfloat16, torch.float32)]
+    assert [update.dtype for update in updates] == [torch.bfloat16, torch.float32]
+    assert torch.equal(updates[1].bfloat16().float(), updates[1])
+    errors = [float((update - exact).norm() / exact.norm()) for update in updates]
     assert errors[1] == pytest.approx(errors[0], rel=0.2)
     assert errors[0] > 1e-3, "bfloat16's"
-    assert (found[0] - found[1]).norm() / exact.norm() < errors[0]
+    assert (updates[0] - updates[1]).norm() / exact.norm() < errors[0]
 
 
 def test_an_update_multiplies_in_fp32_where_bf16_is_not_native(tiny, monkeypatch: pytest.MonkeyPatch, native: bool):
-    asked = set()
-    monkeypatch.setattr("lm.training.optimizers.orthogonalised", lambda means, steps, products: asked.add(products) or means)
+    dtypes = set()
+    monkeypatch.setattr("lm.training.optimizers.orthogonalised", lambda means, steps, products: dtypes.add(products) or means)
     decoder, optimizer = made(tiny(), OptimConfig(optimizer=Muon()))
     give_gradients(decoder, 0)
     optimizer.step()
-    assert asked == {torch.bfloat16 if native else torch.float32}
+    assert dtypes == {torch.bfloat16 if native else torch.float32}
 
 
 def test_the_memory_of_an_update_does_not_grow_with_the_number_of_layers(tiny, monkeypatch: pytest.MonkeyPatch, native: bool):
     monkeypatch.setattr("lm.training.optimizers.BATCH_ELEMENTS", elements := 20_000)
-    taken = []
+    peaks = []
     for depth in (4, 16):
         decoder, optimizer = made(tiny(f"model.n_layer={depth}"), OptimConfig(optimizer=Muon()))
         give_gradients(decoder, 0)
         with TensorMemory() as memory:
             optimizer.step()  # this makes the state, and counts all that stays
-            kept = memory.peak = memory.now
+            start = memory.peak = memory.now
             optimizer.step()
-        taken.append(memory.peak - kept)
-    assert taken[0] == pytest.approx(taken[1], rel=0.5)
-    assert taken[1] < (16 if native else 26) * elements
+        peaks.append(memory.peak - start)
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.5)
+    assert peaks[1] < (16 if native else 26) * elements
 
 
 def test_all_other_parameters_get_exactly_adamw_s_update(tiny):
@@ -154,8 +154,8 @@ def test_all_other_parameters_get_exactly_adamw_s_update(tiny):
             give_gradients(decoder, step)
             optimizer.step()
         decoders.append(decoder)
-    ours, reference = (dict(decoder.named_parameters()) for decoder in decoders)
-    for name, parameter in ours.items():
+    optimized, reference = (dict(decoder.named_parameters()) for decoder in decoders)
+    for name, parameter in optimized.items():
         assert torch.equal(parameter, reference[name]) == (group_of(name, parameter) != "matrices"), name
 
 
@@ -165,9 +165,9 @@ def test_epsilon_of_a_group_is_its_own(tiny):
     before = {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
     give_gradients(decoder, 0)
     optimizer.step()
-    moved = {name: float((parameter.detach() - before[name]).abs().max()) for name, parameter in decoder.named_parameters()}
-    assert moved.pop("head.weight") < 1e-9
-    assert min(moved.values()) > 1e-4
+    changes = {name: float((parameter.detach() - before[name]).abs().max()) for name, parameter in decoder.named_parameters()}
+    assert changes.pop("head.weight") < 1e-9
+    assert min(changes.values()) > 1e-4
 
 
 def test_a_swap_keeps_the_momentum_of_matrices(tiny):
@@ -179,12 +179,12 @@ def test_a_swap_keeps_the_momentum_of_matrices(tiny):
     new = swapped(decoder, tiny("model.normalizer=softmax").model.normalizer)
     after = make_optimizer(new, optim)
     load_named_state(after, after_swap(named_state(optimizer)))
-    kept, before = named_state(after), named_state(optimizer)
-    assert kept.keys() == {name for name, _ in new.named_parameters()}
-    for name, state in kept.items():
-        assert state.keys() == before[name].keys()
-        assert all(torch.equal(value, before[name][key]) for key, value in state.items())
-    assert kept["blocks.1.mlp.out.weight"]["momentum_buffer"].any()
+    state_after, state_before = named_state(after), named_state(optimizer)
+    assert state_after.keys() == {name for name, _ in new.named_parameters()}
+    for name, state in state_after.items():
+        assert state.keys() == state_before[name].keys()
+        assert all(torch.equal(value, state_before[name][key]) for key, value in state.items())
+    assert state_after["blocks.1.mlp.out.weight"]["momentum_buffer"].any()
 
 
 def test_parameters_without_a_gradient_stay_as_they_are(tiny):
@@ -193,11 +193,11 @@ def test_parameters_without_a_gradient_stay_as_they_are(tiny):
     give_gradients(decoder, 0)
     optimizer.step()
     weights = {name: parameter.clone() for name, parameter in decoder.named_parameters()}
-    state = {name: {key: value.clone() for key, value in one.items()} for name, one in named_state(optimizer).items()}
+    state = {name: {key: value.clone() for key, value in values.items()} for name, values in named_state(optimizer).items()}
     decoder.zero_grad()
     optimizer.step()
     assert all(torch.equal(parameter, weights[name]) for name, parameter in decoder.named_parameters())
-    assert all(torch.equal(value, state[name][key]) for name, one in named_state(optimizer).items() for key, value in one.items())
+    assert all(torch.equal(value, state[name][key]) for name, values in named_state(optimizer).items() for key, value in values.items())
 
 
 def test_a_run_says_its_options_and_keeps_its_state_in_fp32(tiny, capsys: pytest.CaptureFixture):

@@ -12,7 +12,7 @@ import yaml
 ROOT = Path(__file__).parent.parent
 
 BY_TESTS = yaml.safe_load((ROOT / "tests" / "mutations.yaml").read_text())
-MUTATIONS = {one.pop("what"): {**one, "tests": tests} for tests, some in BY_TESTS.items() for one in some}
+MUTATIONS = {mutation.pop("what"): {**mutation, "tests": tests} for tests, mutations in BY_TESTS.items() for mutation in mutations}
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,8 @@ def failing(tree: Path, tests: str) -> tuple[bool, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("tests", BY_TESTS)
 def test_what_is_not_mutated_passes(copied: Path, tests: str):
-    failed, said = failing(copied, tests)
-    assert not failed, said
+    failed, output = failing(copied, tests)
+    assert not failed, output
 
 
 @pytest.mark.slow
@@ -49,10 +49,10 @@ def test_a_mutation_is_noticed(copied: Path, what: str):
     source = path.read_text()
     path.write_text(source.replace(old, new))
     try:
-        failed, said = failing(copied, tests)
+        failed, output = failing(copied, tests)
     finally:
         path.write_text(source)
-    assert failed, said
+    assert failed, output
 
 
 def test_no_two_mutations_have_one_name():

@@ -48,64 +48,66 @@ def made(store: Store, name: str = "softmax") -> Decoder:
 def test_scores_are_those_of_whole_forward_passes(store: Store, name: str):
     """The prompt is read once, and its cache serves every candidate and greedy decoding."""
     decoder, text = made(store, name), Text(store)
-    asked = trials(Needle(distractors=2), 300, 12, text)
-    size = len(asked[0].prompt)
-    asked = [one for one in asked if len(one.prompt) == size][:3]
-    found = score(decoder, asked, 300, text)
-    for one, (whole, digit, hits, first, rank, nll, margin) in zip(asked, found.tolist(), strict=True):
+    questions = trials(Needle(distractors=2), 300, 12, text)
+    size = len(questions[0].prompt)
+    questions = [question for question in questions if len(question.prompt) == size][:3]
+    scores = score(decoder, questions, 300, text)
+    for question, (whole, digit, hits, first, rank, nll, margin) in zip(questions, scores.tolist(), strict=True):
         losses = []
-        for candidate in (one.answer, *one.others):
-            tokens = torch.from_numpy(np.concatenate((one.prompt, candidate)))[None]
+        for candidate in (question.answer, *question.others):
+            tokens = torch.from_numpy(np.concatenate((question.prompt, candidate)))[None]
             log_p = decoder.logits(tokens[:, :-1])[0, size - 1 :].float().log_softmax(-1)
             losses.append(-float(log_p.gather(1, tokens[0, size:, None]).sum()))
-            if candidate is one.answer:
+            if candidate is question.answer:
                 assert hits == float((log_p.argmax(-1) == tokens[0, size:]).all())
-        assert nll == pytest.approx(losses[0] / len(one.answer), abs=1e-4)
+        assert nll == pytest.approx(losses[0] / len(question.answer), abs=1e-4)
         assert rank == 1 + sum(loss < losses[0] for loss in losses[1:])
         assert first == (rank == 1)
         assert margin == pytest.approx(losses[0] - min(losses[1:]), abs=1e-4)
-        said = text.decode(np.array(list(generate(decoder, one.prompt.tolist(), len(one.answer) + 2, Sampling(temperature=0))))).strip()
-        assert digit == (said[:1] == one.number[:1])
-        assert whole == said.startswith(one.number)
+        answer = text.decode(
+            np.array(list(generate(decoder, question.prompt.tolist(), len(question.answer) + 2, Sampling(temperature=0))))
+        ).strip()
+        assert digit == (answer[:1] == question.number[:1])
+        assert whole == answer.startswith(question.number)
 
 
 def test_candidates_are_other_numbers_of_the_same_number_of_tokens(store: Store):
     text = Text(store)
-    for one in trials(Needle(), LENGTH, 20, text):
-        assert all(len(other) == len(one.answer) for other in one.others)
-        assert len(one.others) == 9
-        assert not any(np.array_equal(other, one.answer) for other in one.others)
-        assert text.decode(one.prompt).count(one.number) == 1
-        assert text.decode(one.prompt[slice(*one.spans[0])]).strip() == one.number
-        assert text.decode(one.prompt[slice(*one.spans[1])]).strip().endswith(f"{one.number}.")
+    for question in trials(Needle(), LENGTH, 20, text):
+        assert all(len(other) == len(question.answer) for other in question.others)
+        assert len(question.others) == 9
+        assert not any(np.array_equal(other, question.answer) for other in question.others)
+        assert text.decode(question.prompt).count(question.number) == 1
+        assert text.decode(question.prompt[slice(*question.spans[0])]).strip() == question.number
+        assert text.decode(question.prompt[slice(*question.spans[1])]).strip().endswith(f"{question.number}.")
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["softmax", "ssmax", "sigmoid", "forget"])
 def test_head_scores_are_sums_of_the_dense_weights(store: Store, name: str):
     decoder = made(store, name).float()
-    one = trials(Needle(depth=0.5), LENGTH, 1, Text(store))[0]
-    seen = []
-    hooks = [n.register_forward_pre_hook(lambda n, a: seen.append(n.weights(a[0], a[1], a[3])[0, :, -1])) for n in decoder.normalizers()]
-    decoder(torch.from_numpy(one.prompt[None]))
+    question = trials(Needle(depth=0.5), LENGTH, 1, Text(store))[0]
+    weights = []
+    hooks = [n.register_forward_pre_hook(lambda n, a: weights.append(n.weights(a[0], a[1], a[3])[0, :, -1])) for n in decoder.normalizers()]
+    decoder(torch.from_numpy(question.prompt[None]))
     for hook in hooks:
         hook.remove()
-    expected = torch.stack([torch.stack([a[:, start:stop].sum(-1) for start, stop in one.spans]) for a in seen], 1)
-    assert torch.allclose(head_scores(decoder, one, LENGTH), expected, atol=1e-5)
+    expected = torch.stack([torch.stack([a[:, start:stop].sum(-1) for start, stop in question.spans]) for a in weights], 1)
+    assert torch.allclose(head_scores(decoder, question, LENGTH), expected, atol=1e-5)
 
 
 def test_fine_tuning_teaches_a_copy_and_leaves_the_model(store: Store):
     decoder, text = made(store).float(), Text(store)
     before = copy.deepcopy(decoder.state_dict())
-    asked = NeedleConfig(finetune=FinetuneConfig(steps=12, batch_sequences=2, lr=3e-3))
+    config = NeedleConfig(finetune=FinetuneConfig(steps=12, batch_sequences=2, lr=3e-3))
     state = torch.get_rng_state()
-    taught = finetuned(decoder, asked, LENGTH, text, CPU)
-    again = finetuned(decoder, asked, LENGTH, text, CPU)
+    taught = finetuned(decoder, config, LENGTH, text, CPU)
+    repetition = finetuned(decoder, config, LENGTH, text, CPU)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in decoder.state_dict().items())
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in taught.state_dict().items())
+    assert all(torch.equal(value, repetition.state_dict()[name]) for name, value in taught.state_dict().items())
     rows = trials(Needle(), LENGTH, 8, text)
-    rows = [one for one in rows if len(one.prompt) == len(rows[0].prompt)]
+    rows = [row for row in rows if len(row.prompt) == len(rows[0].prompt)]
     with torch.no_grad():
         losses = [score(model, rows, LENGTH, text)[:, 5].mean() for model in (decoder, taught)]
     assert losses[1] < losses[0] - 0.5
@@ -113,14 +115,14 @@ def test_fine_tuning_teaches_a_copy_and_leaves_the_model(store: Store):
 
 def test_fine_tuning_takes_a_transferred_rate(store: Store):
     """AdamW's first step moves each entry by the learning rate: with m = 4 and l = 1, a hidden matrix by a fourth of the base model's."""
-    asked, moved = NeedleConfig(finetune=FinetuneConfig(steps=1, batch_sequences=1, lr=1e-3)), []
+    config, changes = NeedleConfig(finetune=FinetuneConfig(steps=1, batch_sequences=1, lr=1e-3)), []
     for transfer in (None, Transfer(base_width=16)):
         decoder = Decoder(ModelConfig(n_layer=2, n_head=4, n_embd=64, transfer=transfer), store.vocab_size, LENGTH)
-        taught = finetuned(decoder, asked, LENGTH, Text(store), CPU).state_dict()
-        moved.append({name: float((taught[name] - value).abs().max()) for name, value in decoder.state_dict().items()})
-    assert moved[0] == pytest.approx(dict.fromkeys(moved[0], 1e-3), rel=0.02)
-    factors = {name: 1 / 4 if name == "norm.weight" or ("blocks." in name and "norm" not in name) else 1 for name in moved[0]}
-    assert moved[1] == pytest.approx({name: 1e-3 * factor for name, factor in factors.items()}, rel=0.02)
+        taught = finetuned(decoder, config, LENGTH, Text(store), CPU).state_dict()
+        changes.append({name: float((taught[name] - value).abs().max()) for name, value in decoder.state_dict().items()})
+    assert changes[0] == pytest.approx(dict.fromkeys(changes[0], 1e-3), rel=0.02)
+    factors = {name: 1 / 4 if name == "norm.weight" or ("blocks." in name and "norm" not in name) else 1 for name in changes[0]}
+    assert changes[1] == pytest.approx({name: 1e-3 * factor for name, factor in factors.items()}, rel=0.02)
 
 
 NEEDLES = [
@@ -137,33 +139,35 @@ def test_cells_have_their_control_and_ranks_share_them(tiny, monkeypatch: pytest
     store = prepare(config.data)
     decoder = Decoder(config.model, store.vocab_size, config.data.seq_len)
     needle = NeedleMeasurement(config, store)
-    done: list[int] = []
-    result = needle.measure(decoder, CPU, done.append)
+    units: list[int] = []
+    result = needle.measure(decoder, CPU, units.append)
     assert decoder.training
-    assert sum(done) == needle.work == 18
-    exact = [one for one in result if one.metric == "exact"]
-    assert [(one.what, one.axis.values) for one in exact] == [(name, (192, 256)) for name in ("depth 0%", "depth 100%", "no needle")]
-    assert all(one.references == {} for one in exact), "one needle is no choice"
-    right = [one for one in result if one.metric == "accuracy"]
-    assert [(one.what, one.control) for one in right] == [("needle", False), ("needle, control without it", True)]
-    by_depth = np.stack([one.samples[0].values[:, 0] for one in exact[:2]])
+    assert sum(units) == needle.work == 18
+    exact = [series for series in result if series.metric == "exact"]
+    assert [(series.what, series.axis.values) for series in exact] == [
+        (name, (192, 256)) for name in ("depth 0%", "depth 100%", "no needle")
+    ]
+    assert all(series.references == {} for series in exact), "one needle is no choice"
+    right = [series for series in result if series.metric == "accuracy"]
+    assert [(series.what, series.control) for series in right] == [("needle", False), ("needle, control without it", True)]
+    by_depth = np.stack([series.samples[0].values[:, 0] for series in exact[:2]])
     assert right[0].samples[0].values[:, 0] == pytest.approx(by_depth.mean(0)), "a trial asks the same at each depth: it counts once"
-    assert [name for one in result for name in one.logged] == [
+    assert [name for series in result for name in series.logged] == [
         f"needle/{kind} {n} as trained" for kind in ("exact", "control") for n in (192, 256)
     ]
-    heads = [one for one in result if one.metric == "attention to the number"]
-    assert [(one.what, one.samples[0].values.shape) for one in heads] == [("layer 0", (3, 2)), ("layer 1", (3, 2))]
-    assert json.loads(json.dumps([one.plain() for one in result])) == [one.plain() for one in result]
+    heads = [series for series in result if series.metric == "attention to the number"]
+    assert [(series.what, series.samples[0].values.shape) for series in heads] == [("layer 0", (3, 2)), ("layer 1", (3, 2))]
+    assert json.loads(json.dumps([series.plain() for series in result])) == [series.plain() for series in result]
 
 
 def test_questions_of_one_sequence_are_one_group(tiny):
     config = tiny(*NEEDLES, "eval.needle.needles=3", "eval.needle.trials=7", "eval.needle.length_factors=[12]", "eval.needle.heads_at=null")
     needle = NeedleMeasurement(config, store := prepare(config.data))
     result = needle.measure(Decoder(config.model, store.vocab_size, config.data.seq_len), CPU, lambda trials: None)
-    asked = [one for one in result if one.axis and one.axis.name == "sequence length"]
-    assert {one.metric for one in asked} == {"accuracy", *(name for name, _ in SCORED)}
-    assert {tuple(sample.groups) for one in asked for sample in one.samples} == {(0, 0, 0, 1, 1, 1, 2)}
-    accuracy = next(one for one in asked if one.metric == "accuracy")
+    by_length = [series for series in result if series.axis and series.axis.name == "sequence length"]
+    assert {series.metric for series in by_length} == {"accuracy", *(name for name, _ in SCORED)}
+    assert {tuple(sample.groups) for series in by_length for sample in series.samples} == {(0, 0, 0, 1, 1, 1, 2)}
+    accuracy = next(series for series in by_length if series.metric == "accuracy")
     assert interval_of(accuracy, 0).over == "sequences, 1 seed"
 
 
@@ -171,7 +175,7 @@ def test_numbers_beside_the_needle_make_a_chance(tiny):
     config = tiny(*NEEDLES, "eval.needle.distractors=3", "eval.needle.length_factors=[8]", "eval.needle.heads_at=null")
     needle = NeedleMeasurement(config, store := prepare(config.data))
     result = needle.measure(Decoder(config.model, store.vocab_size, config.data.seq_len), CPU, lambda trials: None)
-    exact = [one.references for one in result if one.metric in ("accuracy", "exact")]
+    exact = [series.references for series in result if series.metric in ("accuracy", "exact")]
     assert exact == [{"chance": 1 / 4}, {}, {"chance": 1 / 4}, {"chance": 1 / 4}, {}], "the control shows none that is right"
     assert [row.value for row in rows_of(result) if row.metric == "exact: chance"] == [1 / 4, 1 / 4]
 
@@ -182,8 +186,8 @@ def test_lm_eval_asks_for_needles(tiny):
     assert train(config) == 0
     folder = config.run_folder / "evaluations"
     assert (folder / "needle.step-000004.json").exists()
-    found = evaluate_runs([config.run_folder], overrides=["eval.needle.finetune.steps=2"])
-    (needle,) = [one.evaluation for one in found if one.evaluation.kind == "needle"]
+    results = evaluate_runs([config.run_folder], overrides=["eval.needle.finetune.steps=2"])
+    (needle,) = [result.evaluation for result in results if result.evaluation.kind == "needle"]
     assert needle.options["finetune"]["steps"] == 2
     assert needle.series[0].setting == "as trained, fine-tuned 2 steps"
     result = lm("eval", str(config.run_folder), "eval.needle.length_factors=[0.3,2]")

@@ -142,10 +142,10 @@ def test_sparse_weights_are_those_of_the_entmax_package(options: object, oracle:
     q = (q * scale).requires_grad_()
     normalizer, layout = randomized(options), AttentionLayout.full(60)
     z = (q @ k.transpose(-2, -1) / 4).masked_fill(~layout.visible(), -1e9)
-    expected, found = getattr(entmax, oracle)(z, dim=-1), normalizer.weights(q, k, layout)
-    assert torch.allclose(found, expected, atol=1e-9)
-    weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    gradients = [torch.autograd.grad((a * weight).sum(), q, retain_graph=True)[0] for a in (found, expected)]
+    expected, actual = getattr(entmax, oracle)(z, dim=-1), normalizer.weights(q, k, layout)
+    assert torch.allclose(actual, expected, atol=1e-9)
+    weight = torch.randn(actual.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gradients = [torch.autograd.grad((a * weight).sum(), q, retain_graph=True)[0] for a in (actual, expected)]
     assert torch.allclose(*gradients, atol=1e-7)
 
 
@@ -172,7 +172,7 @@ def test_the_row_sum_of_sigmoid_does_not_depend_on_n():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_threshold_of_entmax_is_found_in_the_steps_it_is_given(size: int, dtype: torch.dtype):
     """By halving, of rows that are hard for Newton's method: equal, geometric, of few levels, drawn, and one large entry beside many."""
-    ranks, drawn = (
+    ranks, samples = (
         torch.arange(size, dtype=torch.float64),
         torch.rand(4, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64),
     )
@@ -186,7 +186,7 @@ def test_the_threshold_of_entmax_is_found_in_the_steps_it_is_given(size: int, dt
     rows += (
         [(ranks < n) * 1.0 for n in (1, 2, size // 2)]
         + [1 - 0.9 * (ranks >= n) for n in (1, 3, size // 3)]
-        + [*drawn, *drawn**8, *drawn**0.1]
+        + [*samples, *samples**8, *samples**0.1]
     )
     z = torch.stack(rows)
     z[:, 0] = 1
@@ -194,10 +194,10 @@ def test_the_threshold_of_entmax_is_found_in_the_steps_it_is_given(size: int, dt
     low, high = z.new_zeros(len(z), 1), z.new_ones(len(z), 1)
     for _ in range(60):  # to 2^-60
         middle = (low + high) / 2
-        above = (z - middle).relu().square().sum(-1, keepdim=True) >= 1
-        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
-    found = entmax15_threshold(z.to(dtype)).double()
-    assert (found - low).abs().max() <= 64 * torch.finfo(dtype).eps
+        exceeds = (z - middle).relu().square().sum(-1, keepdim=True) >= 1
+        low, high = torch.where(exceeds, middle, low), torch.where(exceeds, high, middle)
+    thresholds = entmax15_threshold(z.to(dtype)).double()
+    assert (thresholds - low).abs().max() <= 64 * torch.finfo(dtype).eps
     normalizer = make_normalizer(opt.Entmax15(), LayerSpec(1, 1, 1, size))
     weights = normalizer.normalize(2 * z.to(dtype)[:, None, None], AttentionLayout.full(size).select(slice(size - 1, size), size))
     expected = (z - low).relu().square()[:, None, None]
@@ -224,9 +224,9 @@ def test_softmax_at_a_temperature_is_softmax_of_divided_logits():
 def test_weights_of_equal_tokens_fall_by_the_decay(options: Options):
     normalizer, tokens = randomized(options), torch.ones(1, HEADS, 20, 16, dtype=torch.float64)
     weights = normalizer.weights(tokens, tokens, AttentionLayout.full(20))
-    falls = normalizer.log_decay(weights).exp()
-    assert (falls.diff() > 0).all() or options.name == "softmax"
-    torch.testing.assert_close(weights[0, :, -1, :-1] / weights[0, :, -1, 1:], falls.unsqueeze(1).expand(HEADS, 19))
+    decays = normalizer.log_decay(weights).exp()
+    assert (decays.diff() > 0).all() or options.name == "softmax"
+    torch.testing.assert_close(weights[0, :, -1, :-1] / weights[0, :, -1, 1:], decays.unsqueeze(1).expand(HEADS, 19))
 
 
 def row_weights(options: object, logits: Tensor, s: float | None = None) -> Tensor:
@@ -338,8 +338,8 @@ def test_options_at_their_bounds_give_finite_outputs_and_gradients(options: Opti
     normalizer = make_normalizer(options, LayerSpec(HEADS, 16, WIDTH, TRAIN_LENGTH))
     leaves = [x.requires_grad_() for x in inputs(50, torch.float32, normalizer=normalizer)]
     out = normalizer(*leaves, AttentionLayout.full(50))
-    for found in (out, *contract.gradients(out, [*leaves, *normalizer.parameters()], torch.ones_like(out))):
-        assert found.isfinite().all()
+    for tensor in (out, *contract.gradients(out, [*leaves, *normalizer.parameters()], torch.ones_like(out))):
+        assert tensor.isfinite().all()
 
 
 @pytest.mark.parametrize(

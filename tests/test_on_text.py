@@ -41,15 +41,15 @@ def test_a_model_is_evaluated_on_the_text_of_a_configuration(saved: Path, config
     out = tmp_path / "numbers.csv"
     result = lm("eval", str(saved), str(config), "eval.sequences=4", "-o", str(out))
     assert result.returncode == 0, result.stderr
-    measured = read_json(saved / "evaluations" / "validation.step-000000.json")
-    loss = next(one for one in measured["series"] if one["metric"] == "val loss")
+    evaluation = read_json(saved / "evaluations" / "validation.step-000000.json")
+    loss = next(curve for curve in evaluation["series"] if curve["metric"] == "val loss")
     assert np.log(290) - 1 < loss["means"][0] < np.log(300) + 1  # untrained
     assert loss["seq_len"] == 48
     assert len(loss["samples"][0]["values"]) == 4
     assert "290" in result.stdout  # the vocabulary of the store: the model's tokenizer, not the configuration's
     assert load_config([str(config)]).data.tokenizer.name == "train"
-    again = lm("eval", str(saved), str(config), "eval.sequences=4")
-    assert again.returncode == 0
+    second_result = lm("eval", str(saved), str(config), "eval.sequences=4")
+    assert second_result.returncode == 0
     assert load(saved).config is None
 
 
@@ -66,25 +66,25 @@ def test_a_model_is_swapped_on_the_text_of_a_configuration_and_trained_from(save
     assert f"and all intervals: {out}/evaluations/swap.step-000000.json\n" in result.stdout
     swapped = load(out)
     assert (swapped.spec.model.normalizer.name, swapped.spec.vocab_size, swapped.spec.seq_len) == ("ssmax", 300, 48)
-    measured = read_json(out / "evaluations" / "swap.step-000000.json")
-    assert measured["options"]["before"] == "softmax"
+    evaluation = read_json(out / "evaluations" / "swap.step-000000.json")
+    assert evaluation["options"]["before"] == "softmax"
     assert lm("eval", str(out), "eval.sequences=4").returncode == 0
     options = [str(config), f"init_from={out}", f"runs={tmp_path}", "name=run", "data.seq_len=32", "eval.sequences=4"]
-    few = [*options, "train_only=normalizer", "trainer.activation_checkpointing=true", "trainer.max_steps=2"]
-    result = lm("train", *few)
+    words = [*options, "train_only=normalizer", "trainer.activation_checkpointing=true", "trainer.max_steps=2"]
+    result = lm("train", *words)
     assert result.returncode == 0, result.stderr
     assert "note: what those weights were trained on is not known" in result.stdout
     run, before = load(tmp_path / "run"), swapped.decoder.state_dict()
     assert (run.spec.model.n_embd, run.spec.model.normalizer.name, run.config.data.tokenizer.name) == (32, "ssmax", "file")
-    moved = {name for name, value in run.decoder.state_dict().items() if not torch.equal(value, before[name])}
-    assert moved == {"blocks.0.attention.normalizer.s", "blocks.1.attention.normalizer.s"}
-    assert lm("train", *few, "trainer.max_steps=3", "resume=auto").returncode == 0
+    changed_names = {name for name, value in run.decoder.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed_names == {"blocks.0.attention.normalizer.s", "blocks.1.attention.normalizer.s"}
+    assert lm("train", *words, "trainer.max_steps=3", "resume=auto").returncode == 0
     data = "data: {seq_len: 32, tokenizer: {end_of_text: x}}\n"
-    for lost in ("model: {n_layer: 2}\n", data + "model: {n_layer: 2}\n", data + "model: {normalizer: {name: softmax}}\n"):
-        (out / "config.yaml").write_text(lost)
-        cut = lm("train", *options, "name=other")
+    for content in ("model: {n_layer: 2}\n", data + "model: {n_layer: 2}\n", data + "model: {normalizer: {name: softmax}}\n"):
+        (out / "config.yaml").write_text(content)
+        refusal = lm("train", *options, "name=other")
         expected = f"error: {out}/config.yaml: cut short: it does not say what the model is; swap the model again\n"
-        assert (cut.returncode, cut.stderr) == (1, expected), lost
+        assert (refusal.returncode, refusal.stderr) == (1, expected), content
 
 
 def test_a_resumed_run_from_a_model_with_room_for_more_tokens_is_as_long_as_it_was(saved: Path, config: Path, tmp_path: Path):
@@ -102,17 +102,17 @@ def test_a_resumed_run_from_a_model_with_room_for_more_tokens_is_as_long_as_it_w
 
 
 def test_overrides_take_back_what_a_model_can_not_do(config: Path, saved: Path, tmp_path: Path):
-    learned = ModelConfig(n_layer=1, n_head=1, n_embd=8, position=Learned())
-    model = save_model(Decoder(learned, 300, 48), tmp_path / "learned", saved.parent / "model" / "tokenizer.json")
-    asked = lm("eval", str(model), str(config))  # sequences of 4 training lengths, with RoPE's theta
-    assert (asked.returncode, "eval.long_context.length_factor = 4.0" in asked.stderr) == (2, True), asked.stderr
-    off = ["eval.long_context.length_factor=0", "eval.sequences=4"]
-    assert (result := lm("eval", str(model), str(config), *off)).returncode == 0, result.stderr
+    model_config = ModelConfig(n_layer=1, n_head=1, n_embd=8, position=Learned())
+    model = save_model(Decoder(model_config, 300, 48), tmp_path / "learned", saved.parent / "model" / "tokenizer.json")
+    refusal = lm("eval", str(model), str(config))  # sequences of 4 training lengths, with RoPE's theta
+    assert (refusal.returncode, "eval.long_context.length_factor = 4.0" in refusal.stderr) == (2, True), refusal.stderr
+    no_long_context = ["eval.long_context.length_factor=0", "eval.sequences=4"]
+    assert (result := lm("eval", str(model), str(config), *no_long_context)).returncode == 0, result.stderr
     assert result.stdout.count("tokens of a vocabulary") == 1  # the text, once
     diagnosed = lm("diagnose", str(model), str(config), "eval.diagnostics.sequences=2", "eval.diagnostics.length_factor=1")
     assert diagnosed.returncode == 0, diagnosed.stderr
     out = tmp_path / "swapped"
-    swapped = lm("swap", str(model), str(config), "--to", "ssmax", "-o", str(out), *off, "eval.swap_lengths=[1]")
+    swapped = lm("swap", str(model), str(config), "--to", "ssmax", "-o", str(out), *no_long_context, "eval.swap_lengths=[1]")
     assert (swapped.returncode, swapped.stdout.count("tokens of a vocabulary")) == (0, 1), swapped.stderr
 
 

@@ -100,12 +100,12 @@ def test_an_optimizer_is_added_by_its_options_and_a_builder(tiny, monkeypatch: p
     ]
     assert train(tiny("name=whole", *options)) == 0
     parts = tiny("name=whole", *options).run_folder
-    whole = curve(parts)
-    assert whole[-1][1] < whole[0][1]
+    losses_before = curve(parts)
+    assert losses_before[-1][1] < losses_before[0][1]
     states = load_checkpoint(parts / "checkpoints" / "last.ckpt")["optimizer"]
     assert {name for state in states.values() for name in state} == {"momentum_buffer"}
     train(tiny("name=whole", *options, f"resume={parts}/checkpoints/step-000003.ckpt"))
-    assert curve(parts) == whole
+    assert curve(parts) == losses_before
     with pytest.raises(ConfigError, match=r"optim\.groups\.head\.eps = 1e-06: momentum has no epsilon there; drop it"):
         tiny(*options, "optim.groups.head.eps=1e-6")
 
@@ -121,9 +121,9 @@ def test_an_optimizer_is_added_by_its_options_and_a_builder(tiny, monkeypatch: p
     ],
 )
 def test_decay_of_more_than_a_weight_is_refused(tiny, options, words):
-    with pytest.raises(ConfigError, match=words) as refused:
+    with pytest.raises(ConfigError, match=words) as error:
         tiny("optim.lr=2", *options)
-    assert str(refused.value).count("at most 1") == 1
+    assert str(error.value).count("at most 1") == 1
     tiny("optim.lr=2", "optim.optimizer.weight_decay=0.5")
 
 
@@ -143,22 +143,22 @@ FUSED = {
 @pytest.mark.parametrize("fused", FUSED)
 def test_projections_are_slices_of_the_fused_matrices(tiny, fused: str):
     model = decoder(tiny, *FUSED[fused])
-    found, matrices = projections(model), dict(model.named_parameters())
-    assert {name.split(".")[-2] for name in found} == set(fused.split(", "))
-    for name, parts in found.items():
+    slices, matrices = projections(model), dict(model.named_parameters())
+    assert {name.split(".")[-2] for name in slices} == set(fused.split(", "))
+    for name, parts in slices.items():
         assert [row for part in parts.values() for row in range(part.start, part.stop)] == list(range(matrices[name].size(0)))
 
 
 @pytest.mark.parametrize("options", [[], ["model.n_kv_head=1"]])
 def test_slices_are_of_the_projections_they_are_named_for(tiny, options: list[str]):
-    model, seen = decoder(tiny, *options), {}
+    model, projected = decoder(tiny, *options), {}
     attention, x = model.blocks[0].attention, torch.randn(1, 3, model.config.n_embd)
-    attention.attend = lambda x, q, k, v, context: seen.update(q=q, k=k, v=v) or x
+    attention.attend = lambda x, q, k, v, context: projected.update(q=q, k=k, v=v) or x
     attention(x, None)
     parts = projections(model)["blocks.0.attention.qkv.weight"]
-    assert parts.keys() == seen.keys()
+    assert parts.keys() == projected.keys()
     for part, rows in parts.items():
-        assert torch.allclose(seen[part].transpose(1, 2).flatten(2), x @ attention.qkv.weight[rows].T, atol=1e-6)
+        assert torch.allclose(projected[part].transpose(1, 2).flatten(2), x @ attention.qkv.weight[rows].T, atol=1e-6)
 
 
 @pytest.mark.parametrize(

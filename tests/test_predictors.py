@@ -56,8 +56,8 @@ def test_what_is_exact_has_no_error_and_every_pair_in_order(predictors):
     for number in (formula, margin):  # a line in the margin, fitted on the other arms, is the formula here
         assert number.errors(runs).tolist() == pytest.approx([0, 0, 0], abs=1e-9)
         assert number.in_order(runs) == 1
-    others = next(number for number in predictions if number.name == "N_eff")  # the same for every run: half of the pairs
-    assert others.in_order(runs) == 0.5
+    constant = next(number for number in predictions if number.name == "N_eff")  # the same for every run: half of the pairs
+    assert constant.in_order(runs) == 0.5
 
 
 def test_an_arm_is_predicted_from_the_others_alone(predictors):
@@ -88,9 +88,9 @@ def test_runs_that_have_not_learned_are_left_out(predictors, tmp_path, monkeypat
     (tmp_path / "pairs").mkdir()
     lines = [
         dict(arm="a", rate=0.003, stage="final", seed=seed, metric=metric, setting=setting, x=x, value=value)
-        for seed, learned in ((1, 0.95), (2, 0.5))
+        for seed, accuracy in ((1, 0.95), (2, 0.5))
         for metric, setting, x, value in (
-            ("mqar accuracy", "as trained", 64, learned),
+            ("mqar accuracy", "as trained", 64, accuracy),
             ("mqar accuracy", "as trained", 512, 0.1),
             ("half-length", "head", 64, math.inf if seed == 1 else 64),
         )

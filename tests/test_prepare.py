@@ -143,8 +143,8 @@ def test_a_document_of_most_of_the_text_is_trained_on(tmp_path: Path, capsys: py
     store = prepare(files_config(write_texts(tmp_path / "texts", texts), tmp_path, tokenizer=TrainedTokenizer(270)), progress=True)
     assert store.val.n_bytes <= max(0.5 * sum(map(len, texts[:-1])), len(texts[0])) + 150
     assert store.val.n_documents >= 1
-    asked = store.val.n_bytes / (store.val.n_bytes + store.train.n_bytes) < 0.05
-    assert ("documents are held out whole" in capsys.readouterr().out) == asked
+    is_told = store.val.n_bytes / (store.val.n_bytes + store.train.n_bytes) < 0.05
+    assert ("documents are held out whole" in capsys.readouterr().out) == is_told
 
 
 @pytest.mark.parametrize("n_others", [1, 20])
@@ -162,8 +162,8 @@ def test_a_document_whose_copies_are_most_of_the_text_is_trained_on(tmp_path: Pa
 def test_copies_that_are_most_of_one_source_are_held_out_of_none(tmp_path: Path):
     """The line is one of many documents in one source, and all or most of another."""
     for number in range(6):
-        line, others = f"a line {number} that stands everywhere ", [f"document {n} of {number} words " * 5 for n in range(3)]
-        for name, texts in (("few", [line, *others]), ("most", [line] * 50 + [f"another {number} " * 9]), ("all", [line] * 30)):
+        line, rest = f"a line {number} that stands everywhere ", [f"document {n} of {number} words " * 5 for n in range(3)]
+        for name, texts in (("few", [line, *rest]), ("most", [line] * 50 + [f"another {number} " * 9]), ("all", [line] * 30)):
             write_texts(tmp_path / str(number) / name, texts)
         parts = [WeightedSource(1 / 3, Files([str(tmp_path / str(number) / name)])) for name in ("few", "most", "all")]
         data = DataConfig(Mixture(parts), TrainedTokenizer(258), root=str(tmp_path / "stores"), deduplicate=False)
@@ -252,8 +252,8 @@ def test_a_killed_prepare_goes_on_where_it_was_to_the_same_bytes(
     large: Path, tmp_path: Path, small_steps: None, capfd: pytest.CaptureFixture, workers: int
 ):
     data = DataConfig(Files([str(large)]), TrainedTokenizer(300), root=str(tmp_path / "whole"))
-    whole = prepare(data)
-    assert len(whole.train.shards) > 5
+    expected = prepare(data)
+    assert len(expected.train.shards) > 5
     root = tmp_path / "killed"
     killed_at_work(large, root, workers)
     (partial,) = root.glob(".*.partial")
@@ -262,17 +262,17 @@ def test_a_killed_prepare_goes_on_where_it_was_to_the_same_bytes(
         file.write(b"written after the journal's entry")
     capfd.readouterr()
     store = prepare(dataclasses.replace(data, root=str(root)), progress=True)
-    told = capfd.readouterr().err
-    assert "finishing an interrupted token store" in told
-    assert "of them done before" in told
-    assert "scan" not in told
-    assert contents(store) == contents(whole)
+    output = capfd.readouterr().err
+    assert "finishing an interrupted token store" in output
+    assert "of them done before" in output
+    assert "scan" not in output
+    assert contents(store) == contents(expected)
     assert not list(root.glob(".*.partial"))
 
 
 def test_what_does_not_agree_with_the_journal_is_made_again(large: Path, tmp_path: Path, small_steps: None):
     data = DataConfig(Files([str(large)]), TrainedTokenizer(300))
-    whole = prepare(dataclasses.replace(data, root=str(tmp_path / "whole")))
+    expected = prepare(dataclasses.replace(data, root=str(tmp_path / "whole")))
     killed_at_work(large, tmp_path / "killed", 1)
     flipped = {"a bit of the shard": "train-00000.bin", "a bit of the tokenizer": "tokenizer.json", "a bit of the scan": "scan.npz"}
     for damage in ("no shard", "short shard", "odd journal", "another count", *flipped):
@@ -294,7 +294,7 @@ def test_what_does_not_agree_with_the_journal_is_made_again(large: Path, tmp_pat
             (partial / "journal.json").write_text(json.dumps(journal))
         else:
             (partial / "journal.json").write_text('{"documents": "two", "train": [1]}')
-        assert contents(prepare(dataclasses.replace(data, root=str(root)))) == contents(whole)
+        assert contents(prepare(dataclasses.replace(data, root=str(root)))) == contents(expected)
 
 
 def test_the_store_is_the_same_for_any_number_of_processes(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -304,7 +304,7 @@ def test_the_store_is_the_same_for_any_number_of_processes(large: Path, tmp_path
     assert contents(stores[0]) == contents(stores[1])
 
 
-def die(texts: list[str], begins: list[bool]) -> None:
+def die(texts: list[str], starts: list[bool]) -> None:
     os._exit(1)
 
 
@@ -374,10 +374,10 @@ def test_an_interrupted_prepare_keeps_its_place_and_goes_on(
 def test_a_root_that_can_not_be_written_is_one_line(data: DataConfig, tmp_path: Path, where: str):
     (tmp_path / "file").write_text("")
     root = str(tmp_path / where)  # an absolute `where` stands for itself
-    with pytest.raises(DataError, match=r"set data\.root") as caught:
+    with pytest.raises(DataError, match=r"set data\.root") as error:
         prepare(dataclasses.replace(data, root=root))
-    assert root in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert root in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_processes_that_prepare_at_once_agree_and_only_one_works(large: Path, tmp_path: Path):
@@ -402,12 +402,12 @@ def test_a_seq_len_beyond_the_text_is_an_error_that_names_a_value_that_fits(data
     longest = store.val.longest
 
     def problems(seq_len: int, factor: float) -> str:
-        whole = Config(data=dataclasses.replace(data, seq_len=seq_len))
-        whole.eval.long_context.length_factor = factor
+        config = Config(data=dataclasses.replace(data, seq_len=seq_len))
+        config.eval.long_context.length_factor = factor
         try:
-            check_sequences(store, whole)
-            if whole.eval.long_context.wanted(whole.data):
-                long_sequences(store, whole)
+            check_sequences(store, config)
+            if config.eval.long_context.wanted(config.data):
+                long_sequences(store, config)
         except ConfigError as error:
             return str(error)
         return ""
@@ -453,13 +453,13 @@ print(store.train.n_bytes + store.val.n_bytes, peak() - before)
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_text(tmp_path: Path):
     """8 MB after 2 MB, in a process of its own."""
-    drawn = np.random.default_rng(0)
-    words = " ".join(drawn.choice([drawn.bytes(4).hex() for _ in range(100)], 40_000))
+    rng = np.random.default_rng(0)
+    words = " ".join(rng.choice([rng.bytes(4).hex() for _ in range(100)], 40_000))
     for name, count in (("small", 100), ("large", 400)):
         (tmp_path / name).mkdir()
         with open(tmp_path / name / "rows.jsonl", "w") as file:
             for number in range(count):
-                begin = int(drawn.integers(len(words) - 20_000))
+                begin = int(rng.integers(len(words) - 20_000))
                 file.write(json.dumps({"text": f"{number} {words[begin : begin + 20_000]}"}) + "\n")
     out, err = start(MEMORY, tmp_path, tmp_path / "stores", TOKENIZERS_PARALLELISM="false", MALLOC_ARENA_MAX="1").communicate(timeout=300)
     assert out, err
@@ -472,13 +472,13 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path):
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])
 def test_memory_holds_a_long_document_a_few_times_at_most(tmp_path: Path, suffix: str):
     """A line of 8 MB after one of 0.5 MB, in a process of its own."""
-    drawn = np.random.default_rng(0)
-    words = " ".join(drawn.choice([drawn.bytes(4).hex() for _ in range(100)], 900_000))
+    rng = np.random.default_rng(0)
+    words = " ".join(rng.choice([rng.bytes(4).hex() for _ in range(100)], 900_000))
     for name, length in (("small", 500_000), ("large", 8_000_000)):
         (tmp_path / name).mkdir()
         lines = [words[:length], *(f"{number} {words[:20_000]}" for number in range(10))]
-        written = lines if suffix == "txt" else [json.dumps({"text": line}) for line in lines]
-        (tmp_path / name / f"lines.{suffix}").write_text("\n".join(written))
+        entries = lines if suffix == "txt" else [json.dumps({"text": line}) for line in lines]
+        (tmp_path / name / f"lines.{suffix}").write_text("\n".join(entries))
     script = MEMORY.replace('{folder}"]', '{folder}"], separator="\\n"')
     out, err = start(script, tmp_path, tmp_path / "stores", TOKENIZERS_PARALLELISM="false", MALLOC_ARENA_MAX="1").communicate(timeout=300)
     assert out, err

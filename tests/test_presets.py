@@ -60,16 +60,16 @@ def test_a_file_that_is_there_comes_first_and_what_is_nowhere_is_said_as_before(
 @pytest.mark.parametrize("base", ["recall", "recall.yaml", "configs/recall.yaml"])
 def test_a_base_is_a_file_beside_its_heir_else_a_preset(tmp_path, monkeypatch, base):
     monkeypatch.chdir(tmp_path)
-    (mine := tmp_path / "mine").mkdir()
-    (mine / "run.yaml").write_text(f"base: {base}\n")
+    (folder := tmp_path / "mine").mkdir()
+    (folder / "run.yaml").write_text(f"base: {base}\n")
     primary = "primary: {metric: recall/mqar 2048, better: higher}"
-    (mine / "asked.yaml").write_text(f"base: {base}\narms: {{a: {{}}, b: {{model.normalizer: ssmax}}}}\n{primary}\n")
+    (folder / "asked.yaml").write_text(f"base: {base}\narms: {{a: {{}}, b: {{model.normalizer: ssmax}}}}\n{primary}\n")
     assert load(["mine/run.yaml"]).data.seq_len == load(["recall"]).data.seq_len == 64
-    assert read_experiment(mine / "asked.yaml", []).base == read_experiment(Path("recall"), []).base
-    (beside := mine / base).parent.mkdir(exist_ok=True)
-    beside.write_text(f"base: {presets.folder() / 'recall.yaml'}\ndata: {{seq_len: 128}}\n")
-    assert read_experiment(mine / "asked.yaml", []).base["data"]["seq_len"] == 128
-    (mine / "run.yaml").write_text("base: recal\n")
+    assert read_experiment(folder / "asked.yaml", []).base == read_experiment(Path("recall"), []).base
+    (neighbour := folder / base).parent.mkdir(exist_ok=True)
+    neighbour.write_text(f"base: {presets.folder() / 'recall.yaml'}\ndata: {{seq_len: 128}}\n")
+    assert read_experiment(folder / "asked.yaml", []).base["data"]["seq_len"] == 128
+    (folder / "run.yaml").write_text("base: recal\n")
     with pytest.raises(ConfigError, match=r"recal: no such configuration file \(a base of run\.yaml\)"):
         load(["mine/run.yaml"])
 
@@ -109,9 +109,9 @@ def _matches(package: str, patterns: list[str]) -> list[Path]:
 
 
 def test_info_tells_versions_devices_kernels_and_extras():
-    known = json.loads(json.dumps(facts()))
-    assert list(known) == ["lm", "versions", "devices", "kernels", "wandb", "extras"]
-    assert known["lm"]["version"] == lm.__version__
-    assert known["versions"]["torch"]
-    assert known["devices"]["cores"] >= 1
-    assert all(isinstance(missing, list) for missing in known["extras"].values())
+    content = json.loads(json.dumps(facts()))
+    assert list(content) == ["lm", "versions", "devices", "kernels", "wandb", "extras"]
+    assert content["lm"]["version"] == lm.__version__
+    assert content["versions"]["torch"]
+    assert content["devices"]["cores"] >= 1
+    assert all(isinstance(names, list) for names in content["extras"].values())

@@ -48,35 +48,35 @@ def by_factor(results, best, shape: float) -> list[Series]:
     """Loss by position of three documents, a parabola in ln c around a best factor that grows with position, for each factor."""
     edges = np.array([0, 128, 256, 512, 1024])
     middles = np.log(np.sqrt(np.maximum(edges[:-1], 1) * edges[1:]))
-    found = []
+    curves = []
     for factor in results.SCALES:
-        apart = np.log(factor) - np.log(best * np.exp(shape * (middles - middles.mean())))
-        values = 3 + np.array([[0.0], [0.1], [0.3]]) + apart**2
+        distances = np.log(factor) - np.log(best * np.exp(shape * (middles - middles.mean())))
+        values = 3 + np.array([[0.0], [0.1], [0.3]]) + distances**2
         sample = Sample("", values, np.ones(3), np.arange(3))
         axis = Axis("position in the sequence", "tokens", "at positions", tuple(edges.tolist()), bins=True)
-        found.append(
+        curves.append(
             Series("long_context", "loss", "nats", "lower", 1024, values.mean(0), axis=axis, samples=(sample,), curve=np.zeros(1024))
         )
-    return found
+    return curves
 
 
 def test_the_best_factor_is_found_and_its_growth_with_n(script):
     results = script("pretrained_results")
-    flat, grown = by_factor(results, 1.05, 0.0), by_factor(results, 1.05, 0.1)
-    scales = results.Scales(np.array(results.SCALES), flat, grown)
+    flat, growing = by_factor(results, 1.05, 0.0), by_factor(results, 1.05, 0.1)
+    scales = results.Scales(np.array(results.SCALES), flat, growing)
     assert scales.best(flat).mean == pytest.approx(1.05)
     assert scales.best(flat).low == pytest.approx(scales.best(flat).high)  # the documents agree
     assert scales.slope(128).mean == pytest.approx(0, abs=1e-6)
-    assert results.Scales(scales.factors, grown, flat).slope(128).mean == pytest.approx(0.105, abs=0.01)
+    assert results.Scales(scales.factors, growing, flat).slope(128).mean == pytest.approx(0.105, abs=0.01)
     assert scales.by_shape().mean > 0  # what varies over positions has no single best factor
     assert results.octaves(flat[0], 128) == [(128, 256), (256, 512), (512, 1024)]
 
 
 def test_the_jackknife_of_a_mean_is_its_t_interval(script):
     values = np.array([1.0, 2.0, 4.0, 7.0])
-    found = script("pretrained_results").jackknifed(lambda taken: float(values[taken].mean()), 4)
+    interval = script("pretrained_results").jackknifed(lambda documents: float(values[documents].mean()), 4)
     half = stdtrit(3, 0.975) * values.std(ddof=1) / 2
-    assert (found.mean, found.low, found.high) == pytest.approx((3.5, 3.5 - half, 3.5 + half))
+    assert (interval.mean, interval.low, interval.high) == pytest.approx((3.5, 3.5 - half, 3.5 + half))
 
 
 def test_a_result_of_another_model_text_size_or_of_other_options_is_refused(script, model, text, tmp_path, capsys):
@@ -99,34 +99,34 @@ def test_a_result_of_another_model_text_size_or_of_other_options_is_refused(scri
     decoder = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=16), 290, LENGTH, seed=7)
     with pytest.raises(RunError, match="other weights:"):
         bench(model=save_model(decoder, tmp_path / "other", model / "tokenizer.json")).run("positions")
-    more = tmp_path / "more.yaml"
-    more.write_text(f"{text.read_text()}eval: {{sequences: 3}}\n")
-    assert bench(text=more).result("positions")  # the same tokens
-    more.write_text(text.read_text().replace("source:", "val_fraction: 0.5, source:"))
+    file = tmp_path / "more.yaml"
+    file.write_text(f"{text.read_text()}eval: {{sequences: 3}}\n")
+    assert bench(text=file).result("positions")  # the same tokens
+    file.write_text(text.read_text().replace("source:", "val_fraction: 0.5, source:"))
     with pytest.raises(RunError, match="other data:"):
-        bench(text=more).result("positions")
-    changed = {part: bench(sizes=replace(sizes, train=1 / 8)).fingerprint(part) != first.fingerprint(part) for part in first.parts}
-    assert {part for part, differs in changed.items() if differs} == {part for part in first.parts if "train" in part}
+        bench(text=file).result("positions")
+    changes = {part: bench(sizes=replace(sizes, train=1 / 8)).fingerprint(part) != first.fingerprint(part) for part in first.parts}
+    assert {part for part, differs in changes.items() if differs} == {part for part in first.parts if "train" in part}
     with pytest.raises(RunError, match="within_s_trained: needs train_s, which is not measured"):
         first.run("within_s_trained")
 
 
 def test_the_page_counts_the_sequences_that_were_measured(script):
     results = script("pretrained_results")
-    one = by_factor(results, 1.05, 0.0)[0]
-    evaluation = Evaluation("long_context", 0, 0, "", {}, "32", "", (one,))
-    found = results.Results({"positions": results.Result(1, 1, {"softmax": evaluation}, {}, {}), "beyond_softmax": None})
-    assert found.sequences("positions", (2048, 9)) == (1024, 3)
-    assert found.sequences("beyond_softmax", (2048, 9)) == (2048, 9)
+    curve = by_factor(results, 1.05, 0.0)[0]
+    evaluation = Evaluation("long_context", 0, 0, "", {}, "32", "", (curve,))
+    results_of_two = results.Results({"positions": results.Result(1, 1, {"softmax": evaluation}, {}, {}), "beyond_softmax": None})
+    assert results_of_two.sequences("positions", (2048, 9)) == (1024, 3)
+    assert results_of_two.sequences("beyond_softmax", (2048, 9)) == (2048, 9)
 
 
 @pytest.mark.slow
 def test_every_part_is_measured_once_and_the_page_written(script, model, text, tmp_path, capsys):
     parts, page = script("pretrained_parts"), tmp_path / "page.md"
-    few = parts.Needles((0.5,), (0.5,), 1)
+    small = parts.Needles((0.5,), (0.5,), 1)
     sizes = parts.Sizes(
         positions=(2, 2), beyond=(1.25, 3), within=(1, 3), swaps=(0.125, 0.25), swap_sequences=3,
-        needles={"needles": parts.Needles((0.5,), (0.0, 0.5), 1, heads_at=0.5), "needles_whole": few}, asked=few, diagnostics=(0.125, 2, 8),
+        needles={"needles": parts.Needles((0.5,), (0.0, 0.5), 1, heads_at=0.5), "needles_whole": small}, asked=small, diagnostics=(0.125, 2, 8),
         fit=(0.125, 1), train=0.0625, steps=dict.fromkeys(parts.Sizes().steps, 2),
     )  # fmt: skip
     page.write_text(f"# Models\n\nAbove.\n\n{script('pretrained').HEADING}\nold\n")
@@ -135,9 +135,9 @@ def test_every_part_is_measured_once_and_the_page_written(script, model, text, t
     empty = page.read_text()
     assert "Not measured yet; the same command goes on with it: positions, diagnostics," in empty
     script("pretrained").main(arguments, sizes)
-    written = page.read_text()
-    assert written.startswith("# Models\n\nAbove.\n\n# A pretrained model")
-    assert not [word for word in ("old\n", "{{", "{%", "nan", "ot measured") if word in written]
+    content = page.read_text()
+    assert content.startswith("# Models\n\nAbove.\n\n# A pretrained model")
+    assert not [word for word in ("old\n", "{{", "{%", "nan", "ot measured") if word in content]
     assert {path.name for path in tmp_path.glob("pretrained*")} == {
         "pretrained-attention.svg", "pretrained-loss.svg", "pretrained-scale.svg", "pretrained-statements.csv", "pretrained.csv",
     }  # fmt: skip
@@ -148,10 +148,10 @@ def test_every_part_is_measured_once_and_the_page_written(script, model, text, t
     with pytest.raises(RunError, match="ssmax: a swap of another model, or measured on other sequences"):
         script("pretrained").main([*arguments, "--only", "swap_ssmax"], replace(sizes, swaps=(0.25,)))
     script("pretrained").main([*arguments, "--only", "swap_ssmax", "train_s"], sizes)
-    assert [parts.Result.read(path).facts for path in stopped] == [one.facts for one in before]
+    assert [parts.Result.read(path).facts for path in stopped] == [result.facts for result in before]
     script("pretrained").main([*arguments, "--only"], sizes)
-    written = page.read_text()
+    content = page.read_text()
     capsys.readouterr()
     script("pretrained").main(arguments, sizes)
     assert capsys.readouterr().out.count("is there") == len(list((tmp_path / "out" / "results").iterdir()))
-    assert page.read_text() == written
+    assert page.read_text() == content

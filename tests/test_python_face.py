@@ -34,8 +34,8 @@ def experiment(corpus: Path, store_root: Path, tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.mktemp("experiment")
     (folder / "rates.csv").write_text(TABLE)
     path = written(folder, tune={"table": "rates.csv"}, seeds=[1, 2, 3])
-    few = [option.replace("=40", "=8") for option in LEARNS]
-    overrides = [f"data.source.paths=[{corpus}]", f"data.root={store_root}", f"runs={folder / 'runs'}", *few]
+    options = [option.replace("=40", "=8") for option in LEARNS]
+    overrides = [f"data.source.paths=[{corpus}]", f"data.root={store_root}", f"runs={folder / 'runs'}", *options]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("lm.experiments.engine.ThreadPoolExecutor", Inline)
         Jobs(open_experiment(path, overrides), Slots(1), here).work()
@@ -58,10 +58,10 @@ def test_the_long_table_holds_what_the_verdict_follows_from(experiment, tmp_path
     assert verdict["verdict"] == other["verdict"]
     assert compared.report.is_file()
 
-    judged = lm.judge(table, metric="val loss", matters=0.05).set_index("arm").loc["ssmax"]
-    assert f"exploratory: {judged['verdict']}" == verdict["verdict"], "the long table does not say what was planned"
+    row = lm.judge(table, metric="val loss", matters=0.05).set_index("arm").loc["ssmax"]
+    assert f"exploratory: {row['verdict']}" == verdict["verdict"], "the long table does not say what was planned"
     numbers = ["mean", "difference", "difference low", "difference high", "p"]
-    assert judged[numbers].tolist() == pytest.approx(verdict[numbers].tolist(), rel=1e-12)
+    assert row[numbers].tolist() == pytest.approx(verdict[numbers].tolist(), rel=1e-12)
 
     selecting = table.query("metric == 'val loss' and part == 'selects'")
     assert set(selecting["group"]).isdisjoint(final["group"]), "a document selects or reports"
@@ -96,20 +96,20 @@ def test_the_page_of_python_runs(experiment, tmp_path, monkeypatch):
         page = page.replace(old, new)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    shown = []
-    exec(page, names := {"file": file, "overrides": overrides, "print": shown.append})
+    tables = []
+    exec(page, names := {"file": file, "overrides": overrides, "print": tables.append})
     assert names["run"] == Path("runs/trial")
     assert set(names["longer"]["x"].dropna()) == {64, 256}
     assert names["longer"]["arm"].unique().tolist() == ["ssmax"]
-    assert [len(table) > 0 for table in shown] == [True] * 3
+    assert [len(table) > 0 for table in tables] == [True] * 3
     with pytest.raises(RunError, match="runs/trial"):
         lm.train("recall", {"name": "trial"})
 
 
 def test_functions_of_tensors_are_there_after_the_package_alone_is_imported():
     code = "import lm, sys; assert 'torch' not in sys.modules; print(lm.functional.attention.__name__)"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert ended.stdout == "attention\n", ended.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.stdout == "attention\n", result.stderr
 
 
 @pytest.mark.parametrize("path", ["lm/__init__.py", "lm/huggingface/__init__.py"])

@@ -49,31 +49,31 @@ def sequences(task: Task, length: int, count: int) -> list[Example]:
 def test_answers_equal_the_full_computation(task: Task, length: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.evaluation.held_out.EVAL_TOKENS", 150)
     decoder = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, init_std=0.3, dropout=0.5), task.vocab_size, 16)
-    found = read_answers(decoder, sequences(task, length, 7), CPU)
+    answers = read_answers(decoder, sequences(task, length, 7), CPU)
     assert decoder.training
     decoder.eval()
     nll, right, whole = [], [], []
-    for made in sequences(task, length, 7):
-        logits = decoder.logits(torch.from_numpy(made.tokens[None, :-1]))[0]
-        losses = F.cross_entropy(logits, torch.from_numpy(made.tokens[1:]), reduction="none").detach().numpy()
-        hits = logits.argmax(-1).numpy() == made.tokens[1:]
-        nll += losses[made.answers].tolist()
-        right += hits[made.answers].tolist()
-        whole += [hits[start - 1 : stop - 1].all() for start, stop in made.questions]
-    assert np.allclose(found.nll, nll, atol=1e-5)
-    assert found.right.tolist() == right
-    assert found.whole(found.right).tolist() == whole
-    assert found.sequence.tolist() == np.repeat(np.arange(7), len(nll) // 7).tolist()
+    for sequence in sequences(task, length, 7):
+        logits = decoder.logits(torch.from_numpy(sequence.tokens[None, :-1]))[0]
+        losses = F.cross_entropy(logits, torch.from_numpy(sequence.tokens[1:]), reduction="none").detach().numpy()
+        hits = logits.argmax(-1).numpy() == sequence.tokens[1:]
+        nll += losses[sequence.answers].tolist()
+        right += hits[sequence.answers].tolist()
+        whole += [hits[start - 1 : stop - 1].all() for start, stop in sequence.questions]
+    assert np.allclose(answers.nll, nll, atol=1e-5)
+    assert answers.right.tolist() == right
+    assert answers.whole(answers.right).tolist() == whole
+    assert answers.sequence.tolist() == np.repeat(np.arange(7), len(nll) // 7).tolist()
 
 
 def test_ranks_split_the_sequences(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.evaluation.held_out.all_reduce_sum", lambda where, local: local())
-    decoder, asked = Decoder(ModelConfig(n_layer=1, n_head=2, n_embd=32), 160, 16), sequences(MQAR(), 40, 5)
-    parts = [read_answers(decoder, asked, Device(torch.device("cpu"), False, rank, 7)) for rank in range(7)]
-    together = read_answers(decoder, asked, CPU)
-    assert np.allclose(sum(part.nll for part in parts), together.nll, atol=1e-5)
-    assert (sum(part.right.astype(int) for part in parts) == together.right).all()
-    assert (sum(part.rolled_out.astype(int) for part in parts) == together.rolled_out).all()
+    monkeypatch.setattr("lm.evaluation.held_out.all_reduce_sum", lambda device, local: local())
+    decoder, examples = Decoder(ModelConfig(n_layer=1, n_head=2, n_embd=32), 160, 16), sequences(MQAR(), 40, 5)
+    parts = [read_answers(decoder, examples, Device(torch.device("cpu"), False, rank, 7)) for rank in range(7)]
+    answers = read_answers(decoder, examples, CPU)
+    assert np.allclose(sum(part.nll for part in parts), answers.nll, atol=1e-5)
+    assert (sum(part.right.astype(int) for part in parts) == answers.right).all()
+    assert (sum(part.rolled_out.astype(int) for part in parts) == answers.rolled_out).all()
 
 
 def greedy(decoder: Decoder, tokens: np.ndarray, answers: np.ndarray) -> np.ndarray:
@@ -95,42 +95,55 @@ def test_a_roll_out_is_greedy_decoding(task: Task, length: int, normalizer: str,
         ModelConfig, {"n_layer": 2, "n_head": 2, "n_embd": 32, "init_std": 0.5, "normalizer": yaml.safe_load(normalizer)}, "", []
     )
     decoder = Decoder(config, task.vocab_size, 16).eval()
-    found = read_answers(decoder, sequences(task, length, 7), CPU)
-    made = sequences(task, length, 7)
+    answers = read_answers(decoder, sequences(task, length, 7), CPU)
+    examples = sequences(task, length, 7)
     with torch.no_grad():
-        expected = [greedy(decoder, one.tokens, one.answers) == one.tokens[1:][one.answers] for one in made]
-    assert found.rolled_out.tolist() == np.concatenate(expected).tolist()
+        expected = [greedy(decoder, sample.tokens, sample.answers) == sample.tokens[1:][sample.answers] for sample in examples]
+    assert answers.rolled_out.tolist() == np.concatenate(expected).tolist()
 
 
 def test_a_roll_out_reads_settled_sequences_no_more(monkeypatch: pytest.MonkeyPatch):
     task = MQAR(keys=32, values=32, pairs=16, queries=16)
-    decoder, read, forward = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, init_std=1.0), task.vocab_size, 64), [], Decoder.forward
+    decoder, row_counts, forward = (
+        Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, init_std=1.0), task.vocab_size, 64),
+        [],
+        Decoder.forward,
+    )
     monkeypatch.setattr(
-        Decoder, "forward", lambda self, tokens, *more, **given: read.append(len(tokens)) or forward(self, tokens, *more, **given)
+        Decoder,
+        "forward",
+        lambda self, tokens, *arguments, **options: row_counts.append(len(tokens)) or forward(self, tokens, *arguments, **options),
     )
     read_answers(decoder, sequences(task, 128, 32), CPU)
-    _, first, *again = read  # all answers, what stands before the first one, what follows it
-    assert first == again[0] > again[-1], read
-    assert again == sorted(again, reverse=True)
+    _, first, *rest = row_counts  # all answers, what stands before the first one, what follows it
+    assert first == rest[0] > rest[-1], row_counts
+    assert rest == sorted(rest, reverse=True)
 
 
 def test_a_wrong_answer_stays_in_the_sequence():
     """Answers that follow from the answer before: right under teacher forcing, lost after one mistake in a roll-out."""
     task = MQAR(keys=4, values=4, filler=4, pairs=4, queries=4)
     decoder = Chained(task, mistaken=2)
-    found = read_answers(decoder, sequences(task, 24, 3), CPU)
-    assert found.whole(found.right).tolist() == [True, True, False, True] * 3
-    assert found.whole(found.rolled_out).tolist() == [True, True, False, False] * 3
+    answers = read_answers(decoder, sequences(task, 24, 3), CPU)
+    assert answers.whole(answers.right).tolist() == [True, True, False, True] * 3
+    assert answers.whole(answers.rolled_out).tolist() == [True, True, False, False] * 3
 
 
 @pytest.mark.parametrize("task", [MQAR(pairs=8, queries=8), MQAR(pairs=8, queries=3), Maximum(items=5), Needle(needles=2, distractors=3)])
 def test_chance_is_what_picking_among_the_answers_shown_gives(task: Task):
     rng, rights = np.random.default_rng(0), {"given": [], "own": []}
-    shown, asked = {"mqar": lambda: (task.pairs, task.queries), "max": lambda: (task.items, 1), "needle": lambda: (5, 2)}[task.name]()
+    answer_count, question_count = {"mqar": lambda: (task.pairs, task.queries), "max": lambda: (task.items, 1), "needle": lambda: (5, 2)}[
+        task.name
+    ]()
     for _ in range(4_000):
-        answers, guesses = rng.permutation(shown)[:asked], rng.permutation(shown)[:asked]  # own picks: none twice
+        answers, guesses = (
+            rng.permutation(answer_count)[:question_count],
+            rng.permutation(answer_count)[:question_count],
+        )  # own picks: none twice
         rights["own"].append((answers == guesses).mean())
-        rights["given"].append(np.mean([rng.choice(np.setdiff1d(np.arange(shown), answers[:i])) == answers[i] for i in range(asked)]))
+        rights["given"].append(
+            np.mean([rng.choice(np.setdiff1d(np.arange(answer_count), answers[:i])) == answers[i] for i in range(question_count)])
+        )
     assert task.chance.teacher_forced == pytest.approx(np.mean(rights["given"]), abs=0.02)
     assert task.chance.rollout == pytest.approx(np.mean(rights["own"]), abs=0.02)
 
@@ -183,19 +196,21 @@ class Chained(torch.nn.Module):
         start, cache.seen = cache.seen, cache.seen + tokens.size(1)
         before = cache.states.get(self)
         cache.states[self] = tokens if before is None else torch.cat((before, tokens), 1)
-        whole = cache.states[self]
-        rows = (whole[:, None, :10] == self.right[:, :10]).all(-1).int().argmax(1)  # told apart by their first tokens
-        return self._said(whole, rows)[:, start + first :]
+        stored = cache.states[self]
+        rows = (stored[:, None, :10] == self.right[:, :10]).all(-1).int().argmax(1)  # told apart by their first tokens
+        return self._said(stored, rows)[:, start + first :]
 
     def _said(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         right = self.right[rows][:, 1 : tokens.size(1) + 1]
         spoiled = torch.zeros_like(right, dtype=torch.bool)
         first = self.right.size(1) - 2 * self.task.queries  # of the questions: key, value by turns
         for question in range(self.task.queries):
-            at = first + 2 * question  # of the key, where its value is predicted
-            if at >= tokens.size(1):
+            position = first + 2 * question  # of the key, where its value is predicted
+            if position >= tokens.size(1):
                 break
-            spoiled[:, at] = question == self.mistaken or (tokens[:, at - 1] != self.right[rows][:, at - 1]) & (question > 0)
+            spoiled[:, position] = question == self.mistaken or (tokens[:, position - 1] != self.right[rows][:, position - 1]) & (
+                question > 0
+            )
         return F.one_hot(torch.where(spoiled, (right + 1) % self.task.vocab_size, right), self.task.vocab_size).float()
 
 
@@ -216,9 +231,9 @@ def test_a_whole_answer_needs_each_of_its_tokens(tiny):
 
 def test_a_roll_out_stands_beside_where_a_sequence_asks_several_questions(tiny):
     recall = Recall(config := tiny(*SYMBOLS, "eval.recall={length_factors: [1], sequences: 4}"), prepare(config.data))
-    found = recall.measure(Decoder(config.model, recall.store.vocab_size, 32), CPU, lambda units: None)
-    assert [(one.metric, one.setting) for one in found[:2]] == [("accuracy", "as trained"), ("accuracy", "as trained, roll-out")]
-    assert found[0].samples[0].weights.tolist() == [4] * 4
+    curves = recall.measure(Decoder(config.model, recall.store.vocab_size, 32), CPU, lambda units: None)
+    assert [(result.metric, result.setting) for result in curves[:2]] == [("accuracy", "as trained"), ("accuracy", "as trained, roll-out")]
+    assert curves[0].samples[0].weights.tolist() == [4] * 4
 
 
 def test_the_result_is_plain_has_rows_and_scores_and_is_the_same_each_time(tiny):
@@ -228,36 +243,38 @@ def test_the_result_is_plain_has_rows_and_scores_and_is_the_same_each_time(tiny)
     store = prepare(config.data)
     recall = Recall(config, store)
     decoder = Decoder(config.model, store.vocab_size, 32)
-    found, again = (recall.measure(decoder, CPU, lambda units: None) for _ in range(2))
-    assert json.loads(json.dumps([one.plain() for one in found])) == [one.plain() for one in again]
-    assert [one.axis.values for one in found] == 8 * [(32, 80)]
-    told = ("keys 8, filler 8, pairs 4", "keys 4, filler 1, pairs 2")
-    logged = [name for one in found for name in one.scores]
-    assert logged == [f"recall/mqar ({options}) {length}" for options in told for length in (32, 80)]
-    chances = [level for one in found for level in one.references.values()]
+    curves, second_curves = (recall.measure(decoder, CPU, lambda units: None) for _ in range(2))
+    assert json.loads(json.dumps([result.plain() for result in curves])) == [result.plain() for result in second_curves]
+    assert [result.axis.values for result in curves] == 8 * [(32, 80)]
+    settings = ("keys 8, filler 8, pairs 4", "keys 4, filler 1, pairs 2")
+    logged = [name for result in curves for name in result.scores]
+    assert logged == [f"recall/mqar ({options}) {length}" for options in settings for length in (32, 80)]
+    chances = [level for result in curves for level in result.references.values()]
     assert chances == pytest.approx([(1 / 4 + 1 / 3) / 2, 1 / 4, (1 / 2 + 1) / 2, 1 / 2]), "given and own answers, of either task"
     metrics = ["accuracy", "accuracy: chance", "accuracy: chance, roll-out", "token accuracy", "loss of answers"]
-    assert list(dict.fromkeys(row.metric for row in rows_of(found))) == metrics
+    assert list(dict.fromkeys(row.metric for row in rows_of(curves))) == metrics
     assert recall.work == 12
 
 
 def test_needles_are_asked_of_a_model_of_text(tiny, tmp_path: Path):
     tasks = "eval.recall={tasks: [needle, {name: passkey, depth: 0.5}], length_factors: [1, 3], sequences: 2}"
     assert train(tiny("name=a", "data.seq_len=128", "optim.batch_tokens=1024", tasks, "eval.long_context.length_factor=0")) == 0
-    found = [one for one in series(tmp_path / "runs" / "a", "recall", 8) if one.metric == "accuracy"]
+    curves = [result for result in series(tmp_path / "runs" / "a", "recall", 8) if result.metric == "accuracy"]
     cells = [("needle", 128), ("needle", 384), ("passkey", 128), ("passkey", 384)]
-    assert [(one.what, length) for one in found for length in one.axis.values] == cells
+    assert [(result.what, length) for result in curves for length in result.axis.values] == cells
     last = json.loads((tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()[-1])
     assert [name for name in last if "recall" in name] == [f"recall/{name} {length}" for name, length in cells]
 
 
 def test_what_recall_can_not_measure_is_refused(tiny):
-    off = "eval.long_context.length_factor=0"
+    no_long_context = "eval.long_context.length_factor=0"
     assert "eval.recall.tasks[0] = 'copy': is over symbols that this model was not trained on" in refused("eval.recall.tasks=[copy]")
-    assert "eval.recall.tasks[0] = 'needle': is in text, and this model knows none" in refused(RECALL, off, "eval.recall.tasks=[needle]")
-    assert "has 65 symbols, the model 24" in refused(RECALL, off, "eval.recall.tasks=[copy]")
+    assert "eval.recall.tasks[0] = 'needle': is in text, and this model knows none" in refused(
+        RECALL, no_long_context, "eval.recall.tasks=[needle]"
+    )
+    assert "has 65 symbols, the model 24" in refused(RECALL, no_long_context, "eval.recall.tasks=[copy]")
     assert "unknown name" in refused("eval.recall.tasks=[nedle]")
-    config = tiny(NEEDLE, "eval.recall.length_factors=[0.5]", "data.seq_len=128", "optim.batch_tokens=1024", off)
+    config = tiny(NEEDLE, "eval.recall.length_factors=[0.5]", "data.seq_len=128", "optim.batch_tokens=1024", no_long_context)
     store = prepare(config.data)
     with pytest.raises(
         ConfigError,
@@ -274,18 +291,18 @@ def test_sequences_of_tasks_are_a_function_of_the_step_however_they_are_read(tin
     store = prepare(config.data)
     sequences = train_sequences(store, config)
     assert [sequences.length(step) for step in (0, 3, 4, 7)] == [16, 16, 32, 32]
-    seen = set()
+    contents = set()
     for step in range(8):
-        whole = sequences.batch(step)
+        batch = sequences.batch(step)
         length = sequences.length(step)
-        assert whole.tokens.shape == (256 // length, length)
-        assert ((whole.targets != IGNORED).sum(1) == 4).all()
+        assert batch.tokens.shape == (256 // length, length)
+        assert ((batch.targets != IGNORED).sum(1) == 4).all()
         parts = [MicroBatches(train_sequences(store, config), rank, 2, 2) for rank in range(2)]
-        taken = [part[step * part.accumulation + k] for part in parts for k in range(part.accumulation)]
-        assert torch.equal(torch.cat([one.tokens for one in taken]), whole.tokens)
-        assert torch.equal(torch.cat([one.targets for one in taken]), whole.targets)
-        seen |= {sequence.numpy().tobytes() for sequence in whole.tokens}
-    assert len(seen) == 4 * 16 + 4 * 8
+        micro_batches = [part[step * part.accumulation + k] for part in parts for k in range(part.accumulation)]
+        assert torch.equal(torch.cat([micro_batch.tokens for micro_batch in micro_batches]), batch.tokens)
+        assert torch.equal(torch.cat([micro_batch.targets for micro_batch in micro_batches]), batch.targets)
+        contents |= {sequence.numpy().tobytes() for sequence in batch.tokens}
+    assert len(contents) == 4 * 16 + 4 * 8
 
 
 def test_needles_are_dealt_among_text_by_weight(tiny):
@@ -340,8 +357,8 @@ def test_two_ranks_train_as_one_on_tasks(arguments: list[str], tmp_path: Path):
         result = lm("train", *arguments, varied, SYMBOLS[1], f"name={name}", f"trainer.devices={devices}", process=devices > 1)
         assert result.returncode == 0, result.stderr
     for name in ("train/loss", "train/grad_norm", "val/loss"):
-        one, two = (curve(tmp_path / "runs" / run, name) for run in ("one", "two"))
-        assert [v for _, v in one] == pytest.approx([v for _, v in two], abs=5e-5)
+        one_rank, two_ranks = (curve(tmp_path / "runs" / run, name) for run in ("one", "two"))
+        assert [v for _, v in one_rank] == pytest.approx([v for _, v in two_ranks], abs=5e-5)
 
 
 def test_validation_is_the_loss_of_the_answers_to_test_sequences(tiny, tmp_path: Path):
@@ -366,17 +383,17 @@ def test_validation_sequences_follow_the_weights_of_tasks_over_symbols(tiny):
     config = tiny(shares, SYMBOLS[1], "eval.sequences=40")
     validation = Validation(config, store := prepare(config.data))
     decoder = Decoder(config.model, store.vocab_size, 32)
-    whole, *sources = validation.measure(decoder, CPU, lambda done: None)
-    units = [(one.what, len(one.samples[0].values)) for one in sources]
+    whole, *sources = validation.measure(decoder, CPU, lambda count: None)
+    units = [(result.what, len(result.samples[0].values)) for result in sources]
     assert units == [("copy (span 4)", 30), ("copy (span 5)", 8), ("max", 2)], "and no bits per byte"
-    made = example(Copy(span=5), 0, 7, 32, "test")
+    sequence = example(Copy(span=5), 0, 7, 32, "test")
     held_out = validation.held_out
-    assert (held_out.sequences[37] == made.tokens).all()
-    assert (held_out.counts[37] == made.answers).all()
+    assert (held_out.sequences[37] == sequence.tokens).all()
+    assert (held_out.counts[37] == sequence.answers).all()
     counts = held_out.counts.sum(1)
     assert np.average(whole.samples[0].values[:, 0], weights=counts) == pytest.approx(whole.whole, abs=1e-5)
     weights = [counts[:30].sum(), counts[30:38].sum(), counts[38:].sum()]
-    assert np.average([one.whole for one in sources], weights=weights) == pytest.approx(whole.whole, abs=1e-5)
+    assert np.average([result.whole for result in sources], weights=weights) == pytest.approx(whole.whole, abs=1e-5)
 
 
 def test_a_run_learns_several_tasks_over_symbols(tiny):
@@ -414,14 +431,18 @@ def refused(*overrides: str) -> str:
 
 
 def test_what_contradicts_itself_is_refused(tiny):
-    off = "eval.long_context.length_factor=0"
-    assert "weights sum to more than 1" in refused("data.tasks=[{task: copy}, {task: max}]", off)
-    assert "which text and tasks in text don't have" in refused("data.tasks=[{weight: 0.5, task: copy}]", off)
-    assert "which text and tasks in text don't have" in refused("data.tasks=[{weight: 0.5, task: copy}, {weight: 0.5, task: needle}]", off)
+    no_long_context = "eval.long_context.length_factor=0"
+    assert "weights sum to more than 1" in refused("data.tasks=[{task: copy}, {task: max}]", no_long_context)
+    assert "which text and tasks in text don't have" in refused("data.tasks=[{weight: 0.5, task: copy}]", no_long_context)
+    assert "which text and tasks in text don't have" in refused(
+        "data.tasks=[{weight: 0.5, task: copy}, {weight: 0.5, task: needle}]", no_long_context
+    )
     assert "there is no text to read beyond the training length" in refused("data.tasks=[{task: copy}]")
-    assert "data.tasks[0].task.queries = 9: is more than pairs = 8" in refused("data.tasks=[{task: {name: mqar, queries: 9}}]", off)
-    assert "data.tasks[0].task.name = 'copi': unknown name" in refused("data.tasks=[{task: copi}]", off)
-    config = tiny("data.tasks=[{task: mqar}]", off, "data.lengths={name: mixed, weights: {16: 0.5, 32: 0.5}}")
+    assert "data.tasks[0].task.queries = 9: is more than pairs = 8" in refused(
+        "data.tasks=[{task: {name: mqar, queries: 9}}]", no_long_context
+    )
+    assert "data.tasks[0].task.name = 'copi': unknown name" in refused("data.tasks=[{task: copi}]", no_long_context)
+    config = tiny("data.tasks=[{task: mqar}]", no_long_context, "data.lengths={name: mixed, weights: {16: 0.5, 32: 0.5}}")
     store = prepare(config.data)
     with pytest.raises(ConfigError, match=r"8 pairs and 8 queries need sequences of at least 31 tokens, not 16"):
         train_sequences(store, config)
@@ -429,16 +450,16 @@ def test_what_contradicts_itself_is_refused(tiny):
 
 def test_tasks_survive_the_configuration_file(tiny):
     config: Config = tiny(*SYMBOLS)
-    again = parse(yaml.safe_load(to_yaml(config)))
-    assert again == config
-    assert again.data.tasks[0].task == MQAR(keys=8, values=8, filler=8, pairs=4, queries=4)
+    reread = parse(yaml.safe_load(to_yaml(config)))
+    assert reread == config
+    assert reread.data.tasks[0].task == MQAR(keys=8, values=8, filler=8, pairs=4, queries=4)
 
 
 def test_a_swap_is_measured_on_the_answers(tiny, tmp_path: Path):
     phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: {name: ssmax, init: match}}]"
     assert train(tiny(*SYMBOLS, phases, "name=a")) == 0
-    found = {one.metric: one for one in series(tmp_path / "runs" / "a", "swap", 4)}
-    assert found["change of loss"].axis.values == (32,), "longer sequences need text"
+    curves = {result.metric: result for result in series(tmp_path / "runs" / "a", "swap", 4)}
+    assert curves["change of loss"].axis.values == (32,), "longer sequences need text"
     before = [loss for step, loss in curve(tmp_path / "runs" / "a", "val/loss") if step == 4]
-    assert found["loss before"].whole == pytest.approx(before[0], abs=1e-5)
-    assert found["loss before"].axis is None, "a mean over answers, not over positions"
+    assert curves["loss before"].whole == pytest.approx(before[0], abs=1e-5)
+    assert curves["loss before"].axis is None, "a mean over answers, not over positions"

@@ -39,26 +39,26 @@ def test_pages_and_pictures_are_what_their_results_say(monkeypatch, tmp_path):
     place = next(i for i, line in enumerate(data) if line.startswith("tau_half,0.003,final,21,mqar accuracy,as trained,16384,"))
     line = data[place].split(",")
     line[-2] = "0.5"
-    altered = [*data[:place], ",".join(line), *data[place + 1 :]]
+    new_lines = [*data[:place], ",".join(line), *data[place + 1 :]]
     (tmp_path / "recall-tuned").mkdir()
-    (tmp_path / "recall-tuned" / "seeds.csv").write_text("\n".join(altered))
+    (tmp_path / "recall-tuned" / "seeds.csv").write_text("\n".join(new_lines))
     monkeypatch.setattr(committed_results, "RESULTS", tmp_path)
-    (tuned,) = (replace(shown) for shown in recompute.SHOWN if shown.name == "recall-tuned")  # nothing read yet
+    (tuned,) = (replace(result) for result in recompute.SHOWN if result.name == "recall-tuned")  # nothing read yet
     page = (ROOT / "docs" / "retrieval.md").read_text()
-    changed = recompute.filled(page, "recall-tuned", tuned.table())
-    differing = [new for new, old in zip(changed.splitlines(), page.splitlines(), strict=True) if new != old]
+    new_page = recompute.filled(page, "recall-tuned", tuned.table())
+    differing = [new for new, old in zip(new_page.splitlines(), page.splitlines(), strict=True) if new != old]
     assert len(differing) == 1
     assert "temperature 1/2" in differing[0]
 
 
 def test_a_picture_of_another_release_of_matplotlib_is_compared_by_its_words():
     picture = (ROOT / "docs" / "half-length.svg").read_bytes()
-    moved = picture.replace(b'd="M 1', b'd="M 2')
-    assert not recompute.same(moved, picture)
-    other = moved.replace(b"<dc:title>Matplotlib v", b"<dc:title>Matplotlib v0")
-    assert other != moved
-    assert recompute.same(other, picture)
-    assert not recompute.same(other.replace(b"<!-- margin -->", b"<!-- another -->"), picture)
+    new_picture = picture.replace(b'd="M 1', b'd="M 2')
+    assert not recompute.same(new_picture, picture)
+    newer_picture = new_picture.replace(b"<dc:title>Matplotlib v", b"<dc:title>Matplotlib v0")
+    assert newer_picture != new_picture
+    assert recompute.same(newer_picture, picture)
+    assert not recompute.same(newer_picture.replace(b"<!-- margin -->", b"<!-- another -->"), picture)
 
 
 def test_a_trend_is_the_slope_of_each_seed_s_line(commit):
@@ -70,8 +70,8 @@ def test_a_trend_is_the_slope_of_each_seed_s_line(commit):
     ]
     commit(lines)
     parts = {"early": 0.0, "half": 0.5, "late": 1.0}
-    shown = Recall("made", "", dict.fromkeys(parts, "an arm"), "early", (256,), 0.25, trends={"swapped": parts})
-    heads, _, row = shown.trend_table().splitlines()
+    result = Recall("made", "", dict.fromkeys(parts, "an arm"), "early", (256,), 0.25, trends={"swapped": parts})
+    heads, _, row = result.trend_table().splitlines()
     assert heads == "|  | 0 % | 50 % | 100 % | change from 0 to 100 % |"
     assert row.startswith("| swapped | 90.0 | 71.0 | 52.0 [50, 54] | -38.0 [-40.0, -36.0] *worse by more than 25* |")
 
@@ -89,12 +89,12 @@ def test_losses_are_compared_in_pairs_and_hold_at_every_rate_in_settings_that_ch
     commit(lines)
     columns = {setting: ("", "mean loss", setting, 512) for setting in ("tuned", "other")}
     labels = {"base": "a baseline", "arm": "an arm"}
-    shown = Losses("made", "", labels, (("arm", "base"),), columns, ("tuned", "other"), "tuned", 0.02, "text")
-    assert shown.table().splitlines()[2:] == [
+    result = Losses("made", "", labels, (("arm", "base"),), columns, ("tuned", "other"), "tuned", 0.02, "text")
+    assert result.table().splitlines()[2:] == [
         "| a baseline | 1e-1 | 4.000 (0.000) | 5.000 (0.000) |",
         "| an arm | 2e-1 | 3.902 (0.002) | 4.802 (0.002) |",
     ]
-    (row,) = shown.verdict_table().splitlines()[2:]
+    (row,) = result.verdict_table().splitlines()[2:]
     cells = row.split(" | ")
     assert cells[2].startswith("-0.098 [")
     assert cells[2].endswith("*better by more than 0.02*")
@@ -112,9 +112,9 @@ def test_a_line_may_be_an_arm_whose_normalizer_a_setting_changes(commit):
     commit(lines)
     labels = {"arm": "an arm", "arm, n=fixed:512": "at 512"}
     columns = {"as trained": ("", "mean loss", "as trained", 512)}
-    shown = Losses("made", "", labels, (("arm, n=fixed:512", "arm"),), columns, ("as trained",), "as trained", 0.02)
-    assert shown.table().splitlines()[2:] == ["| an arm | 1e-1 | 4.020 (0.016) |", "| at 512 | 1e-1 | 3.540 (0.032) |"]
-    (row,) = shown.verdict_table().splitlines()[2:]
+    result = Losses("made", "", labels, (("arm, n=fixed:512", "arm"),), columns, ("as trained",), "as trained", 0.02)
+    assert result.table().splitlines()[2:] == ["| an arm | 1e-1 | 4.020 (0.016) |", "| at 512 | 1e-1 | 3.540 (0.032) |"]
+    (row,) = result.verdict_table().splitlines()[2:]
     assert row.startswith("| at 512 | an arm | -0.480 [")
     assert row.endswith("*better by more than 0.02* |")
 
@@ -125,8 +125,8 @@ def test_means_over_positions_weigh_each_bin_by_its_tokens(monkeypatch, tmp_path
     lines = [shared | {"x": x, "until": end, "sample": n, "value": loss + n} for x, end, loss in ((0, 1, 9.0), (1, 4, 5.0)) for n in (0, 2)]
     monkeypatch.setattr(collect.lm, "results", lambda folder: pd.DataFrame(lines))
     monkeypatch.setattr(collect, "RESULTS", tmp_path)
-    written = pd.read_csv(collect.collect(tmp_path, "made"))
-    numbers = {(line.metric, line.x): (line.value, line.sequences) for line in written.itertuples()}
+    frame = pd.read_csv(collect.collect(tmp_path, "made"))
+    numbers = {(line.metric, line.x): (line.value, line.sequences) for line in frame.itertuples()}
     assert numbers == {("loss", 0): (10, 2), ("loss", 1): (6, 2), ("mean loss", 4): (7, 2)}
 
 
@@ -137,8 +137,8 @@ def test_the_readme_says_what_its_first_experiment_found():
     accuracies = {arm: lines.sort_values("seed")["value"].to_numpy() for arm, lines in runs.groupby("arm")}
     (verdict,) = verdicts({"cooler": Comparison(accuracies["cooler"] - accuracies["softmax"], higher=True)}, 0.3).values()
     mean, low, high = verdict.interval.listed()
-    said = f"`cooler` is {verdict.statement}: a difference of {mean:.2f} [{low:.2f}, {high:.2f}]"
-    assert said in (ROOT / "README.md").read_text()
+    sentence = f"`cooler` is {verdict.statement}: a difference of {mean:.2f} [{low:.2f}, {high:.2f}]"
+    assert sentence in (ROOT / "README.md").read_text()
 
 
 def test_a_page_without_a_place_for_results_is_an_error():

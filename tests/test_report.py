@@ -102,10 +102,10 @@ def test_seeds_are_grouped_into_arms_and_paired(tmp_path):
 
 def test_differences_are_between_seeds_in_common(tmp_path):
     def of(*seeds: tuple[int, int]) -> Difference:
-        made = [("softmax", seeds[0]), ("ssmax", seeds[1])]
+        arms = [("softmax", seeds[0]), ("ssmax", seeds[1])]
         folders = [
             build_run(tmp_path, f"{name}{seeds}{seed}".replace(" ", ""), name, seed=seed, better=seed / 10)
-            for name, two in made
+            for name, two in arms
             for seed in two
         ]
         return compared(*folders)[1][()]

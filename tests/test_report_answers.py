@@ -36,20 +36,20 @@ def of_sequences(fraction: float) -> Interval:
 
 def test_answers_have_intervals_and_paired_differences_at_the_longest_sequences(tmp_path):
     folders = [build_run(tmp_path, "soft", asked={64: 0.9, 512: 0.3}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9, 512: 0.8})]
-    comparison, found = compared(*folders)
+    comparison, differences = compared(*folders)
     assert asked(comparison) == [RECALL, ROLLED_OUT, NEEDLE, CONTROL]
     assert fraction_right(comparison, 0, RECALL, 512).listed() == pytest.approx(of_sequences(0.3).listed())
     assert fraction_right(comparison, 1, NEEDLE, 512).listed() == pytest.approx(wilson(7, 10).listed()), "not 14 of 20: depths ask the same"
     assert fraction_right(comparison, 1, CONTROL, 64).mean == 0
-    assert CONTROL not in {one.line.of for one in comparison.differences}, "a control says nothing about an arm"
-    assert found[RECALL].interval is None, "all sequences differ by the same"
+    assert CONTROL not in {difference.line.of for difference in comparison.differences}, "a control says nothing about an arm"
+    assert differences[RECALL].interval is None, "all sequences differ by the same"
     edit(folders[1], "recall", lambda result: first_sample(result, 1)["values"].reverse())
-    found = compared(*folders)[1]
-    assert found[RECALL].interval.mean == pytest.approx(0.5)
-    assert found[RECALL].interval.low < 0.49
-    assert "accuracy, mqar in sequences of 512" in found[RECALL].what
-    assert found[RECALL].note.startswith("paired by sequence, Student t over 16 sequences")
-    assert found[NEEDLE].note.startswith("paired by sequence, Student t over 10 sequences")
+    differences = compared(*folders)[1]
+    assert differences[RECALL].interval.mean == pytest.approx(0.5)
+    assert differences[RECALL].interval.low < 0.49
+    assert "accuracy, mqar in sequences of 512" in differences[RECALL].what
+    assert differences[RECALL].note.startswith("paired by sequence, Student t over 16 sequences")
+    assert differences[NEEDLE].note.startswith("paired by sequence, Student t over 10 sequences")
     files = write_report(folders, tmp_path / "out")
     (line,) = [line for line in files.markdown.read_text().splitlines() if line.startswith("| ssmax | mqar | as trained |")]
     assert re.fullmatch(r"\| ssmax \| mqar \| as trained \| 1 \| 0\.900 \[.*\] \| 0\.800 \[.*\] \| \+0\.5000 \[.*\] \|", line)
@@ -63,7 +63,7 @@ def weighed(result: dict, values: list[float], weights: list[int]) -> None:
 
 
 def levels(folder: Path) -> list[dict[str, float]]:
-    return [one.references for one in read_run(folder).series if one.unit == "fraction"]
+    return [curve.references for curve in read_run(folder).series if curve.unit == "fraction"]
 
 
 def test_chance_is_read_with_the_answers_and_drawn(tmp_path):
@@ -111,20 +111,20 @@ def test_sequences_with_more_answers_weigh_more(tmp_path):
     for folder, first in zip(folders, (0.5, 0.9), strict=True):
         edit(folder, "recall", lambda result, first=first: weighed(result, [first] * 8 + [0.5] * 8, [15] * 8 + [1] * 8))
         edit(folder, "validation", lambda result, first=first: weighed(result, [first] * 64 + [0.5] * 64, [3] * 64 + [1] * 64))
-    comparison, found = compared(*folders)
+    comparison, differences = compared(*folders)
     assert fraction_right(comparison, 1, RECALL, 64).mean == pytest.approx((0.9 * 120 + 0.5 * 8) / 128)
-    assert found[RECALL].interval.mean == pytest.approx(0.4 * 120 / 128)
-    assert found[()].interval.mean == pytest.approx(0.4 * 3 / 4)
-    assert found[()].interval.low < 0.3 < found[()].interval.high
+    assert differences[RECALL].interval.mean == pytest.approx(0.4 * 120 / 128)
+    assert differences[()].interval.mean == pytest.approx(0.4 * 3 / 4)
+    assert differences[()].interval.low < 0.3 < differences[()].interval.high
 
 
 def test_answers_to_other_questions_are_not_subtracted(tmp_path):
     folders = [build_run(tmp_path, "soft", asked={64: 0.9}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.5})]
     edit(folders[1], "recall", lambda result: first_sample(result).update(sha256="others"))
-    comparison, found = compared(*folders)
-    assert found[RECALL].interval is None
-    assert "not measured on the same tokens" in found[RECALL].note
-    assert found[NEEDLE].interval is not None
+    comparison, differences = compared(*folders)
+    assert differences[RECALL].interval is None
+    assert "not measured on the same tokens" in differences[RECALL].note
+    assert differences[NEEDLE].interval is not None
     assert [fact.same for fact in run_facts(comparison) if fact.what == "sequences with questions (sha256)"] == [False]
 
 
@@ -143,9 +143,9 @@ def test_differences_are_at_the_longest_sequences_that_both_were_asked_in(tmp_pa
 def test_tasks_are_named_over_all_runs(tmp_path):
     folders = [build_run(tmp_path, "soft", asked={64: 0.9}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9})]
     write_answers(folders[1], {64: 0.9}, pairs=16)
-    comparison, found = compared(*folders)
+    comparison, differences = compared(*folders)
     assert asked(comparison)[:3] == [("mqar (pairs 8)", RECALL[1]), ("mqar (pairs 8)", ROLLED_OUT[1]), NEEDLE]
-    assert found["mqar (pairs 16)", "as trained"].interval is None
+    assert differences["mqar (pairs 16)", "as trained"].interval is None
 
 
 def test_answers_of_other_steps_are_said(tmp_path):

@@ -56,9 +56,9 @@ def shown(folders: list[Path], out: Path) -> dict[str, str]:
     files, picture = write_report(folders, out), overview(comparison)
     console = Console(width=200, record=True, file=io.StringIO())
     print_comparison(comparison, console)
-    found = {name: getattr(files, name).read_text() for name in ("html", "markdown", "csv", "latex")}
-    found["latex"] = found["latex"].replace("\\\\", "")
-    return found | {
+    texts = {name: getattr(files, name).read_text() for name in ("html", "markdown", "csv", "latex")}
+    texts["latex"] = texts["latex"].replace("\\\\", "")
+    return texts | {
         "terminal": console.export_text(),
         "legend": " ".join(picture.arms),
         "caption": picture.caption,
@@ -90,8 +90,8 @@ def test_every_format_says_over_how_many_seeds(tmp_path):
 
 
 def test_intervals_that_cover_unlike_things_have_columns_of_their_own(tmp_path):
-    made = [("softmax", 1), ("softmax", 2), ("ssmax", 1), ("ssmax", 2), ("log_n", 1)]
-    folders = [build_run(tmp_path, f"{name}{seed}", name, seed=seed, better=seed / 50) for name, seed in made]
+    arms = [("softmax", 1), ("softmax", 2), ("ssmax", 1), ("ssmax", 2), ("log_n", 1)]
+    folders = [build_run(tmp_path, f"{name}{seed}", name, seed=seed, better=seed / 50) for name, seed in arms]
     lines = write_report(folders, tmp_path / "out").markdown.read_text().splitlines()
     head, *_ = [line for line in lines if line.startswith("| arm")]
     assert "interval over 2 seeds" in head
@@ -126,8 +126,8 @@ def test_the_page_is_self_contained_and_escapes_hostile_names(tmp_path):
     (script,) = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
     assert f"script-src 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" in html
     assert "&lt;script&gt;alert(1)" in html
-    linked = set(re.findall(r"""(?:src|href|action)\s*=\s*["'](?!#)([^"']*)""", html))
-    assert linked < {path.name for path in files.html.parent.iterdir()}
+    links = set(re.findall(r"""(?:src|href|action)\s*=\s*["'](?!#)([^"']*)""", html))
+    assert links < {path.name for path in files.html.parent.iterdir()}
     assert not re.search(r"@import|url\((?!#)|<link|<iframe|<object|javascript:", html)
     assert set(re.findall(r"https?://[^\"'\s<]*", html)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
     assert "\\textless{}script\\textgreater{}alert(1)\\&\\$\\textbackslash{}frac\\{" in files.latex.read_text()
@@ -149,8 +149,8 @@ def test_an_exploding_loss_breaks_nothing(tmp_path, value):
         content = json.loads(path.read_text())
         loss = content["series"][0]
         if kind == "validation":
-            for one in content["series"]:
-                one["means"] = [value]
+            for curve in content["series"]:
+                curve["means"] = [value]
             first_sample(content)["values"] = [[value]] * 128
         else:
             half = len(loss["means"]) // 2
@@ -198,10 +198,10 @@ def test_a_full_disk_leaves_the_report_that_was_there(pair, tmp_path, monkeypatc
     (pair[0] / "metrics.jsonl").unlink()  # another report
     mkstemp = tempfile.mkstemp
 
-    def full(prefix: str = "", **given: object) -> tuple[int, str]:
+    def full(prefix: str = "", **options: object) -> tuple[int, str]:
         if prefix.startswith(".report.html"):
             raise OSError(errno.ENOSPC, "No space left on device")
-        return mkstemp(prefix=prefix, **given)
+        return mkstemp(prefix=prefix, **options)
 
     monkeypatch.setattr("tempfile.mkstemp", full)
     with pytest.raises(RunError, match=r"report\.html: can't save the report: No space left on device"):
@@ -236,9 +236,9 @@ def test_a_report_reads_every_file_of_a_run_once(tmp_path, monkeypatch: pytest.M
     monkeypatch.setattr(sys.modules[__name__], "OPENED", [])
     result = lm("report", *map(str, folders), "-o", str(tmp_path / "out"))
     assert result.returncode == 0, result.stderr
-    held = [path for folder in folders for path in folder.rglob("*") if path.is_file() and path.suffix != ".ckpt"]
-    opened = {path: OPENED.count(str(path)) for path in held}
-    assert opened == dict.fromkeys(held, 1)
+    paths = [path for folder in folders for path in folder.rglob("*") if path.is_file() and path.suffix != ".ckpt"]
+    counts = {path: OPENED.count(str(path)) for path in paths}
+    assert counts == dict.fromkeys(paths, 1)
 
 
 def test_what_a_key_affects_is_found_once(tmp_path, monkeypatch: pytest.MonkeyPatch):
@@ -272,13 +272,13 @@ def lab(light: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("eyes", DEFICIENT)
 @pytest.mark.parametrize("dark", [False, True])
 def test_colours_are_told_apart_and_seen_on_light_and_dark_pages(dark: bool, eyes: str):
-    shown = [DARK[colour] if dark else colour for colour in (PAPER, *COLOURS)]
-    luminances = [float(linear(colour) @ [0.2126, 0.7152, 0.0722]) for colour in shown]
-    contrasts = [(max(one, luminances[0]) + 0.05) / (min(one, luminances[0]) + 0.05) for one in luminances[1:]]
-    assert min(contrasts) >= 3, dict(zip(shown[1:], contrasts, strict=True))
-    seen = {colour: lab(np.array(DEFICIENT[eyes]) @ linear(colour)) for colour in shown[1:]}
-    apart = {(a, b): float(np.linalg.norm(seen[a] - seen[b])) for a, b in combinations(seen, 2)}
-    assert min(apart.values()) > 16, min(apart.items(), key=lambda pair: pair[1])
+    colours = [DARK[colour] if dark else colour for colour in (PAPER, *COLOURS)]
+    luminances = [float(linear(colour) @ [0.2126, 0.7152, 0.0722]) for colour in colours]
+    contrasts = [(max(luminance, luminances[0]) + 0.05) / (min(luminance, luminances[0]) + 0.05) for luminance in luminances[1:]]
+    assert min(contrasts) >= 3, dict(zip(colours[1:], contrasts, strict=True))
+    labs = {colour: lab(np.array(DEFICIENT[eyes]) @ linear(colour)) for colour in colours[1:]}
+    distances = {(a, b): float(np.linalg.norm(labs[a] - labs[b])) for a, b in combinations(labs, 2)}
+    assert min(distances.values()) > 16, min(distances.items(), key=lambda pair: pair[1])
 
 
 @pytest.mark.usefixtures("painted")
@@ -288,8 +288,8 @@ def test_every_colour_of_a_picture_has_its_counterpart_on_dark_pages():
     traces += [Trace(arm, "keyed", x, x, "mean", keyed=True) for arm in (6, -1)]
     panel = Panel("title", "x", "y", traces, zero=True, small=0.1, marks={1.5: "mark"}, levels={1.0: "level"}, rings=[(1.0, 1.0, 0)])
     svg = Picture([panel], ["name"] * 7).svg
-    head, drawn = svg.split("</style>", 1)
-    assert {*re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", drawn)} <= DARK.keys()
+    head, body = svg.split("</style>", 1)
+    assert {*re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", body)} <= DARK.keys()
     assert "#000000" not in DARK, "the default of SVG has no style to find"
     for colour in DARK:
         assert f'[style*="stroke: {colour}"]{{stroke:{DARK[colour]}!important}}' in head
@@ -298,12 +298,13 @@ def test_every_colour_of_a_picture_has_its_counterpart_on_dark_pages():
 @pytest.mark.usefixtures("painted")
 def test_the_only_line_of_an_arm_is_no_thinner_than_a_mean():
     x = np.array([1.0, 2.0])
-    alone, several = (
-        Picture([Panel("title", "x", "y", [Trace(0, "a", x, x * number, "seed") for number in range(many)])], ["a"]).svg for many in (1, 2)
+    single, double = (
+        Picture([Panel("title", "x", "y", [Trace(0, "a", x, x * number, "seed") for number in range(count)])], ["a"]).svg
+        for count in (1, 2)
     )
     colour = f"stroke: {COLOURS[0]}"
-    assert f"{colour}; stroke-width: 1.8" in alone
-    assert f"{colour}; stroke-opacity: 0.5; stroke-width: 0.8" in several
+    assert f"{colour}; stroke-width: 1.8" in single
+    assert f"{colour}; stroke-opacity: 0.5; stroke-width: 0.8" in double
 
 
 @pytest.mark.usefixtures("painted")
@@ -313,8 +314,8 @@ def test_maps_of_equal_scales_share_one_scale_of_colours(scale: str):
     cells = [Map(name, "key", ["a", ""], ["a", "b"], weights, 1.0, 1e-4, False, scale=scale, unit="weight") for name in "ab"]
     norm, _ = cells[0].colours
     assert (norm.vmin, norm.vmax) == ((-1.0 if scale == "signed" else 1e-4), 1.0)
-    drawn = Picture(cells, [], columns=2, panel_size=(3, 3), shared="xy").svg
-    assert len(re.findall(r'<g id="axes_\d+">', drawn)) == 3, "two maps and one colour bar"
+    svg = Picture(cells, [], columns=2, panel_size=(3, 3), shared="xy").svg
+    assert len(re.findall(r'<g id="axes_\d+">', svg)) == 3, "two maps and one colour bar"
 
 
 @pytest.mark.usefixtures("painted")

@@ -29,7 +29,7 @@ def probe(rng: np.random.Generator, level: float) -> list[Series]:
         Series(metric="sparsity", unit="bits", means=bins.values.mean(0), samples=(bins,), curve=np.full(256, level),
                axis=Axis("position", "tokens", "at positions", (0, 64, 128, 256), bins=True),
                shown=Shown("Sparsity of attention", "long probe sequences", "40 of 256 tokens", "sparsity by position"), **common),
-        Series(metric="reach", unit="tokens", means=np.array([one.values.mean() for one in points]), samples=tuple(points), what="books",
+        Series(metric="reach", unit="tokens", means=np.array([part.values.mean() for part in points]), samples=tuple(points), what="books",
                axis=Axis("depth", "", "at depth", (0.0, 0.5), log=False),
                shown=Shown("Reach by depth", "deep probe sequences", "10 of 64 tokens", "reach by depth"), **common),
     ]  # fmt: skip
@@ -37,23 +37,23 @@ def probe(rng: np.random.Generator, level: float) -> list[Series]:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> list[Path]:
-    made = [build_run(tmp_path, "soft"), build_run(tmp_path, "scalable", "ssmax")]
-    for folder, level in zip(made, (2.0, 3.0), strict=True):
-        series = [one.plain() for one in probe(np.random.default_rng(len(folder.name)), level)]
+    run_folders = [build_run(tmp_path, "soft"), build_run(tmp_path, "scalable", "ssmax")]
+    for folder, level in zip(run_folders, (2.0, 3.0), strict=True):
+        series = [curve.plain() for curve in probe(np.random.default_rng(len(folder.name)), level)]
         stamp = {"kind": "probe", "step": 200, "tokens_seen": 200 * 8192, "data_fingerprint": "d"}
         made_with = {"options": {}, "precision": "32", "weights_sha256": "w"}
         write_evaluation(folder, "probe", 200, stamp | made_with | {"series": series})
-    return made
+    return run_folders
 
 
 def test_a_made_up_kind_of_evaluation_is_reported(folders, tmp_path):
     comparison, _ = compared(*folders)
     titles = [table.title for table in comparison_tables(comparison)]
     assert {"Sparsity of attention", "Sparsity of attention in training lengths", "Reach by depth"} < set(titles)
-    found = {one.what: one.interval for one in comparison.differences}
-    for what in ("sparsity, as trained", "sparsity at positions 128-256, as trained", "reach, books at depth 0.5, as trained"):
-        assert found[what].mean == pytest.approx(1, abs=0.2)
-        assert found[what].low > 0.5
+    intervals = {difference.what: difference.interval for difference in comparison.differences}
+    for label in ("sparsity, as trained", "sparsity at positions 128-256, as trained", "reach, books at depth 0.5, as trained"):
+        assert intervals[label].mean == pytest.approx(1, abs=0.2)
+        assert intervals[label].low > 0.5
     checks = {fact.what: fact.same for fact in run_facts(comparison)}
     for measured_on in ("probe sequences", "long probe sequences", "deep probe sequences"):
         assert checks[f"{measured_on} (sha256)"] is checks[f"tokens seen, {measured_on}"] is True
@@ -78,7 +78,7 @@ def test_a_made_up_kind_has_panels_for_what_is_over_an_axis(folders):
     picture = overview(compared(*folders)[0])
     for folder in folders:
         next(folder.glob("evaluations/probe.*")).unlink()
-    titles = [[panel.title for panel in drawn.panels] for drawn in (overview(compared(*folders)[0]), picture)]
+    titles = [[panel.title for panel in figure.panels] for figure in (overview(compared(*folders)[0]), picture)]
     made_up = ["Sparsity of attention: sparsity, as trained", "Reach by depth: reach, books, as trained"]
     difference = "paired difference to softmax"
     assert titles[1] == [*titles[0], made_up[0], f"{made_up[0]}: {difference}", made_up[1], f"{made_up[1]}: {difference}"]

@@ -78,7 +78,9 @@ FOR_OPTIMIZERS = {name: (["model.normalizer=ssmax", *options], kills) for name, 
 FOR_OPTIMIZERS |= {name: ([swap_to("ssmax"), *SCENARIOS["twice in a row"][0]], kills) for name, kills in SWAPS.items()}
 
 
-@pytest.mark.parametrize("scenario", [one if one == RICHEST else pytest.param(one, marks=pytest.mark.slow) for one in FOR_OPTIMIZERS])
+@pytest.mark.parametrize(
+    "scenario", [scenario if scenario == RICHEST else pytest.param(scenario, marks=pytest.mark.slow) for scenario in FOR_OPTIMIZERS]
+)
 @pytest.mark.parametrize("optimizer", OTHERS)
 def test_a_run_of_another_optimizer_resumed_is_bitwise_the_same(tiny, record_property, optimizer: str, scenario: str):
     options, kills = FOR_OPTIMIZERS[scenario]
@@ -102,30 +104,30 @@ def test_a_run_resumed_around_a_swap_is_bitwise_the_same(tiny, record_property, 
 
 @rows()
 def test_a_run_resumed_at_the_end_of_an_epoch_is_bitwise_the_same(tiny, record_property, name: str):
-    few = ["data.val_fraction=0.9", f"model.normalizer={name}"]
-    store = prepare(tiny(*few).data, progress=False)
+    options_of_data = ["data.val_fraction=0.9", f"model.normalizer={name}"]
+    store = prepare(tiny(*options_of_data).data, progress=False)
     for seq_len in range(30, 60):
         count = TrainSequences(store, DataConfig(seq_len=seq_len), 1, 1).streams[0].sequences_per_epoch
         if count % 3 == 0:
             break
     else:
         pytest.fail("no length of rows gives epochs of three steps")
-    options = [*few, f"data.seq_len={seq_len}", f"optim.batch_tokens={count // 3 * seq_len}", "trainer.max_steps=7"]
+    options = [*options_of_data, f"data.seq_len={seq_len}", f"optim.batch_tokens={count // 3 * seq_len}", "trainer.max_steps=7"]
     check(tiny, record_property, name, "an epoch's end", options, (3, 6))
 
 
 def check(tiny, record_property, name: str, scenario: str, options: list[str], kills: tuple[int, ...]) -> Path:
     """Train in one go and with kills, compare, and enter the result in the table."""
-    whole, parts = tiny("name=whole", *EVERY_STEP, *options), tiny("name=parts", *EVERY_STEP, *options, "resume=auto")
-    train(whole)
-    shutil.copytree(whole.run_folder, parts.run_folder)
+    whole_run, resumed_run = tiny("name=whole", *EVERY_STEP, *options), tiny("name=parts", *EVERY_STEP, *options, "resume=auto")
+    train(whole_run)
+    shutil.copytree(whole_run.run_folder, resumed_run.run_folder)
     for step in kills:
-        kill_after(parts.run_folder, step)
-        train(parts)
-    found = differences(whole.run_folder, parts.run_folder)
-    record_property("bitwise", [name, scenario, "equal" if not found else ", ".join(found)])
-    assert not found
-    return parts.run_folder
+        kill_after(resumed_run.run_folder, step)
+        train(resumed_run)
+    names = differences(whole_run.run_folder, resumed_run.run_folder)
+    record_property("bitwise", [name, scenario, "equal" if not names else ", ".join(names)])
+    assert not names
+    return resumed_run.run_folder
 
 
 SWAP = "swap"  # in place of the options for it
@@ -170,10 +172,10 @@ def test_two_ranks_resumed_are_bitwise_the_same(
     ranks(2, train_each, jobs)
     failed = []
     for name, scenario, folder in expected:
-        found = differences(tmp_path / "runs" / f"{folder}-a", tmp_path / "runs" / f"{folder}-b")
-        of = name if optimizer == "adamw" else optimizer
-        record_property("bitwise", [of, scenario, "equal" if not found else ", ".join(found)])
-        failed += found
+        differing = differences(tmp_path / "runs" / f"{folder}-a", tmp_path / "runs" / f"{folder}-b")
+        label = name if optimizer == "adamw" else optimizer
+        record_property("bitwise", [label, scenario, "equal" if not differing else ", ".join(differing)])
+        failed += differing
     assert not failed
 
 
@@ -211,34 +213,34 @@ def test_what_a_kill_after_the_last_step_kept_out_of_the_log_is_logged(tiny, cut
     config = tiny("name=last")
     train(config)
     log, evaluation = config.run_folder / "metrics.jsonl", config.run_folder / "evaluations" / "long_context.step-000008.json"
-    whole, content = metrics(config.run_folder), evaluation.read_text()
-    *others, last = log.read_text().splitlines(keepends=True)
+    lines, content = metrics(config.run_folder), evaluation.read_text()
+    *log_lines, last = log.read_text().splitlines(keepends=True)
     assert "long/loss as trained" in last
-    log.write_text("".join(others) + (last[: len(last) // 2] if cut == "while" else ""))
+    log.write_text("".join(log_lines) + (last[: len(last) // 2] if cut == "while" else ""))
     if cut != "after":
         evaluation.unlink()
         shutil.rmtree(evaluation.parent / "cache")
     train(tiny("name=last", "resume=auto"))
     assert evaluation.read_text() == content
-    before, (*others, made_up) = whole[-1], metrics(config.run_folder)
-    assert others == whole[:-1]
+    before, (*log_lines, made_up) = lines[-1], metrics(config.run_folder)
+    assert log_lines == lines[:-1]
     assert made_up.keys() == before.keys() - {"peak_memory_bytes"}
     digits = 1e-6 if cut == "after" else 0  # a file has fewer than the log
     assert made_up == pytest.approx({name: before[name] for name in made_up}, rel=0, abs=digits)
 
 
 def test_an_evaluation_is_logged_before_its_file_says_that_it_is_there(tiny, monkeypatch: pytest.MonkeyPatch):
-    config, missing = tiny("name=order"), []
+    config, missing_names = tiny("name=order"), []
 
     def write(measurement: Measurement, folder: Path, result: Evaluation, drawn: bool, written=Measurement.write) -> Path:
-        known = {name for line in metrics(folder) if line["step"] == result.step for name in line}
-        missing.extend(logged(result).keys() - known)
+        names = {name for line in metrics(folder) if line["step"] == result.step for name in line}
+        missing_names.extend(logged(result).keys() - names)
         return written(measurement, folder, result, drawn)
 
     monkeypatch.setattr(Measurement, "write", write)
     train(config)
     assert (config.run_folder / "evaluations" / "long_context.step-000008.json").exists()
-    assert not missing
+    assert not missing_names
 
 
 def test_an_evaluation_lost_to_a_kill_is_made_up_for(tiny):
@@ -275,7 +277,7 @@ def validations(folder: Path) -> dict[int, Series]:
 
 def selection_losses(folder: Path) -> dict[int, float]:
     """By step, the validation loss on the documents that choose the best checkpoint."""
-    return {step: selection_loss(one)[0] for step, one in validations(folder).items()}
+    return {step: selection_loss(validation)[0] for step, validation in validations(folder).items()}
 
 
 DIVIDED = ["data.val_fraction=0.5", "eval.sequences=64", "eval.long_context.length_factor=0"]  # held-out documents of both parts
@@ -285,18 +287,20 @@ def test_the_best_checkpoint_is_chosen_on_the_documents_that_select(tiny, capsys
     config = tiny("name=chosen", *DIVIDED, "eval.every=1")
     train(config)
     assert "best.ckpt" not in capsys.readouterr().out
-    chosen_by, every = selection_losses(config.run_folder), validations(config.run_folder)
+    chosen_by, by_step = selection_losses(config.run_folder), validations(config.run_folder)
     best = load_checkpoint(config.run_folder / "checkpoints" / "best.ckpt")["lm"]["best"]
     assert best["step"] == min(chosen_by, key=chosen_by.get)
     assert best["loss"] == pytest.approx(chosen_by[best["step"]], abs=1e-6)
-    (sample,) = every[best["step"]].samples
-    chosen = selecting(every[best["step"]].data_fingerprint, sample.groups)
-    assert 0 < chosen.sum() < len(chosen) == 64
-    changed = sample.values + np.where(chosen, 0, 1)[:, None]
-    assert selection_loss(replace(every[best["step"]], samples=(replace(sample, values=changed),))) == (
+    (sample,) = by_step[best["step"]].samples
+    selects = selecting(by_step[best["step"]].data_fingerprint, sample.groups)
+    assert 0 < selects.sum() < len(selects) == 64
+    values = sample.values + np.where(selects, 0, 1)[:, None]
+    assert selection_loss(replace(by_step[best["step"]], samples=(replace(sample, values=values),))) == (
         pytest.approx(best["loss"], abs=1e-6), best["sequences_sha256"],
     )  # fmt: skip
-    assert curve(config.run_folder, "val/loss") == [(step, pytest.approx(one.means[0])) for step, one in sorted(every.items())]
+    assert curve(config.run_folder, "val/loss") == [
+        (step, pytest.approx(validation.means[0])) for step, validation in sorted(by_step.items())
+    ]
     train(tiny("name=undivided", "data.val_fraction=0.05", "trainer.max_steps=2", "eval.long_context.length_factor=0"))
     assert "too few held-out documents to choose best.ckpt on some of them" in capsys.readouterr().out
 
@@ -305,8 +309,8 @@ def test_a_best_loss_on_other_sequences_such_as_all_of_them_is_not_compared(tiny
     config = tiny("name=older", *DIVIDED)
     train(config)
     checkpoints = config.run_folder / "checkpoints"
-    whole = validations(config.run_folder)[4].samples[0].sha256
-    older = {"step": 4, "loss": 0.0, "sequences_sha256": whole}
+    digest = validations(config.run_folder)[4].samples[0].sha256
+    older = {"step": 4, "loss": 0.0, "sequences_sha256": digest}
     rewritten(checkpoints / "step-000004.ckpt", lambda content: content["lm"].update(best=older))
     train(tiny("name=older", *DIVIDED, f"resume={checkpoints / 'step-000004.ckpt'}"))
     assert load_checkpoint(checkpoints / "best.ckpt")["lm"]["step"] == 8
@@ -363,9 +367,9 @@ def test_a_run_taken_back_to_a_swap_measures_the_new_one(tiny):
     train(tiny("name=straight", swap_to("log_n"), *EVERY_STEP))
     folders = [tiny(f"name={name}").run_folder for name in ("plan", "straight")]
     assert not differences(*folders)
-    found = [json.loads((folder / "evaluations" / "swap.step-000004.json").read_text()) for folder in folders]
-    assert found[0] == found[1]
-    assert found[0]["series"]
+    evaluations = [json.loads((folder / "evaluations" / "swap.step-000004.json").read_text()) for folder in folders]
+    assert evaluations[0] == evaluations[1]
+    assert evaluations[0]["series"]
 
 
 def test_the_last_the_best_and_the_ends_of_phases_are_kept(tiny):

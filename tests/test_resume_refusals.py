@@ -45,8 +45,8 @@ with temporary_file(Path(sys.argv[1])):
 
 
 def _fill(folder: Path) -> None:
-    with new_folder(folder / "other") as made:
-        (made / "file").write_text("new")
+    with new_folder(folder / "other") as new:
+        (new / "file").write_text("new")
 
 
 WRITERS = {
@@ -59,37 +59,37 @@ WRITERS = {
 }
 
 
-def left_by(pid: int, since: str, name: str = ".x", machine: str = this_machine()) -> str:
+def left_by(pid: int, start: str, name: str = ".x", machine: str = this_machine()) -> str:
     """The name of what a process has left."""
-    return f"{name}-unfinished-{hashlib.sha256(machine.encode()).hexdigest()[:8]}-{pid}-{since}-abcdef_1"
+    return f"{name}-unfinished-{hashlib.sha256(machine.encode()).hexdigest()[:8]}-{pid}-{start}-abcdef_1"
 
 
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 def test_what_a_killed_process_left_is_deleted_by_the_next_that_writes_there(tmp_path: Path, write: Callable[[Path], object]):
-    me, old = os.getpid(), time.time() - ABANDONED_SECONDS - 60
-    foreign = {".bashrc-original", ".config", ".x-unfinished-notes", ".x-unfinished-abcdefgh", left_by(me, born(me))}
-    foreign |= {left_by(me, "1", machine="another"), left_by(me, born(me), ".old")}
-    for name in (*foreign, left_by(me, "1"), left_by(me, "2", machine="another")):
+    pid, old = os.getpid(), time.time() - ABANDONED_SECONDS - 60
+    foreign = {".bashrc-original", ".config", ".x-unfinished-notes", ".x-unfinished-abcdefgh", left_by(pid, born(pid))}
+    foreign |= {left_by(pid, "1", machine="another"), left_by(pid, born(pid), ".old")}
+    for name in (*foreign, left_by(pid, "1"), left_by(pid, "2", machine="another")):
         (tmp_path / name).write_text("x")
-    for name in (left_by(me, "2", machine="another"), left_by(me, born(me), ".old")):
+    for name in (left_by(pid, "2", machine="another"), left_by(pid, born(pid), ".old")):
         os.utime(tmp_path / name, (old, old))
-    (tmp_path / left_by(me, "1", ".folder")).mkdir()
-    (tmp_path / left_by(me, "1", ".folder") / "file").write_text("x")
-    with temporary_file(tmp_path / "in use") as (_, held):
+    (tmp_path / left_by(pid, "1", ".folder")).mkdir()
+    (tmp_path / left_by(pid, "1", ".folder") / "file").write_text("x")
+    with temporary_file(tmp_path / "in use") as (_, file):
         write(tmp_path)
-        assert held.exists()
+        assert file.exists()
     assert {path.name for path in tmp_path.iterdir() if path.name.startswith(".")} == foreign
 
 
 def test_what_another_process_writes_is_left_until_it_is_killed(tmp_path: Path):
     process = subprocess.Popen([sys.executable, "-c", HELD, str(tmp_path / "file")], cwd=ROOT, stdout=subprocess.PIPE)
     process.stdout.readline()
-    (left,) = tmp_path.iterdir()
+    (file,) = tmp_path.iterdir()
     write_text(tmp_path / "other", "new")
-    assert left.exists()
+    assert file.exists()
     process.kill()
     process.wait()
-    assert left.exists()
+    assert file.exists()
     write_text(tmp_path / "other", "new")
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
@@ -112,19 +112,19 @@ def test_without_locks_training_goes_on_and_says_so_and_preparing_is_refused(tin
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr("fcntl.flock", lambda descriptor, operation: None)
             prepare(config.data)
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
+    output = io.StringIO()
+    with contextlib.redirect_stderr(output):
         assert train(config) == 0
         export(config.run_folder, "last", tmp_path / "out")
-    notes = said.getvalue().splitlines()
+    notes = output.getvalue().splitlines()
     remedy = "start no second process on this run, or set runs to a folder on another one"
     assert f"note: {config.run_folder}{without_locks}: {remedy}" in notes
     checks = "each process checks stores by itself; set data.root to a folder on another one"
     assert f"note: {config.data.root}{without_locks}: {checks}" in notes
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"lm.json", "model.safetensors", "tokenizer.json"}
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as error:
         prepare(tiny(f"data.root={fresh}").data)
-    assert str(caught.value).startswith(
+    assert str(error.value).startswith(
         f"{fresh}{without_locks}, which keep processes from preparing one store at the same time; set data.root"
     )
     assert [path.name for path in fresh.iterdir()] == [".lock"]
@@ -136,14 +136,14 @@ def test_locks_are_taken_in_one_place():
 
 
 def test_a_worker_that_outlives_its_run_does_not_keep_the_folder(tmp_path: Path):
-    started, begins = os.pipe()
+    read_end, write_end = os.pipe()
     with locked_folder(tmp_path, TRAINING):
         worker = os.fork()
         if not worker:
-            os.write(begins, b".")
+            os.write(write_end, b".")
             time.sleep(60)
             os._exit(0)
-        os.read(started, 1)
+        os.read(read_end, 1)
     try:
         with locked_folder(tmp_path, TRAINING):
             pass
@@ -154,9 +154,9 @@ def test_a_worker_that_outlives_its_run_does_not_keep_the_folder(tmp_path: Path)
 
 def test_resuming_with_another_configuration_lists_every_difference(tiny):
     train(tiny("name=other"))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         train(tiny("name=other", "resume=auto", "model.n_embd=64", "optim.lr=1e-3", "seed=9", "log.every=5", "trainer.max_steps=20"))
-    assert {problem.path for problem in caught.value.problems} == {"model.n_embd", "optim.lr", "seed"}
+    assert {problem.path for problem in error.value.problems} == {"model.n_embd", "optim.lr", "seed"}
 
 
 def test_phases_still_to_come_may_change_and_those_done_may_not(tiny):

@@ -31,16 +31,16 @@ SCALINGS = [
 ]
 
 
-@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda one: one.name)
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda value: value.name)
 @pytest.mark.parametrize("theta", [3e3, 1e6])
 def test_frequencies_are_those_of_transformers(scaling: TrainedScaling, theta: float):
     rope = Rope(theta=theta, scaling=scaling)
     config = LlamaConfig(hidden_size=128, num_attention_heads=2, max_position_embeddings=900, rope_parameters=write_rope(rope))
-    theirs, amplitude = ROPE_INIT_FUNCTIONS[scaling.name](config, torch.device("cpu"))
-    ours = frequencies(64, rope, AsTrained(), 900, 900)
-    torch.testing.assert_close(ours.float(), theirs, rtol=2e-6, atol=0)
+    expected, amplitude = ROPE_INIT_FUNCTIONS[scaling.name](config, torch.device("cpu"))
+    actual = frequencies(64, rope, AsTrained(), 900, 900)
+    torch.testing.assert_close(actual.float(), expected, rtol=2e-6, atol=0)
     assert scaling.amplitude == pytest.approx(amplitude)
-    assert not torch.allclose(ours, frequencies(64, Rope(theta=theta), AsTrained(), 900, 900))
+    assert not torch.allclose(actual, frequencies(64, Rope(theta=theta), AsTrained(), 900, 900))
     cos, sin = rope_rotation(torch.arange(50), 64, rope)
     torch.testing.assert_close(cos.square() + sin.square(), torch.full_like(cos, amplitude**2))
 
@@ -65,10 +65,10 @@ def test_listed_layers_rotate_and_the_others_have_no_positions():
     setting = InferenceSetting(YaRNScaling(4.0))
     mixed = for_inference(Decoder(ModelConfig(n_layer=4, n_embd=48, position=Rope(layers=rotates)), 60, 16), setting)
     for layer, block in enumerate(attention_blocks(mixed, Batch(tokens, tokens, None), inputs=True, block=30)):
-        alone = Rope() if rotates[layer % 3] else NoPosition()
-        config = ModelConfig(n_layer=1, n_embd=48, position=alone)
+        position = Rope() if rotates[layer % 3] else NoPosition()
+        config = ModelConfig(n_layer=1, n_embd=48, position=position)
         single = Decoder(config, 60, 16)
-        single = for_inference(single, setting) if alone.rotates else single
+        single = for_inference(single, setting) if position.rotates else single
         attention = single.blocks[0].attention
         attention.load_state_dict(mixed.blocks[layer].attention.state_dict())
         _, context = single.embed(tokens)

@@ -31,7 +31,7 @@ def test_a_run_is_read_whole(pair):
     validation, bits, *long = run.series
     assert validation.samples[0].values.shape == (128, 1)
     assert bits.samples == ()
-    assert [(one.setting, one.samples[0].values.shape[0]) for one in long] == [("as trained", 24), ("theta x 50", 24)]
+    assert [(curve.setting, curve.samples[0].values.shape[0]) for curve in long] == [("as trained", 24), ("theta x 50", 24)]
     assert len(run.curve("train/loss").tokens) == 100
     assert len(run.curve("val/loss").tokens) == 20
 
@@ -94,10 +94,10 @@ def test_not_a_run_folder(tmp_path):
 )
 def test_corrupt_files_are_named(pair, name, content, words):
     (pair[0] / name).write_text(content)
-    with pytest.raises(RunError, match=words) as caught:
+    with pytest.raises(RunError, match=words) as error:
         read_run(pair[0])
-    assert name in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert name in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("kind", ["validation", "long_context"])
@@ -143,23 +143,23 @@ def test_a_swapped_model_lacks_no_training_curve(tmp_path):
 @pytest.mark.parametrize("value", [None, [], {}, "word", -1.5, True])
 def test_a_field_of_another_type_in_a_result_is_one_line_or_harmless(pair, value: object):
     path = next(pair[0].glob("evaluations/validation.*"))
-    whole = read_evaluation(path)
+    content = read_evaluation(path)
 
-    def places(node: object, where: tuple = ()) -> Iterator[tuple]:
+    def places(node: object, path_of_node: tuple = ()) -> Iterator[tuple]:
         for name, item in node.items() if isinstance(node, dict) else enumerate(node[:2]) if isinstance(node, list) else ():
-            yield (*where, name)
-            yield from places(item, (*where, name))
+            yield (*path_of_node, name)
+            yield from places(item, (*path_of_node, name))
 
-    for *inner, last in places(whole):
-        changed = copy.deepcopy(whole)
-        node = reduce(lambda found, name: found[name], inner, changed)
+    for *inner, last in places(content):
+        copied = copy.deepcopy(content)
+        node = reduce(lambda part, name: part[name], inner, copied)
         node[last] = value
         with contextlib.suppress(KeyError, ValueError):  # what readers turn into a line that names the file
-            Evaluation.of(changed)
+            Evaluation.of(copied)
         if isinstance(node, dict) and last not in ("options", "references", UNIGRAM) and not {"asked", "code"} & {*inner, last}:
             del node[last]
             with pytest.raises((KeyError, ValueError)):
-                Evaluation.of(changed)
+                Evaluation.of(copied)
 
 
 def test_training_time_is_over_all_starts_or_after_a_step():

@@ -159,8 +159,8 @@ READERS = {"lm.runs.evaluations", "lm.runs.same_run", "lm.training.callbacks", "
 
 
 def test_all_that_writes_an_evaluation_seals_it():
-    named = {name for name, path in MODULES.items() if "evaluation_path" in path.read_text()}
-    assert named == WRITERS | READERS
+    names = {name for name, path in MODULES.items() if "evaluation_path" in path.read_text()}
+    assert names == WRITERS | READERS
     for name in WRITERS:
         assert "sealed(" in MODULES[name].read_text(), name
     for name in READERS - {"lm.training.fit"}:  # which writes what a start used
@@ -168,10 +168,10 @@ def test_all_that_writes_an_evaluation_seals_it():
 
 
 def test_an_evaluation_comes_back_as_it_was_kept(tmp_path):
-    one = Evaluation("validation", 3, 30, "data", {"a": 1}, "32", "w", (), {}, {"lm": "c"})
-    path = keep(tmp_path, one)
-    assert read_evaluation(path) == json.loads(json.dumps(one.plain()))
-    assert json.loads(path.read_text()) == sealed(one.plain())
+    evaluation = Evaluation("validation", 3, 30, "data", {"a": 1}, "32", "w", (), {}, {"lm": "c"})
+    path = keep(tmp_path, evaluation)
+    assert read_evaluation(path) == json.loads(json.dumps(evaluation.plain()))
+    assert json.loads(path.read_text()) == sealed(evaluation.plain())
 
 
 @pytest.fixture(scope="module")
@@ -183,8 +183,8 @@ def package(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("room", sorted({path.name for path in (ROOT / "lm").iterdir() if (path / "__init__.py").is_file()}))
 def test_a_changed_source_file_of_what_measures_is_other_code(package: Path, room: str):
     before = measuring_code.__wrapped__(package)
-    changed = sorted((package / room).glob("*.py"))[-1]
-    changed.write_text(changed.read_text() + "\n# changed\n")
+    path = sorted((package / room).glob("*.py"))[-1]
+    path.write_text(path.read_text() + "\n# changed\n")
     assert (measuring_code.__wrapped__(package) != before) == (room in ROOMS)
 
 
@@ -197,9 +197,9 @@ def test_what_was_measured_by_other_code_is_measured_again(tmp_path, monkeypatch
             return []
 
     probe = Probe(configured([str(ROOT / "tests" / "tiny.yaml"), "data.source.paths=[.]"]), SimpleNamespace(fingerprint="data"))
-    where = Device(torch.device("cpu"), False)
-    one = Evaluation("long_context", 8, 80, "data", {}, "32", "w", (), {}, probe.code)
-    probe.cache(tmp_path, one, where)
-    assert probe.cached(tmp_path, "w", where, 8, 80).code == {"lm": measuring_code()}
+    device = Device(torch.device("cpu"), False)
+    evaluation = Evaluation("long_context", 8, 80, "data", {}, "32", "w", (), {}, probe.code)
+    probe.cache(tmp_path, evaluation, device)
+    assert probe.cached(tmp_path, "w", device, 8, 80).code == {"lm": measuring_code()}
     monkeypatch.setattr("lm.evaluation.evaluation_kind.measuring_code", lambda: "other")
-    assert probe.cached(tmp_path, "w", where, 8, 80) is None
+    assert probe.cached(tmp_path, "w", device, 8, 80) is None

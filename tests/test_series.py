@@ -13,10 +13,10 @@ from lm.runs.evaluations import Axis, Sample, Series, Shown, selecting, selects
 def by_position() -> Series:
     sample = Sample("abc", np.array([[1.0, 2.0], [3.0, np.nan], [5.0, 6.0]]), np.ones(3), np.array([0, 0, 1]))
     axis = Axis("position", "tokens", "at positions", (0, 4, 16), bins=True)
-    shown = Shown("Loss by position", "long sequences", "3 of 16 tokens")
+    labels = Shown("Loss by position", "long sequences", "3 of 16 tokens")
     return Series(
         "probe", "loss", "nats per token", "lower", 4, np.array([3.0, np.nan]), "books", {"size": 3}, "as trained", axis, (sample,),
-        np.arange(16.0), "data", {"chance": 0.5}, "documents", logged=("probe/loss",), shown=shown,
+        np.arange(16.0), "data", {"chance": 0.5}, "documents", logged=("probe/loss",), shown=labels,
     )  # fmt: skip
 
 
@@ -36,8 +36,8 @@ def by_length() -> Series:
 def test_json_and_back_is_the_same(made: Callable[[], Series]):
     text = json.dumps(made().plain(), allow_nan=False)
     assert json.dumps(Series.of(json.loads(text)).plain()) == text
-    for ours, theirs in zip(made().samples, Series.of(json.loads(text)).samples, strict=True):
-        np.testing.assert_array_equal(ours.values, theirs.values)
+    for before, after in zip(made().samples, Series.of(json.loads(text)).samples, strict=True):
+        np.testing.assert_array_equal(before.values, after.values)
 
 
 @pytest.mark.parametrize(
@@ -75,11 +75,11 @@ def test_what_is_no_series_is_refused():
 
 def test_about_a_third_of_the_documents_select_and_always_the_same():
     documents = np.arange(3000)
-    chosen = selects("fingerprint", documents)
-    assert 0.3 < chosen.mean() < 0.37
-    np.testing.assert_array_equal(selects("fingerprint", np.repeat(documents, 2)), np.repeat(chosen, 2))
-    assert (chosen != selects("another", documents)).any()
-    assert chosen[:40].nonzero()[0].tolist() == [0, 1, 2, 5, 10, 11, 12, 17, 20, 24, 28, 30, 39], "as in experiments so far"
+    selected = selects("fingerprint", documents)
+    assert 0.3 < selected.mean() < 0.37
+    np.testing.assert_array_equal(selects("fingerprint", np.repeat(documents, 2)), np.repeat(selected, 2))
+    assert (selected != selects("another", documents)).any()
+    assert selected[:40].nonzero()[0].tolist() == [0, 1, 2, 5, 10, 11, 12, 17, 20, 24, 28, 30, 39], "as in experiments so far"
 
 
 @pytest.mark.parametrize("selects_all", [True, False])

@@ -13,8 +13,8 @@ LENGTHS = (1, 2, SHORT_BLOCK - 1, SHORT_BLOCK, SHORT_BLOCK + 1, 257, LONGEST)
 
 def inputs(length: int, size: int, width: int, heads: int = 3) -> list[Tensor]:
     """q, k, v and a gradient of the output, of two sequences, fp32; q and k large enough for weights that are far from equal."""
-    drawn = torch.Generator().manual_seed(length)
-    return [torch.randn(2, heads, length, n, generator=drawn) * factor for n, factor in ((size, 2), (size, 1), (width, 1), (width, 1))]
+    generator = torch.Generator().manual_seed(length)
+    return [torch.randn(2, heads, length, n, generator=generator) * factor for n, factor in ((size, 2), (size, 1), (width, 1), (width, 1))]
 
 
 def results(attend: object, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
@@ -34,9 +34,9 @@ def blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize(("size", "width"), [(16, 16), (24, 40), (32, 8)])
 def test_it_is_softmax_attention(length: int, size: int, width: int):
-    given = [x.double() for x in inputs(length, size, width)]
-    for ours, theirs in zip(results(blocks, *given), results(kernel, *given), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    tensors = [x.double() for x in inputs(length, size, width)]
+    for actual, expected in zip(results(blocks, *tensors), results(kernel, *tensors), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("queries", [1, SHORT_BLOCK, SHORT_BLOCK + 1, 200])
@@ -56,14 +56,14 @@ def test_queries_may_be_the_last_of_the_keys_alone(queries: int, dtype: torch.dt
     exact, low = results(unasked, q, k, v, grad), [x.float() for x in (q, k)] + [x.to(dtype) for x in (v, grad)]
     if dtype == torch.float64:
         low = [q, k, v, grad]
-    for ours, theirs, true in zip(results(tail, *low), results(unasked, *low), exact, strict=True):
-        assert (ours - true).norm() <= 1.02 * (theirs - true).norm() + 1e-12 * true.norm()
+    for actual, reference, true in zip(results(tail, *low), results(unasked, *low), exact, strict=True):
+        assert (actual - true).norm() <= 1.02 * (reference - true).norm() + 1e-12 * true.norm()
 
 
 def test_heads_that_do_not_fit_one_block_of_weights_are_computed_after_each_other():
-    given = [x.double() for x in inputs(LONGEST, 4, 4, heads=SHORT_WEIGHTS // SHORT_BLOCK // LONGEST // 2 + 1)]
-    for ours, theirs in zip(results(blocks, *given), results(kernel, *given), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    tensors = [x.double() for x in inputs(LONGEST, 4, 4, heads=SHORT_WEIGHTS // SHORT_BLOCK // LONGEST // 2 + 1)]
+    for actual, expected in zip(results(blocks, *tensors), results(kernel, *tensors), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("length", [64, 256, LONGEST])
@@ -72,10 +72,10 @@ def test_under_autocast_it_is_nearer_to_fp64_than_the_kernel(length: int):
     q, k, v, grad = inputs(length, 32, 32)
     v, grad = v.bfloat16(), grad.bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        ours, theirs = results(blocks, q, k, v, grad), results(kernel, q, k, v, grad)
+        actual, reference = results(blocks, q, k, v, grad), results(kernel, q, k, v, grad)
     exact = results(kernel, *(x.double() for x in (q, k, v, grad)))
-    assert ours[0].dtype == torch.bfloat16
-    for a, b, true in zip(ours, theirs, exact, strict=True):
+    assert actual[0].dtype == torch.bfloat16
+    for a, b, true in zip(actual, reference, exact, strict=True):
         assert (a - true).norm() < (b - true).norm()
 
 

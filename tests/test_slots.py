@@ -47,8 +47,8 @@ def gpus(monkeypatch):
 
 def opened(folder: Path, *overrides: str, **changes: object) -> Procedure:
     """The untuned experiment of two arms and two seeds, or a changed one."""
-    given = ["data.source.paths=[.]", f"runs={folder / 'runs'}", "trainer.accelerator=auto", *overrides]
-    return Procedure(read_experiment(written(folder, **({"tune": None} | changes)), given))
+    all_overrides = ["data.source.paths=[.]", f"runs={folder / 'runs'}", "trainer.accelerator=auto", *overrides]
+    return Procedure(read_experiment(written(folder, **({"tune": None} | changes)), all_overrides))
 
 
 WIDE = {
@@ -81,17 +81,17 @@ def test_the_users_own_devices_are_handed_out_and_no_others(gpus, tmp_path, coun
 
 def replayed(slots: Slots, runs: list[tuple[str, str]], ending: list[int]) -> list[Devices]:
     """The GPUs of each run, started in their order as soon as there are slots; those under way end in the order of the numbers `ending`."""
-    under_way, given = list[Devices](), []
+    under_way, placed = list[Devices](), []
     for number, place in enumerate(runs):
         while (devices := slots.devices(*place, under_way)) is None:
             under_way.pop(ending[number] % len(under_way))
         under_way.append(devices)
-        given.append(devices)
-        held = Counter(gpu for one in under_way for gpu in one)
-        assert max(held.values(), default=0) <= slots.per_gpu, held
-        assert sum(max(1, len(one)) for one in under_way) <= slots.jobs
+        placed.append(devices)
+        counts = Counter(gpu for devices in under_way for gpu in devices)
+        assert max(counts.values(), default=0) <= slots.per_gpu, counts
+        assert sum(max(1, len(devices)) for devices in under_way) <= slots.jobs
         assert len(set(devices)) == len(devices) == slots.wanted.get(place, 0)
-    return given
+    return placed
 
 
 @pytest.mark.parametrize("jobs", [None, 3])
@@ -103,10 +103,10 @@ def test_no_gpu_is_given_more_often_at_a_time_than_was_asked_for(gpus, tmp_path,
     assert slots.jobs == (jobs or 4 * per_gpu)
     assert slots.wanted == {("", "softmax"): 1, ("", "wide"): 2, ("", "ssmax"): 1, ("", "cpu"): 0}
     places = [("", arm) for arm in WIDE] * 20
-    given = replayed(slots, places, [7 * number**2 for number in range(len(places))])
-    assert {gpu for one in given for gpu in one} <= {*slots.gpus[: slots.jobs]}
-    assert given[0] == ("3",)
-    assert given[1] == ("5", "6"), "GPUs on which nobody works come first"
+    placed = replayed(slots, places, [7 * number**2 for number in range(len(places))])
+    assert {gpu for devices in placed for gpu in devices} <= {*slots.gpus[: slots.jobs]}
+    assert placed[0] == ("3",)
+    assert placed[1] == ("5", "6"), "GPUs on which nobody works come first"
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,14 @@ def test_no_gpu_is_given_more_often_at_a_time_than_was_asked_for(gpus, tmp_path,
 def test_more_than_there_is_is_refused_before_anything_starts(gpus, tmp_path, monkeypatch, arguments, words):
     gpus(2, "4,5")
     monkeypatch.setattr("lm.experiments.compare.start", lambda *_: pytest.fail("prepares"))
-    given = ["data.source.paths=[.]", f"runs={tmp_path / 'runs'}", "trainer.accelerator=gpu", "data.seq_len=16", "optim.batch_tokens=768"]
-    result = lm("compare", str(written(tmp_path)), *given, *arguments)
+    overrides = [
+        "data.source.paths=[.]",
+        f"runs={tmp_path / 'runs'}",
+        "trainer.accelerator=gpu",
+        "data.seq_len=16",
+        "optim.batch_tokens=768",
+    ]
+    result = lm("compare", str(written(tmp_path)), *overrides, *arguments)
     assert result.returncode == ConfigError.exit_code
     assert len(result.stderr.splitlines()) == 1
     assert re.search(words, result.stderr), result.stderr
@@ -163,10 +169,10 @@ def test_a_run_of_several_gpus_is_not_passed_by_later_ones(tmp_path):
 
     jobs = Jobs(procedure, slots, launch)
     jobs.work()
-    started = [(arm, seed) for arm, seed, _ in order]
+    starts = [(arm, seed) for arm, seed, _ in order]
     for seed in (1, 2, 3):
-        assert started.index(("softmax", seed)) < started.index(("wide", seed)) < started.index(("ssmax", seed))
-    assert all(beside <= 1 for arm, _, beside in order if arm == "wide")
+        assert starts.index(("softmax", seed)) < starts.index(("wide", seed)) < starts.index(("ssmax", seed))
+    assert all(n_beside <= 1 for arm, _, n_beside in order if arm == "wide")
 
 
 PROGRAM = """#!{python}
@@ -192,15 +198,15 @@ def test_the_process_of_each_run_sees_its_devices_alone(gpus, tmp_path, monkeypa
     monkeypatch.setattr("lm.experiments.slots.sys.executable", str(program))
     with pytest.raises(RunError, match="12 runs failed"):
         Jobs(procedure, slots).work()
-    held, seen = Counter(), Counter()
+    counts, widths = Counter(), Counter()
     for line in events.read_text().split("\n")[:-1]:
-        what, _, devices = line.partition(" ")
+        event, _, devices = line.partition(" ")
         for name in filter(None, devices.split(",")):
-            held[name] += 1 if what == "begin" else -1
-        seen[len([*filter(None, devices.split(","))])] += what == "begin"
-        assert max(held.values(), default=0) <= per_gpu, events.read_text()
-    assert {*held} <= {"GPU-a", "GPU-b", "GPU-c"}
-    assert seen == {1: 6, 2: 3, 0: 3}
+            counts[name] += 1 if event == "begin" else -1
+        widths[len([*filter(None, devices.split(","))])] += event == "begin"
+        assert max(counts.values(), default=0) <= per_gpu, events.read_text()
+    assert {*counts} <= {"GPU-a", "GPU-b", "GPU-c"}
+    assert widths == {1: 6, 2: 3, 0: 3}
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b,GPU-c"
 
 
@@ -226,11 +232,11 @@ def test_a_pilot_works_in_the_slots_of_the_runs(gpus, tmp_path, monkeypatch):
         slots = slots_of(procedure.experiment, None, per_gpu)
         (tmp_path / "events").write_text("")
         times, words = run_times(procedure, costs(procedure), slots)
-        given = sorted((tmp_path / "events").read_text().split())
-        assert words == f"a pilot of some steps of each arm, {len(given)} at a time"
-        taken = max(1, gpus_of(procedure.experiment.first_config))
-        assert total_seconds(procedure, times, slots) == pytest.approx(sum(times.values()) * 2 * taken / (4 * per_gpu))
-        return given
+        pilots = sorted((tmp_path / "events").read_text().split())
+        assert words == f"a pilot of some steps of each arm, {len(pilots)} at a time"
+        gpus_of_run = max(1, gpus_of(procedure.experiment.first_config))
+        assert total_seconds(procedure, times, slots) == pytest.approx(sum(times.values()) * 2 * gpus_of_run / (4 * per_gpu))
+        return pilots
 
     assert seen(1) == ["0", "1", "2", "3"]
     assert seen(2) == ["0", "0", "1", "1", "2", "2", "3", "3"]
@@ -249,4 +255,4 @@ def test_plan_and_table_say_on_which_device_a_run_is(gpus, tmp_path):
     for height, words in ((50, ("running GPU 1, 3", "running  ")), (7, ("2 running GPU 1, 3",))):
         out = io.StringIO()
         Console(file=out, width=140, force_terminal=False).print(LiveTable(jobs, {}).render(height))
-        assert all(one in out.getvalue() for one in words), out.getvalue()
+        assert all(word in out.getvalue() for word in words), out.getvalue()

@@ -128,8 +128,8 @@ def test_paths_expand_to_sorted_files_each_once(tmp_path: Path):
     for name in ("b.txt", "a.txt", "deep/c.jsonl", "deep/er/d.txt.gz", "notes.md", ".hidden/e.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(gzip.compress(b"x") if name.endswith(".gz") else b'{"text": "x"}')
-    given = [str(tmp_path), str(tmp_path / "*.txt"), str(tmp_path / "deep" / ".." / "a.txt"), str(tmp_path / "**" / "*.gz")]
-    names = [path.resolve().relative_to(tmp_path).as_posix() for path in expand(Files(given))]
+    patterns = [str(tmp_path), str(tmp_path / "*.txt"), str(tmp_path / "deep" / ".." / "a.txt"), str(tmp_path / "**" / "*.gz")]
+    names = [path.resolve().relative_to(tmp_path).as_posix() for path in expand(Files(patterns))]
     assert sorted(names) == ["a.txt", "b.txt", "deep/c.jsonl", "deep/er/d.txt.gz"]
 
 
@@ -139,9 +139,9 @@ def test_names_of_files_need_not_be_unicode(tmp_path: Path):
     (folder / "004.txt").write_bytes(b"\xff")
     os.rename(bytes(folder / "004.txt"), os.fsencode(folder) + b"/th\xe9.txt")
     config = ["configs/softmax.yaml", f"data.source={{name: files, paths: [{folder}]}}", f"data.root={tmp_path}", "data.on_error=skip"]
-    done = lm("prepare", *config, "data.tokenizer.vocab_size=300", "data.seq_len=8", process=True)
-    assert done.returncode == 0, done.stderr
-    assert "th\\udce9.txt: not UTF-8" in done.stdout
+    result = lm("prepare", *config, "data.tokenizer.vocab_size=300", "data.seq_len=8", process=True)
+    assert result.returncode == 0, result.stderr
+    assert "th\\udce9.txt: not UTF-8" in result.stdout
 
 
 BAD_FILES = {
@@ -202,8 +202,8 @@ def test_damaged_documents_of_a_file_with_a_separator_are_left_out_alone(tmp_pat
         places.append(len(b"\n\n".join(contents[:number])) + 2 * (number > 0) + size)
     path = tmp_path / f"dictionary.txt{suffix}"
     write_compressed(path, b"\n\n".join(contents))
-    kept, errors = skipping(Files([str(path)], separator="\n\n"))
-    assert kept == [entry for number, entry in enumerate(ENTRIES) if number not in (0, 1234, 1999)]
+    texts, errors = skipping(Files([str(path)], separator="\n\n"))
+    assert texts == [entry for number, entry in enumerate(ENTRIES) if number not in (0, 1234, 1999)]
     assert [str(error) for error in errors] == [
         f"{path}: not UTF-8 at byte {place}; convert it to UTF-8 (e.g. iconv -f latin1 -t utf-8)" for place in places
     ]
@@ -214,8 +214,8 @@ def test_a_damaged_file_without_a_separator_is_left_out_whole(tmp_path: Path):
     content = b"x" * 100_000 + b"\xff" + b"y" * 100_000
     (tmp_path / "a.txt").write_bytes(content)
     (tmp_path / "b.txt").write_bytes(b"text")
-    kept, (error,) = skipping(Files([str(tmp_path)]))
-    assert (kept, error.n_bytes) == (["text"], len(content))
+    texts, (error,) = skipping(Files([str(tmp_path)]))
+    assert (texts, error.n_bytes) == (["text"], len(content))
 
 
 @pytest.mark.parametrize(
@@ -229,8 +229,8 @@ def test_the_place_of_a_damaged_byte_counts_the_byte_order_mark(tmp_path: Path, 
 def test_bad_lines_are_left_out_alone_with_their_bytes(tmp_path: Path):
     lines = [b'{"text": "a"}\n', b'{"text": "\xff"}\n', b"{\n", b'{"text": 1}\n', b"[]\n", b'{"body": ""}\n', b'{"text": "b"}']
     (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
-    kept, errors = skipping(Files([str(tmp_path)]))
-    assert kept == ["a", "b"]
+    texts, errors = skipping(Files([str(tmp_path)]))
+    assert texts == ["a", "b"]
     assert [error.n_bytes for error in errors] == [len(line) for line in lines[1:-1]]
 
 
@@ -243,14 +243,14 @@ def test_of_a_truncated_file_what_comes_before_is_kept(tmp_path: Path, kind: str
     path = tmp_path / f"texts.{kind}{suffix}"
     packed = write_compressed(path, separator.join(rows).encode())
     path.write_bytes(packed[: len(packed) // 2])
-    kept, (error,) = skipping(Files([str(path)], separator=separator))
-    assert kept == ENTRIES[: len(kept)]
-    assert len("".join(kept)) > 0.5 * len("".join(ENTRIES)) - 200_000
+    texts, (error,) = skipping(Files([str(path)], separator=separator))
+    assert texts == ENTRIES[: len(texts)]
+    assert len("".join(texts)) > 0.5 * len("".join(ENTRIES)) - 200_000
     assert str(path) in str(error)
     assert "runcated" in str(error)
     if kind == "txt":
-        kept, (error,) = skipping(Files([str(path)]))
-        assert kept == []
+        texts, (error,) = skipping(Files([str(path)]))
+        assert texts == []
         assert error.n_bytes > 0.5 * len("".join(ENTRIES)) - 200_000
 
 
@@ -259,8 +259,8 @@ def test_a_changed_byte_of_a_compressed_file_is_noticed_by_its_end_and_what_come
     packed = bytearray(write_compressed(path, "\n\n".join(ENTRIES).encode()))
     packed[len(packed) // 2] ^= 0x55
     path.write_bytes(packed)
-    kept, errors = skipping(Files([str(path)], separator="\n\n"))
-    assert kept[:900] == ENTRIES[:900]
+    texts, errors = skipping(Files([str(path)], separator="\n\n"))
+    assert texts[:900] == ENTRIES[:900]
     assert "can't be read (damaged?)" in str(errors[-1])
 
 
@@ -272,8 +272,8 @@ def test_of_a_damaged_parquet_file_the_other_row_groups_are_kept(tmp_path: Path)
     content = bytearray(path.read_bytes())
     content[column.data_page_offset : column.data_page_offset + 50] = b"\xff" * 50
     path.write_bytes(content)
-    kept, (error,) = skipping(Files([str(path)]))
-    assert kept == ENTRIES[:1000] + ENTRIES[1500:]
+    texts, (error,) = skipping(Files([str(path)]))
+    assert texts == ENTRIES[:1000] + ENTRIES[1500:]
     assert f"{path}: row group 3 of 4: can't be read (damaged?)" in str(error)
     assert error.n_bytes == column.total_compressed_size
     with pytest.raises(DataError, match="row group 3 of 4"):
@@ -287,8 +287,8 @@ def test_bad_parquet_columns_are_named_with_the_row(tmp_path: Path):
     latin = pyarrow.array([b"ok", b"\xff"]).cast(pyarrow.string(), safe=False).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": latin}), path)
     assert "row 2: column 'text' is not UTF-8" in one_line_error(Files(paths=[str(path)]))
-    for within in (pyarrow.ListArray.from_arrays([0, 0, 2], latin), pyarrow.StructArray.from_arrays([latin], ["of"])):
-        pyarrow.parquet.write_table(pyarrow.table({"text": within[1:]}), path)
+    for nested in (pyarrow.ListArray.from_arrays([0, 0, 2], latin), pyarrow.StructArray.from_arrays([latin], ["of"])):
+        pyarrow.parquet.write_table(pyarrow.table({"text": nested[1:]}), path)
         assert "row 1: column 'text' is not UTF-8" in one_line_error(Files(paths=[str(path)]))
     categories = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0, 1, 0], pyarrow.int32()), latin)
     pyarrow.parquet.write_table(pyarrow.table({"text": categories}), path)
@@ -334,19 +334,19 @@ def test_a_file_is_hashed_once_until_it_changes(tmp_path: Path, monkeypatch: pyt
 
     source, root = Files(paths=[str(write_texts(tmp_path / "texts", TEXTS[:3]))]), tmp_path / "data"
     root.mkdir()
-    read = []
+    names = []
     digest = hashlib.file_digest
     monkeypatch.setattr(module, "_SETTLED_NS", -1)
-    monkeypatch.setattr(module.hashlib, "file_digest", lambda file, name: (read.append(Path(file.name).name), digest(file, name))[1])
+    monkeypatch.setattr(module.hashlib, "file_digest", lambda file, name: (names.append(Path(file.name).name), digest(file, name))[1])
     first = identity(source, root)
     assert identity(source, root) == first
-    assert read == ["000.txt", "001.txt", "002.txt"]
-    changed = tmp_path / "texts" / "001.txt"
-    before = changed.stat()
-    changed.write_bytes(changed.read_bytes()[::-1])
-    os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns))  # the same size and time
+    assert names == ["000.txt", "001.txt", "002.txt"]
+    path = tmp_path / "texts" / "001.txt"
+    before = path.stat()
+    path.write_bytes(path.read_bytes()[::-1])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # the same size and time
     assert identity(source, root) != first
-    assert read[3:] == ["001.txt"]
+    assert names[3:] == ["001.txt"]
     for damaged in ("{", "[]", "3", *(json.dumps({str(path.resolve()): entry for path in expand(source)}) for entry in (1, [1]))):
         (root / ".hashes.json").write_text(damaged)
         assert identity(source, root) == identity(source, tmp_path / "elsewhere")

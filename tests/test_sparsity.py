@@ -44,19 +44,19 @@ def tensors(*values: float) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_closed_forms_are_what_gaussian_scores_give(name: str):
-    drawn = normal(300_000)
+    noise = normal(300_000)
     for (beta, gamma), measured in zip(SCORES, MEASURED[name], strict=True):
-        closed = FORMS[name](*tensors(beta, gamma)).item()
-        assert closed == pytest.approx(measured, abs=2e-4)
-        assert closed == pytest.approx(of(MAPS[name](beta + gamma * drawn)).item(), abs=1e-2)
+        sparsity_of_form = FORMS[name](*tensors(beta, gamma)).item()
+        assert sparsity_of_form == pytest.approx(measured, abs=2e-4)
+        assert sparsity_of_form == pytest.approx(of(MAPS[name](beta + gamma * noise)).item(), abs=1e-2)
 
 
 @pytest.mark.parametrize(("gamma", "measured"), [(0.25, 0.96925), (0.5, 0.88254), (1.0, 0.60653), (1.5, 0.32506)])
 def test_exp_depends_on_the_standard_deviation_alone(gamma: float, measured: float):
-    closed = exp_sparsity(torch.tensor(gamma)).item()
-    assert closed == pytest.approx(measured, abs=1e-3)
+    sparsity_of_form = exp_sparsity(torch.tensor(gamma)).item()
+    assert sparsity_of_form == pytest.approx(measured, abs=1e-3)
     for beta in (0.0, 1.3):
-        assert closed == pytest.approx(of((beta + gamma * normal(300_000)).exp()).item(), abs=1e-2)
+        assert sparsity_of_form == pytest.approx(of((beta + gamma * normal(300_000)).exp()).item(), abs=1e-2)
 
 
 def test_relu2_depends_on_the_ratio_and_identity_cannot_concentrate():
@@ -71,17 +71,17 @@ def test_relu2_depends_on_the_ratio_and_identity_cannot_concentrate():
 
 
 def test_far_ratios_and_equal_scores_have_their_limits():
-    far, one = torch.tensor([-1e9, -1e3, -20.0], dtype=torch.float64), torch.tensor(1.0)
+    far, unit = torch.tensor([-1e9, -1e3, -20.0], dtype=torch.float64), torch.tensor(1.0)
     for form in (relu_sparsity, relu2_sparsity):
-        assert (form(far, one) >= 0).all()
-        assert (form(far, one) < 1e-40).all()
+        assert (form(far, unit) >= 0).all()
+        assert (form(far, unit) < 1e-40).all()
         assert form(*tensors(1e9, 1)).item() == pytest.approx(1)
     for form in FORMS.values():
         assert form(*tensors(2, 0)).item() == pytest.approx(1)
         assert form(*tensors(0, 0)).isnan()
     near = torch.linspace(-19.9, -1, 500, dtype=torch.float64)
     for form in (relu_sparsity, relu2_sparsity):
-        assert (form(near, one).diff() > 0).all()  # no rounding errors where terms cancel
+        assert (form(near, unit).diff() > 0).all()  # no rounding errors where terms cancel
 
 
 def test_independent_features_depend_on_the_ratio_of_standard_deviation_and_mean():
@@ -89,29 +89,29 @@ def test_independent_features_depend_on_the_ratio_of_standard_deviation_and_mean
     keys = torch.distributions.Gamma(torch.tensor(0.3), torch.tensor(1.0))
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        drawn = keys.sample((200_000, 32)).double()
+        features = keys.sample((200_000, 32)).double()
     query = normal(32, seed=4).abs()
-    closed = independent_features_sparsity(query, drawn.mean(), drawn.std()).item()
-    assert closed == pytest.approx(of(drawn @ query).item(), abs=1e-2)
-    product = independent_features_sparsity(query, 1 / drawn.mean(), drawn.std()).item()
-    assert abs(product - closed) > 0.03
+    sparsity_of_form = independent_features_sparsity(query, features.mean(), features.std()).item()
+    assert sparsity_of_form == pytest.approx(of(features @ query).item(), abs=1e-2)
+    product = independent_features_sparsity(query, 1 / features.mean(), features.std()).item()
+    assert abs(product - sparsity_of_form) > 0.03
 
 
 @pytest.mark.parametrize(("decay", "n", "measured"), [
     (0.9, 10, 0.95790), (0.9, 100, 0.43588), (0.99, 1000, 0.44608), (0.5, 16, 0.43301), (0.999, 512, 0.98929),
 ])  # fmt: skip
 def test_decay_is_the_direct_sum(decay: float, n: int, measured: float):
-    closed = decay_sparsity(*tensors(math.log(decay), n)).item()
-    assert closed == pytest.approx(measured, abs=1e-5)
-    assert closed == pytest.approx(of(decay ** torch.arange(n, dtype=torch.float64)).item(), abs=1e-9)
+    sparsity_of_form = decay_sparsity(*tensors(math.log(decay), n)).item()
+    assert sparsity_of_form == pytest.approx(measured, abs=1e-5)
+    assert sparsity_of_form == pytest.approx(of(decay ** torch.arange(n, dtype=torch.float64)).item(), abs=1e-9)
     assert decay_sparsity(*tensors(0, n)).item() == 1
     assert decay_sparsity(*tensors(-1e-12, n)).item() == pytest.approx(1)
 
 
 def test_decay_times_content_has_the_product_of_their_sparsities():
     decay, content = 0.999 ** torch.arange(100_000, dtype=torch.float64), normal(100_000).mul(0.5).exp()
-    both = decay_sparsity(*tensors(math.log(0.999), 100_000)) * exp_sparsity(torch.tensor(0.5))
-    assert both.item() == pytest.approx(of(decay * content).item(), abs=1e-2)
+    of_product = decay_sparsity(*tensors(math.log(0.999), 100_000)) * exp_sparsity(torch.tensor(0.5))
+    assert of_product.item() == pytest.approx(of(decay * content).item(), abs=1e-2)
 
 
 @pytest.mark.parametrize(("s", "closed", "measured", "condensed"), [(0.168, 0.508, 0.524, False), (0.43, 0.012, 0.112, True)])
@@ -121,9 +121,9 @@ def test_the_closed_form_of_exp_ends_where_scores_condense(s: float, closed: flo
     gamma = s * n.log()
     assert bool(gamma > condensation_scale(n)) == condensed
     assert exp_sparsity(gamma).item() == pytest.approx(closed, abs=1e-3)
-    found = of((gamma * normal(2_000, 1024)).softmax(-1)).mean().item()
-    assert found == pytest.approx(measured, abs=5e-3)
-    assert (found > 5 * closed) == condensed
+    mean = of((gamma * normal(2_000, 1024)).softmax(-1)).mean().item()
+    assert mean == pytest.approx(measured, abs=5e-3)
+    assert (mean > 5 * closed) == condensed
 
 
 def test_sparsity_is_of_visible_keys_and_does_not_change_with_a_factor():
@@ -136,13 +136,13 @@ def test_sparsity_is_of_visible_keys_and_does_not_change_with_a_factor():
 
 def test_moments_are_of_visible_keys():
     scores, visible = normal(3, 1000).exp() + 50, torch.arange(1000) < 600
-    found, seen = score_moments(scores, visible), scores[:, :600]
-    standard = (seen - seen.mean(-1, keepdim=True)) / seen.std(-1, keepdim=True, correction=0)
-    torch.testing.assert_close(found.mean, seen.mean(-1))
-    torch.testing.assert_close(found.std, seen.std(-1, correction=0))
-    torch.testing.assert_close(found.skew, (standard**3).mean(-1))
-    torch.testing.assert_close(found.excess_kurtosis, (standard**4).mean(-1) - 3)
-    assert (found.skew > 1).all()
+    moments, visible_scores = score_moments(scores, visible), scores[:, :600]
+    standard = (visible_scores - visible_scores.mean(-1, keepdim=True)) / visible_scores.std(-1, keepdim=True, correction=0)
+    torch.testing.assert_close(moments.mean, visible_scores.mean(-1))
+    torch.testing.assert_close(moments.std, visible_scores.std(-1, correction=0))
+    torch.testing.assert_close(moments.skew, (standard**3).mean(-1))
+    torch.testing.assert_close(moments.excess_kurtosis, (standard**4).mean(-1) - 3)
+    assert (moments.skew > 1).all()
     gaussian = score_moments(normal(200_000), torch.tensor(True).expand(200_000))
     assert (gaussian.skew.abs() < 0.05, gaussian.excess_kurtosis.abs() < 0.1) == (True, True)
     for scores in (torch.ones(8), torch.arange(8.0) * 1e-30):  # equal, or but for what a square in fp32 holds

@@ -19,17 +19,17 @@ from lm.report.pictures import Panel
 def panels(options: Options) -> tuple[list[Panel], dict[str, np.ndarray]]:
     """The panels, row by row, and of the trained model each statistic by head of all layers."""
     held_out = HeldOut(np.random.default_rng(0).integers(1, VOCAB, (2, LENGTH + 1)), np.ones(VOCAB, np.float32))
-    asked = DiagnosticsConfig(sequences=2, queries=6, statistics=["concentration", "sparsity"])
-    found = describe(make_decoder(options), held_out, asked, Device(torch.device("cpu"), bf16=False))
+    config = DiagnosticsConfig(sequences=2, queries=6, statistics=["concentration", "sparsity"])
+    curves = describe(make_decoder(options), held_out, config, Device(torch.device("cpu"), bf16=False))
     heads: dict[str, list[np.ndarray]] = {}
-    for one in found:
-        if one.axis and one.axis.name == HEAD and one.setting == "as trained":
-            heads.setdefault(one.metric, []).append(one.means)
-    drawn = [panel for row in against_theory(found, [*dict.fromkeys(one.setting for one in found)]) for panel in row]
-    picture = diagnostics(found)
+    for curve in curves:
+        if curve.axis and curve.axis.name == HEAD and curve.setting == "as trained":
+            heads.setdefault(curve.metric, []).append(curve.means)
+    theory_panels = [panel for row in against_theory(curves, [*dict.fromkeys(curve.setting for curve in curves)]) for panel in row]
+    picture = diagnostics(curves)
     assert picture.png.startswith(b"\x89PNG")
-    assert sum(isinstance(panel, Panel) and panel.title.endswith(", by head") for panel in picture.panels) == len(drawn)
-    return drawn, {name: np.concatenate(parts) for name, parts in heads.items()}
+    assert sum(isinstance(panel, Panel) and panel.title.endswith(", by head") for panel in picture.panels) == len(theory_panels)
+    return theory_panels, {name: np.concatenate(parts) for name, parts in heads.items()}
 
 
 def points(panel: Panel, label: str) -> tuple[np.ndarray, np.ndarray]:
@@ -49,9 +49,9 @@ def points(panel: Panel, label: str) -> tuple[np.ndarray, np.ndarray]:
 def test_heads_are_drawn_at_their_statistics(options: Options, panel: int, x):
     axes, heads = panels(options)
     for row, ending in ((0, ""), (1, ", no first")):
-        of = {name.removesuffix(ending): values for name, values in heads.items() if name.endswith(ending)}
-        drawn = points(axes[2 * row + panel], "as trained")
-        np.testing.assert_allclose(drawn, [x(of), of["S"]], rtol=1e-4)
+        statistics = {name.removesuffix(ending): values for name, values in heads.items() if name.endswith(ending)}
+        positions = points(axes[2 * row + panel], "as trained")
+        np.testing.assert_allclose(positions, [x(statistics), statistics["S"]], rtol=1e-4)
         assert {"untrained weights", "shuffled scores"} <= {trace.label for trace in axes[2 * row + panel].traces}
 
 
@@ -59,8 +59,8 @@ def test_a_model_has_the_panels_of_its_own_maps_alone():
     for options, titles in ((opt.Softmax(), ["logit scale", "closed form"]), (opt.Relu2(), ["mean of scores", "closed form"])):
         axes, _ = panels(options)
         assert len(axes) == 2 * len(titles)
-        for title, one in zip(titles * 2, axes, strict=True):
-            assert title in one.x_label
+        for title, panel_axes in zip(titles * 2, axes, strict=True):
+            assert title in panel_axes.x_label
 
 
 @pytest.mark.slow
@@ -68,9 +68,9 @@ def test_a_model_has_the_panels_of_its_own_maps_alone():
 def test_the_condensation_limit_is_drawn_at_the_fewest_and_the_most_keys():
     (exp, *_), _ = panels(opt.Softmax())
     labels = {trace.label: trace for trace in exp.traces}
-    drawn = {int(label.split()[-1]): line.x[0] for label, line in labels.items() if label.startswith("condensation of")}
-    assert min(drawn) == 32
-    assert 60 < max(drawn) <= LENGTH
-    for n, x in drawn.items():
+    limits = {int(label.split()[-1]): line.x[0] for label, line in labels.items() if label.startswith("condensation of")}
+    assert min(limits) == 32
+    assert 60 < max(limits) <= LENGTH
+    for n, x in limits.items():
         assert f"{n} Gaussian scores" in labels
         assert x == pytest.approx(np.sqrt(np.log(n) / 2))

@@ -20,7 +20,7 @@ from lm.model.decoder import Decoder, batch_layout
 
 VOCAB, LENGTH, LAYERS, HEADS, SIZE = 50, 96, 2, 2, 8
 QUERIES = list(range(40, LENGTH, 5))
-BY_KEY, BY_DISTANCE, BY_BOTH = (f"variance explained by {what}" for what in ("key position", "distance", "both, last query"))
+BY_KEY, BY_DISTANCE, BY_BOTH = (f"variance explained by {label}" for label in ("key position", "distance", "both, last query"))
 
 
 def make_decoder(normalizer: Options, block: str = "attention", std: float = 0.3) -> Decoder:
@@ -61,23 +61,23 @@ SLOW = [(options, block, isolated) for options in EVERY for block in ("attention
 @pytest.mark.parametrize(
     ("options", "block", "isolated"),
     CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in CASES],
-    ids=lambda given: getattr(given, "name", str(given)),
+    ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_moments_and_closed_forms_equal_a_dense_computation(options: Options, block: str, isolated: bool):
-    decoder, given = make_decoder(options, block), batch(0, isolated)
-    values, layout, compared = measured(decoder, isolated=isolated), batch_layout(given), 0
-    for one in attention_blocks(decoder, given, QUERIES, dtype=torch.float64):
-        heads = one.scores.size(1)
+    decoder, sample = make_decoder(options, block), batch(0, isolated)
+    values, layout, compared = measured(decoder, isolated=isolated), batch_layout(sample), 0
+    for chunk in attention_blocks(decoder, sample, QUERIES, dtype=torch.float64):
+        heads = chunk.scores.size(1)
         slopes = [2.0 ** (-8 * (head + 1) / heads) if options.name == "alibi" else 0.0 for head in range(heads)]
-        visible = one.normalizer.visible(one.layout).reshape(len(QUERIES), -1).numpy()
+        visible = chunk.normalizer.visible(chunk.layout).reshape(len(QUERIES), -1).numpy()
         for head in range(heads):
             for place, query in enumerate(QUERIES):
                 keys = np.flatnonzero(visible[place])
-                scores = one.scores[0, head, place].numpy()[keys] + slopes[head] * (query - keys)
-                found = {name: array[0, one.layer, head, place] for name, array in values.by_query.items()}
-                weights = np.abs(one.weights[0, head, place].numpy()[keys])
+                scores = chunk.scores[0, head, place].numpy()[keys] + slopes[head] * (query - keys)
+                actual = {name: array[0, chunk.layer, head, place] for name, array in values.by_query.items()}
+                weights = np.abs(chunk.weights[0, head, place].numpy()[keys])
                 if len(keys) < 32 or not weights.any():
-                    assert np.isnan(found["score mean"])
+                    assert np.isnan(actual["score mean"])
                     continue
                 standard = (scores - scores.mean()) / scores.std()
                 expected = {
@@ -85,12 +85,12 @@ def test_moments_and_closed_forms_equal_a_dense_computation(options: Options, bl
                     "score skew": (standard**3).mean(), "score excess kurtosis": (standard**4).mean() - 3,
                     "score mean, no first": scores[1:].mean(), "score standard deviation, no first": scores[1:].std(),
                 }  # fmt: skip
-                if one.normalizer.score_map in ("exp", "relu2", "relu", "identity"):
+                if chunk.normalizer.score_map in ("exp", "relu2", "relu", "identity"):
                     decay = np.exp(-slopes[head] * np.arange(len(keys)))
                     closed = closed_form(options, scores) * decay.mean() / math.sqrt((decay**2).mean())
                     expected |= {"S, closed form": closed, "S minus closed form": weights.mean() / np.sqrt((weights**2).mean()) - closed}
                 for name, value in expected.items():
-                    assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-5), (name, one.layer, head, query)
+                    assert actual[name] == pytest.approx(value, rel=1e-4, abs=1e-5), (name, chunk.layer, head, query)
                     compared += 1
     assert compared > 50
     assert layout.positions.max() == LENGTH - 1 - 20 * isolated
@@ -99,7 +99,7 @@ def test_moments_and_closed_forms_equal_a_dense_computation(options: Options, bl
 @torch.no_grad()
 def test_non_negative_features_have_the_closed_form_of_independent_components():
     decoder = make_decoder(opt.Linear(features="relu", decay=True), std=1.0)
-    found, (block, *_) = measured(decoder), attention_blocks(decoder, batch(0), [QUERIES[3]], inputs=True)
+    values, (block, *_) = measured(decoder), attention_blocks(decoder, batch(0), [QUERIES[3]], inputs=True)
     q, k = block.normalizer.features(block.inputs.q, block.inputs.k)
     for head in range(HEADS):
         query, keys = q[0, head, QUERIES[3]].double(), k[0, head, : QUERIES[3] + 1].double()
@@ -107,14 +107,14 @@ def test_non_negative_features_have_the_closed_form_of_independent_components():
         expected = (
             sparsity.independent_features_sparsity(query, keys.mean(), keys.std(correction=0)) * decay.mean() / decay.square().mean().sqrt()
         )
-        assert found.by_query["S, closed form"][0, 0, head, 3] == pytest.approx(expected.item(), rel=1e-4)
+        assert values.by_query["S, closed form"][0, 0, head, 3] == pytest.approx(expected.item(), rel=1e-4)
 
 
 @torch.no_grad()
 def test_shuffling_leaves_the_moments_and_takes_closed_forms_of_what_depends_on_distance():
-    kept, shuffled = (measured(make_decoder(opt.SSMax()), shuffle=shuffle).by_query for shuffle in (False, True))
+    plain, shuffled = (measured(make_decoder(opt.SSMax()), shuffle=shuffle).by_query for shuffle in (False, True))
     for name in ("score standard deviation", "S, closed form", "S minus closed form"):
-        np.testing.assert_allclose(kept[name], shuffled[name], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(plain[name], shuffled[name], rtol=1e-4, atol=1e-5)
     for options in (opt.ALiBi(), opt.Linear()):
         assert np.isnan(measured(make_decoder(options), shuffle=True).by_query["S, closed form"]).all()
     assert np.isfinite(measured(make_decoder(opt.Relu2(n="sum")), shuffle=True).by_query["S, closed form"]).any()
@@ -123,10 +123,10 @@ def test_shuffling_leaves_the_moments_and_takes_closed_forms_of_what_depends_on_
 @torch.no_grad()
 def test_weights_that_fall_with_distance_are_explained_by_it_until_they_are_shuffled():
     decoder = make_decoder(opt.ALiBi(), std=0.02)  # scores are the slopes
-    found, shuffled = (measured(decoder, 4, shuffle=shuffle).by_head for shuffle in (False, True))
-    assert (found[BY_DISTANCE] > 0.9).all()
-    assert (found[BY_BOTH] > 0.99).all()
-    assert (found[BY_KEY] < found[BY_DISTANCE]).all()
+    plain, shuffled = (measured(decoder, 4, shuffle=shuffle).by_head for shuffle in (False, True))
+    assert (plain[BY_DISTANCE] > 0.9).all()
+    assert (plain[BY_BOTH] > 0.99).all()
+    assert (plain[BY_KEY] < plain[BY_DISTANCE]).all()
     assert all(np.abs(shuffled[name]).max() < 0.15 for name in (BY_KEY, BY_DISTANCE, BY_BOTH))
     assert np.isnan(measured(decoder, 1).by_head[BY_DISTANCE]).all()
 

@@ -37,38 +37,38 @@ def saved(tokenizer: Path, tmp_path: Path) -> Path:
 
 
 def test_a_saved_model_is_loaded_unchanged(saved: Path):
-    loaded, decoder = lm.load(saved), Decoder(MODEL, 400, 32, seed=5)
-    assert torch.equal(loaded.decoder.logits(TOKENS), decoder.logits(TOKENS))
-    assert loaded.spec == ModelSpec(MODEL, 400, 32)
-    assert ModelSpec.read(to_plain(loaded.spec)) == loaded.spec
-    assert (loaded.config, loaded.metadata, loaded.environment) == (None, {}, {})
-    assert loaded.tokenizer.get_vocab_size() == 400
+    model, decoder = lm.load(saved), Decoder(MODEL, 400, 32, seed=5)
+    assert torch.equal(model.decoder.logits(TOKENS), decoder.logits(TOKENS))
+    assert model.spec == ModelSpec(MODEL, 400, 32)
+    assert ModelSpec.read(to_plain(model.spec)) == model.spec
+    assert (model.config, model.metadata, model.environment) == (None, {}, {})
+    assert model.tokenizer.get_vocab_size() == 400
     assert sorted(path.name for path in saved.iterdir()) == ["lm.json", "model.safetensors", "tokenizer.json"]
 
 
 def test_a_saved_model_is_exported_unchanged(saved: Path, tmp_path: Path):
-    again = export(saved, "last", tmp_path / "again")
-    assert all((again / path.name).read_bytes() == path.read_bytes() for path in saved.iterdir())
+    second_export = export(saved, "last", tmp_path / "again")
+    assert all((second_export / path.name).read_bytes() == path.read_bytes() for path in saved.iterdir())
 
 
 def test_a_model_without_text_needs_no_tokenizer(tmp_path: Path):
-    loaded = lm.load(save_model(Decoder(MODEL, 70, 32), tmp_path / "model"))
-    assert loaded.tokenizer is None
+    model = lm.load(save_model(Decoder(MODEL, 70, 32), tmp_path / "model"))
+    assert model.tokenizer is None
     assert command("generate", str(tmp_path / "model")).stderr.count("no tokenizer.json") == 1
 
 
 def test_a_saved_model_generates_text(saved: Path):
-    given = command("generate", str(saved), "--max-new-tokens", "5", "--temperature", "0", "--prompt", "a few")
-    assert given.returncode == 0, given.stderr
-    assert given.stdout.startswith("a few")
+    result = command("generate", str(saved), "--max-new-tokens", "5", "--temperature", "0", "--prompt", "a few")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("a few")
 
 
 def test_the_normalizer_of_a_saved_model_is_swapped(saved: Path, tokenizer: Path, tmp_path: Path):
     old = lm.load(saved).decoder
     new = lm.load(save_model(swapped(old, opt.Softmax()), tmp_path / "swapped", tokenizer)).decoder
     assert isinstance(new.config.normalizer, opt.Softmax)
-    kept = dict(new.named_parameters())
-    assert all(torch.equal(kept[name], value) for name, value in old.named_parameters() if ".normalizer." not in name)
+    parameters = dict(new.named_parameters())
+    assert all(torch.equal(parameters[name], value) for name, value in old.named_parameters() if ".normalizer." not in name)
 
 
 def test_a_run_starts_from_a_saved_model(saved: Path, tiny):
@@ -80,14 +80,14 @@ def test_a_run_starts_from_a_saved_model(saved: Path, tiny):
 
 
 def test_commands_that_need_the_training_text_refuse_a_saved_model(saved: Path, tmp_path: Path):
-    for words, said in {
+    for words, message in {
         ("eval", str(saved)): "model: a model folder: of which text its loss is to be measured is not known; name a configuration",
         ("swap", str(saved), "--to", "softmax", "-o", str(tmp_path / "swapped")): "model: has no training run behind it",
     }.items():
-        refused = command(*words)
-        assert refused.returncode == 1
-        assert said in refused.stderr
-        assert refused.stderr.count("\n") == 1
+        result = command(*words)
+        assert result.returncode == 1
+        assert message in result.stderr
+        assert result.stderr.count("\n") == 1
     assert not (tmp_path / "swapped").exists()
 
 
@@ -101,32 +101,41 @@ def test_what_a_model_folder_can_not_hold_is_refused(tokenizer: Path, tmp_path: 
 
 
 ALTERED = {
-    "another size": (lambda one: one["spec"]["model"].update(head_size=8), r"qkv\.weight has shape \(48, 32\), .* \(64, 32\)"),
+    "another size": (
+        lambda description: description["spec"]["model"].update(head_size=8),
+        r"qkv\.weight has shape \(48, 32\), .* \(64, 32\)",
+    ),
     "another normalizer": (
-        lambda one: one["spec"]["model"].update(normalizer={"name": "softmax"}),
+        lambda description: description["spec"]["model"].update(normalizer={"name": "softmax"}),
         r"normalizer\.b is not a tensor of the model",
     ),
-    "a wrong key": (lambda one: one["spec"]["model"].update(heads=3), r"not the description of a model: .*model\.heads"),
-    "a contradiction": (lambda one: one["spec"]["model"].update(n_kv_head=3), r"n_kv_head = 3: does not divide"),
-    "no length": (lambda one: one["spec"].pop("seq_len"), r"seq_len = null: is missing"),
-    "no spec": (lambda one: one.update(spec=[]), r"its `spec` must be a map, not '\[\]'"),
-    "no digests": (lambda one: one.pop("tensor_sha256"), r"its `tensor_sha256` must be a map \(text: text\), not 'missing'"),
-    "digests in a list": (lambda one: one.update(tensor_sha256=[]), r"its `tensor_sha256` must be a map \(text: text\), not '\[\]'"),
-    "training as text": (lambda one: one.update(training="x"), r"its `training` must be a map or null, not 'x'"),
+    "a wrong key": (lambda description: description["spec"]["model"].update(heads=3), r"not the description of a model: .*model\.heads"),
+    "a contradiction": (lambda description: description["spec"]["model"].update(n_kv_head=3), r"n_kv_head = 3: does not divide"),
+    "no length": (lambda description: description["spec"].pop("seq_len"), r"seq_len = null: is missing"),
+    "no spec": (lambda description: description.update(spec=[]), r"its `spec` must be a map, not '\[\]'"),
+    "no digests": (
+        lambda description: description.pop("tensor_sha256"),
+        r"its `tensor_sha256` must be a map \(text: text\), not 'missing'",
+    ),
+    "digests in a list": (
+        lambda description: description.update(tensor_sha256=[]),
+        r"its `tensor_sha256` must be a map \(text: text\), not '\[\]'",
+    ),
+    "training as text": (lambda description: description.update(training="x"), r"its `training` must be a map or null, not 'x'"),
     "little training": (
-        lambda one: one.update(training={"step": 4}),
+        lambda description: description.update(training={"step": 4}),
         r"its `training\.tokens` must be an integer, not 'missing'",
     ),
-    "another version": (lambda one: one.update(format=1), f"format 1, this version of lm reads {MODEL_FORMAT}"),
+    "another version": (lambda description: description.update(format=1), f"format 1, this version of lm reads {MODEL_FORMAT}"),
 }
 
 
 @pytest.mark.parametrize("change", ALTERED)
 def test_a_description_that_does_not_fit_is_refused(saved: Path, change: str):
     alter, words = ALTERED[change]
-    described = read_sealed(saved / DESCRIPTION)
-    alter(described)
-    write_sealed(saved / DESCRIPTION, described)
+    description = read_sealed(saved / DESCRIPTION)
+    alter(description)
+    write_sealed(saved / DESCRIPTION, description)
     with pytest.raises(RunError, match=words):
         lm.load(saved)
 
@@ -135,11 +144,11 @@ def test_training_and_spec_of_an_export_are_of_one_model(tiny, tmp_path: Path):
     config = tiny("name=trained")
     train(config)
     folder = export(config.run_folder, "last", tmp_path / "model")
-    loaded = lm.load(folder)
-    assert loaded.spec == lm.load(config.run_folder).spec
-    assert (loaded.config, loaded.stamp["step"]) == (lm.load(config.run_folder).config, 8)
-    described = read_sealed(folder / DESCRIPTION)
-    described["spec"]["model"]["position"] = {"name": "none"}
-    write_sealed(folder / DESCRIPTION, described)
+    model = lm.load(folder)
+    assert model.spec == lm.load(config.run_folder).spec
+    assert (model.config, model.stamp["step"]) == (lm.load(config.run_folder).config, 8)
+    description = read_sealed(folder / DESCRIPTION)
+    description["spec"]["model"]["position"] = {"name": "none"}
+    write_sealed(folder / DESCRIPTION, description)
     with pytest.raises(RunError, match="its `training` is of another model than its `spec`"):
         lm.load(folder)

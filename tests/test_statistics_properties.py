@@ -10,42 +10,42 @@ from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
 def centred(count: int, seed: int) -> np.ndarray:
     """Numbers of mean 0 and sample variance 1."""
-    drawn = np.random.default_rng(seed).normal(size=count)
-    drawn -= drawn.mean()
-    return drawn / drawn.std(ddof=1)
+    numbers = np.random.default_rng(seed).normal(size=count)
+    numbers -= numbers.mean()
+    return numbers / numbers.std(ddof=1)
 
 
 def crossed(seeds: int, documents: int, of_seeds: float, of_documents: float, of_both: float) -> Estimate:
     """The estimate from seeds and documents of mean 3, whose effects and interaction have exactly these standard deviations."""
-    both = np.random.default_rng(2).normal(size=(seeds, documents))
-    both -= both.mean(0) + both.mean(1, keepdims=True) - both.mean()
-    both *= np.sqrt((seeds - 1) * (documents - 1) / (both**2).sum())
-    values = 3 + of_seeds * centred(seeds, 0)[:, None] + of_documents * centred(documents, 1) + of_both * both
+    interaction = np.random.default_rng(2).normal(size=(seeds, documents))
+    interaction -= interaction.mean(0) + interaction.mean(1, keepdims=True) - interaction.mean()
+    interaction *= np.sqrt((seeds - 1) * (documents - 1) / (interaction**2).sum())
+    values = 3 + of_seeds * centred(seeds, 0)[:, None] + of_documents * centred(documents, 1) + of_both * interaction
     return over_seeds_and_documents(values, np.ones(documents), np.arange(documents))
 
 
 def test_the_interval_over_seeds_and_documents_counts_the_interaction_once():
     """The means of seeds and those of documents each hold the interaction: their variances' sum has it twice."""
     seeds, documents, a, b, c = 40, 60, 0.5, 0.6, 3.0
-    found = crossed(seeds, documents, a, b, c)
+    estimate = crossed(seeds, documents, a, b, c)
     of_seeds, of_documents, of_both = a**2 / seeds, b**2 / documents, c**2 / (seeds * documents)
     assert of_both > 0.5 * of_seeds
     assert of_seeds + of_documents - of_both > 1.2 * max(of_seeds, of_documents), "no floor holds it"
     degrees = (of_seeds + of_documents) ** 2 / (of_seeds**2 / (seeds - 1) + of_documents**2 / (documents - 1))  # Satterthwaite's
     half = student.ppf(0.975, degrees) * np.sqrt(of_seeds + of_documents - of_both)
-    assert float(found.half()) == pytest.approx(half, rel=0.02)
-    assert float(found.mean) == pytest.approx(3)
+    assert float(estimate.half()) == pytest.approx(half, rel=0.02)
+    assert float(estimate.mean) == pytest.approx(3)
 
 
 def test_without_noise_of_documents_the_interval_is_students_over_seeds_and_without_that_of_seeds_over_documents():
-    for count, found in ((8, crossed(8, 12, 1.0, 0.0, 0.0)), (12, crossed(8, 12, 0.0, 1.0, 0.0))):
-        assert float(found.half()) == pytest.approx(student.ppf(0.975, count - 1) / np.sqrt(count), rel=1e-6)
+    for count, estimate in ((8, crossed(8, 12, 1.0, 0.0, 0.0)), (12, crossed(8, 12, 0.0, 1.0, 0.0))):
+        assert float(estimate.half()) == pytest.approx(student.ppf(0.975, count - 1) / np.sqrt(count), rel=1e-6)
 
 
 def test_a_paired_difference_is_the_first_minus_the_second():
-    found = paired_difference(np.array([3.0, 4.0, 5.5]), np.array([1.0, 1.0, 1.5]))
-    assert found.mean == pytest.approx(3.0)
-    assert found.low < 3 < found.high
+    interval = paired_difference(np.array([3.0, 4.0, 5.5]), np.array([1.0, 1.0, 1.5]))
+    assert interval.mean == pytest.approx(3.0)
+    assert interval.low < 3 < interval.high
 
 
 def differing(p: float, seeds: int, deviation: float = 0.01) -> np.ndarray:
@@ -64,11 +64,11 @@ def test_a_claim_pays_for_each_rate_that_the_seeds_may_choose_among(rates: int, 
         by_rates = sign * np.stack([differing(p, seeds), *flat])[:, None]  # (the arm's rates, one of the baseline's, seeds)
         if sign < 0:  # the baseline is the one that may choose
             by_rates = by_rates.swapaxes(0, 1)
-        one = Comparison(by_rates)
-        return verdicts({"arm": one}, 0.001)["arm"]
+        comparison = Comparison(by_rates)
+        return verdicts({"arm": comparison}, 0.001)["arm"]
 
-    alone = Comparison(list(sign * differing(0.04, seeds)))
-    assert verdicts({"arm": alone}, 0.001)["arm"].kind == claimed
+    comparison = Comparison(list(sign * differing(0.04, seeds)))
+    assert verdicts({"arm": comparison}, 0.001)["arm"].kind == claimed
     assert verdict(0.04).kind not in ("better", "worse")
     assert verdict(0.04).p == pytest.approx(0.04 * rates)
     assert verdict(0.9 * 0.05 / rates).kind == claimed
@@ -77,5 +77,5 @@ def test_a_claim_pays_for_each_rate_that_the_seeds_may_choose_among(rates: int, 
 @pytest.mark.parametrize(("ratio", "alike"), [(1.098, True), (1.102, False), (1 / 1.098, True), (1 / 1.102, False)])
 def test_a_margin_that_is_a_factor_ends_at_that_factor(ratio: float, alike: bool):
     differences = np.log(ratio) + 1e-5 * centred(6, 0)
-    found = verdicts({"arm": Comparison(list(differences))}, 0.1, ratio=True)["arm"].kind
-    assert (found == "difference below margin") == alike
+    verdict_kind = verdicts({"arm": Comparison(list(differences))}, 0.1, ratio=True)["arm"].kind
+    assert (verdict_kind == "difference below margin") == alike

@@ -129,7 +129,7 @@ def test_torchrun_told_to_stop_leaves_a_checkpoint(arguments: list[str], tmp_pat
 @pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_run_killed_at_random_moments_ends_bitwise_the_same(arguments: list[str], tmp_path: Path, kills: int, record_property):
     """SIGKILL, every other one while a checkpoint is being written (its temporary file is there)."""
-    drawn = random.Random(kills)
+    rng = random.Random(kills)
     options = [
         "trainer.checkpoint_every=2",
         "trainer.keep_checkpoints=2",
@@ -138,7 +138,7 @@ def test_a_run_killed_at_random_moments_ends_bitwise_the_same(arguments: list[st
         f"trainer.max_steps={25 * kills}",
     ]
     options += ["model.n_embd=128", "model.dropout=0.1", swap_to("ssmax"), "log.progress=none", "eval.long_context.length_factor=0"]
-    folder, during = tmp_path / "runs" / "killed", 0
+    folder, in_saves = tmp_path / "runs" / "killed", 0
     for number in range(kills):
         process = forked(tmp_path / "output", command, "train", *arguments, *options, "name=killed", "resume=auto")
         before = len(curve(folder)) if (folder / "metrics.jsonl").exists() else 0
@@ -148,18 +148,18 @@ def test_a_run_killed_at_random_moments_ends_bitwise_the_same(arguments: list[st
         if number % 2:
             while process.is_alive() and not list((folder / "checkpoints").glob(".step-*")):
                 pass
-            during += 1
+            in_saves += 1
         else:
-            time.sleep(drawn.uniform(0, 0.2))
+            time.sleep(rng.uniform(0, 0.2))
         assert process.is_alive(), f"the run ended after {number} kills: {(tmp_path / 'output').read_text()}"
         process.kill()
         process.join()
     for name in ("killed", "straight"):
         result = lm("train", *arguments, *options, f"name={name}", "resume=auto")
         assert result.returncode == 0, result.stderr
-    found = differences(folder, tmp_path / "runs" / "straight")
-    record_property("bitwise", ["ssmax", f"{kills} kills, {during} in a save", "equal" if not found else ", ".join(found)])
-    assert not found
+    names = differences(folder, tmp_path / "runs" / "straight")
+    record_property("bitwise", ["ssmax", f"{kills} kills, {in_saves} in a save", "equal" if not names else ", ".join(names)])
+    assert not names
     assert not [path for path in folder.rglob(".*") if path.is_file()]
 
 
@@ -189,10 +189,10 @@ def test_a_full_disk_while_saving_keeps_the_checkpoint_before(arguments: list[st
     size = (folder / "checkpoints" / "last.ckpt").stat().st_size
     process = forked(tmp_path / "output", within, size // 2, "train", *arguments, "name=full", "trainer.max_steps=8", "resume=auto")
     process.join()
-    said = (tmp_path / "output").read_text()
+    output = (tmp_path / "output").read_text()
     assert process.exitcode == 1
-    assert "Traceback" not in said
-    assert "can't save the checkpoint: File too large; what was there before is intact" in said
+    assert "Traceback" not in output
+    assert "can't save the checkpoint: File too large; what was there before is intact" in output
     assert [path.name for path in (folder / "checkpoints").iterdir() if path.name.startswith(".")] == []
     assert load_checkpoint(folder / "checkpoints" / "last.ckpt")["lm"]["step"] == 4
     assert lm("train", *arguments, "name=full", "trainer.max_steps=8", "resume=auto").returncode == 0

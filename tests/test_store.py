@@ -37,11 +37,11 @@ def test_a_damaged_store_does_not_open(data: DataConfig, name: str, size: str):
         digits = [index for index, byte in enumerate(content) if chr(byte).isdigit()] if name == "manifest.json" else [len(content) // 2]
         content[digits[len(digits) // 2]] ^= 1
         path.write_bytes(content)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as error:
         prepare(data)
-    assert str(path) in str(caught.value)
-    assert f"delete the folder {path.parent}" in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert str(path) in str(error.value)
+    assert f"delete the folder {path.parent}" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_store_of_another_format_does_not_open(data: DataConfig):
@@ -56,9 +56,9 @@ def test_a_store_of_another_format_does_not_open(data: DataConfig):
 def test_a_manifest_that_does_not_describe_a_store_is_refused(data: DataConfig, value: object):
     store = prepare(data)
     write_manifest(store.path, {**store.manifest, "shard_tokens": value})
-    with pytest.raises(DataError, match="does not describe the store") as caught:
+    with pytest.raises(DataError, match="does not describe the store") as error:
         Store.open(store.path)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_store_is_found_by_its_fingerprint_among_those_of_other_formats(data: DataConfig):
@@ -80,18 +80,18 @@ def unchecked(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> Store:
 def test_a_large_store_is_read_once_until_a_file_changes(unchecked: Store, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
     import lm.files as module
 
-    read, digest = [], module.file_sha256
-    monkeypatch.setattr(module, "file_sha256", lambda path: (read.append(path.name), digest(path))[1])
+    names, digest = [], module.file_sha256
+    monkeypatch.setattr(module, "file_sha256", lambda path: (names.append(path.name), digest(path))[1])
     Store.open(unchecked.path)
-    assert sorted(read) == sorted(unchecked.manifest["files"])
+    assert sorted(names) == sorted(unchecked.manifest["files"])
     assert "checking the sha256 of 0.0 GB, once" in capfd.readouterr().err
     Store.open(unchecked.path)
-    assert len(read) == len(unchecked.manifest["files"])
+    assert len(names) == len(unchecked.manifest["files"])
     assert capfd.readouterr().err == ""
     path = unchecked.path / "train-00000.bin"
     path.write_bytes(path.read_bytes())
     Store.open(unchecked.path)
-    assert read[len(unchecked.manifest["files"]) :] == [path.name]
+    assert names[len(unchecked.manifest["files"]) :] == [path.name]
 
 
 @pytest.mark.parametrize("name", ["train-00000.bin", "val.offsets.npy", "tokenizer.json"])
@@ -109,8 +109,8 @@ def test_an_altered_file_of_a_large_store_is_found(unchecked: Store, name: str):
 def test_damaged_cached_hashes_do_not_condemn_a_store(unchecked: Store):
     Store.open(unchecked.path)
     cache = unchecked.path.parent / ".hashes.json"
-    kept = json.loads(cache.read_text())
-    cache.write_text(json.dumps({name: [*state, "0" * 64] for name, (*state, _) in kept.items()}))
+    entries = json.loads(cache.read_text())
+    cache.write_text(json.dumps({name: [*state, "0" * 64] for name, (*state, _) in entries.items()}))
     assert Store.open(unchecked.path).fingerprint == unchecked.fingerprint
 
 
@@ -121,7 +121,7 @@ def test_a_large_store_opens_in_little_memory(data: DataConfig):
     path = store.path / "train-00000.bin"
     os.truncate(path, n_bytes)
     offsets = np.append(store.train.offsets[:-1], n_tokens).astype("<i8")
-    written = write_file(store.path / "train.offsets.npy", npy(offsets))
+    offsets_entry = write_file(store.path / "train.offsets.npy", npy(offsets))
     facts = store.manifest["splits"]["train"]
     facts = {
         **facts,
@@ -129,7 +129,7 @@ def test_a_large_store_opens_in_little_memory(data: DataConfig):
         "longest": int(np.diff(offsets).max()),
         "sources": [{**facts["sources"][0], "n_tokens": n_tokens}],
     }
-    files = {**store.manifest["files"], path.name: {"bytes": n_bytes, "sha256": file_sha256(path)}, **written}
+    files = {**store.manifest["files"], path.name: {"bytes": n_bytes, "sha256": file_sha256(path)}, **offsets_entry}
     write_manifest(store.path, {**store.manifest, "files": files, "splits": {**store.manifest["splits"], "train": facts}})
     script = (
         "import sys\nfrom pathlib import Path\nimport numpy as np\nfrom lm.data.store import Store\n"
@@ -138,8 +138,8 @@ def test_a_large_store_opens_in_little_memory(data: DataConfig):
         "assert store.train.take(np.array([9, 150_000_000 - 9]), 8).shape == (2, 8)\n"
         "print(peak_process_bytes() - before)"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(store.path)], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 64 * 2**20
+    result = subprocess.run([sys.executable, "-c", script, str(store.path)], capture_output=True, text=True, check=True)
+    assert int(result.stdout) < 64 * 2**20
 
 
 def test_the_store_of_the_data_benchmark_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -168,22 +168,22 @@ def test_verify_reads_everything_whatever_the_size(data: DataConfig, monkeypatch
 @pytest.fixture
 def sharded(data: DataConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Store, Store]:
     """The same text in shards of 100 tokens, and whole."""
-    whole = prepare(data)
+    single_file = prepare(data)
     monkeypatch.setattr("lm.data.store.SHARD_TOKENS", 100)
-    return prepare(dataclasses.replace(data, root=str(tmp_path / "sharded"))), whole
+    return prepare(dataclasses.replace(data, root=str(tmp_path / "sharded"))), single_file
 
 
 def test_shards_hold_the_tokens_of_one_file(sharded: tuple[Store, Store]):
-    store, whole = sharded
-    for split, one in ((store.train, whole.train), (store.val, whole.val)):
+    store, single_file = sharded
+    for split, other_split in ((store.train, single_file.train), (store.val, single_file.val)):
         assert len(split.shards) == -(-split.n_tokens // 100) > 1
         assert all(len(shard) == 100 for shard in split.shards[:-1])
-        np.testing.assert_array_equal(split.tokens, one.tokens)
-        np.testing.assert_array_equal(split.offsets, one.offsets)
-        assert split.unigram_cross_entropy == one.unigram_cross_entropy
+        np.testing.assert_array_equal(split.tokens, other_split.tokens)
+        np.testing.assert_array_equal(split.offsets, other_split.offsets)
+        assert split.unigram_cross_entropy == other_split.unigram_cross_entropy
         with pytest.raises(ValueError, match="read-only"):
             split.tokens[0] = 1
-    assert store.fingerprint != whole.fingerprint
+    assert store.fingerprint != single_file.fingerprint
 
 
 def test_take_gives_windows_across_the_borders_of_shards(sharded: tuple[Store, Store]):

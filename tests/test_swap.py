@@ -75,10 +75,10 @@ def test_match_keeps_the_mean_factor_on_the_logits_of_every_pair(old: object, ne
         for parameter in before.parameters():
             parameter.add_(torch.tensor([0.0, 0.2]))  # heads that differ
     after.init_from(before)
-    expected, found = before.scale_by_position(), after.scale_by_position()
-    torch.testing.assert_close(found.mean(-1), expected.mean(-1), atol=1e-6, rtol=0)
+    expected, factors = before.scale_by_position(), after.scale_by_position()
+    torch.testing.assert_close(factors.mean(-1), expected.mean(-1), atol=1e-6, rtol=0)
     if new == SSMAX_BIAS:  # a line in ln n follows any other exactly
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+        torch.testing.assert_close(factors, expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("options", [*OLD, SSMAX_BIAS, opt.PN(), opt.LogN(clip=True), opt.SSMax(n="sample")])
@@ -113,11 +113,11 @@ def test_softmax_becomes_affine_ssmax_without_any_change(tiny):
 @pytest.mark.parametrize("start", catalogue.ENTRIES)
 def test_a_swap_keeps_every_weight_around_the_normalizer(tiny, start: str):
     old = decoder(tiny, catalogue.OPTIONS[start]())
-    around = {name: value for name, value in old.state_dict().items() if not is_normalizer(name)}
-    for to in catalogue.ENTRIES:
-        new = swapped(old, catalogue.OPTIONS[to]())
-        assert new.config.normalizer == catalogue.OPTIONS[to]()
-        assert same(around, {name: value for name, value in new.state_dict().items() if not is_normalizer(name)})
+    other_weights = {name: value for name, value in old.state_dict().items() if not is_normalizer(name)}
+    for name in catalogue.ENTRIES:
+        new = swapped(old, catalogue.OPTIONS[name]())
+        assert new.config.normalizer == catalogue.OPTIONS[name]()
+        assert same(other_weights, {name: value for name, value in new.state_dict().items() if not is_normalizer(name)})
         assert new.state_dict().keys() == Decoder(new.config, 400, 32, seed=None).state_dict().keys()
 
 
@@ -156,18 +156,18 @@ def held_out(length: int, count: int = 3) -> HeldOut:
 
 
 def test_kl_is_that_of_the_definition():
-    drawn = torch.Generator().manual_seed(0)
-    p, q, weight = (torch.randn(*shape, generator=drawn) for shape in ((150, 8), (150, 8), (5000, 8)))
+    generator = torch.Generator().manual_seed(0)
+    p, q, weight = (torch.randn(*shape, generator=generator) for shape in ((150, 8), (150, 8), (5000, 8)))
     q.requires_grad_()
     head, capped = Head(8, 5000), Head(8, 5000, softcap=1.5)
     head.weight = capped.weight = torch.nn.Parameter(weight)
     logits = [x.double() @ weight.double().t() for x in (p, q)]
     log_p, log_q = logits[0].log_softmax(-1), (1.5 * torch.tanh(logits[1] / 1.5)).log_softmax(-1)
     expected = (log_p.exp() * (log_p - log_q)).sum(-1)
-    found = token_kl(p, head, q, capped)  # in several chunks
-    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-4)
+    divergences = token_kl(p, head, q, capped)  # in several chunks
+    torch.testing.assert_close(divergences.double(), expected, atol=1e-5, rtol=1e-4)
     assert token_kl(p, capped, p, capped).abs().max() == 0
-    (gradient,) = torch.autograd.grad(found.sum(), q, retain_graph=True)
+    (gradient,) = torch.autograd.grad(divergences.sum(), q, retain_graph=True)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected.sum(), q)[0], atol=1e-4, rtol=1e-3)
 
 
@@ -175,11 +175,11 @@ def test_attention_drift_is_half_the_l1_distance_of_the_weights(tiny, monkeypatc
     old = decoder(tiny)
     new = swapped(old, opt.SSMax(init=1.0))
     sequences = held_out(40, count=2)
-    expected, seen = 0.0, []
-    hook = old.normalizers()[0].register_forward_pre_hook(lambda _, arguments: seen.append(arguments))
+    expected, calls = 0.0, []
+    hook = old.normalizers()[0].register_forward_pre_hook(lambda _, arguments: calls.append(arguments))
     for row in sequences.sequences:
         old(torch.from_numpy(row[None, :-1]))
-        q, k, _, places = seen.pop()
+        q, k, _, places = calls.pop()
         a, b = (model.normalizers()[0].weights(q, k, places) for model in (old, new))
         expected += float((a - b).detach().abs().sum(-1).mean() / 2) / 2
     hook.remove()
@@ -229,8 +229,8 @@ def test_a_swap_is_measured_by_the_divergence_of_the_new_distribution_from_the_o
     p, q = (log_p(model, batch) for model in (old, new))
     losses = [-x.gather(2, batch.targets.unsqueeze(-1)).squeeze(-1) for x in (p, q)]
     kl, other = (p.exp() * (p - q)).sum(-1), (q.exp() * (q - p)).sum(-1)
-    found = compared(old, new, sequences, HERE)
-    for numbers, expected in zip(found, (*losses, kl), strict=True):
+    results = compared(old, new, sequences, HERE)
+    for numbers, expected in zip(results, (*losses, kl), strict=True):
         np.testing.assert_allclose(numbers, expected.numpy(), rtol=1e-3, atol=1e-5)
     assert abs(float(kl.mean() - other.mean())) > 0.02 * float(kl.mean())
 
@@ -243,8 +243,8 @@ def test_a_fit_gives_and_lowers_the_divergence_of_the_new_distribution_from_the_
     def divergence() -> tuple[float, float]:
         """Mean KL(old || new) over all tokens, and KL(new || old)."""
         pairs = [(log_p(old, batch), log_p(new, batch)) for batch in batches]
-        both = pairs, [pair[::-1] for pair in pairs]
-        return tuple(float(torch.stack([(a.exp() * (a - b)).sum(-1) for a, b in some]).mean()) for some in both)
+        orders = pairs, [pair[::-1] for pair in pairs]
+        return tuple(float(torch.stack([(a.exp() * (a - b)).sum(-1) for a, b in order]).mean()) for order in orders)
 
     before = divergence()
     start, end = fit(old, new, batches)
@@ -267,11 +267,11 @@ def trained(tiny_below, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def swap(
-    source: Path, out: Path, to: str = "ssmax", init: str | None = None, *overrides: str, checkpoint: str = "last"
+    source: Path, out: Path, target: str = "ssmax", init: str | None = None, *overrides: str, checkpoint: str = "last"
 ) -> tuple[Interval, float]:
     """The change of the loss at the training length, and the KL divergence there."""
-    found = {one.metric: one for one in swap_run(source, checkpoint, to, init, out, list(overrides)).evaluation.series}
-    return interval_of(found["change of loss"], 0), found["KL divergence"].means[0]
+    curves = {result.metric: result for result in swap_run(source, checkpoint, target, init, out, list(overrides)).evaluation.series}
+    return interval_of(curves["change of loss"], 0), curves["KL divergence"].means[0]
 
 
 def test_lm_swap_makes_a_run_folder_of_its_own_and_leaves_the_source_alone(trained: Path, tmp_path: Path):
@@ -281,28 +281,28 @@ def test_lm_swap_makes_a_run_folder_of_its_own_and_leaves_the_source_alone(train
     assert result.returncode == 0, result.stderr
     assert "softmax -> ssmax, step 40" in result.stdout
     assert before == {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
-    kept = series(out, "swap", 40)
-    whole = {(one.metric, one.what): one.whole for one in kept}
-    assert {one.what for one in kept if one.metric == "loss before"} == {f"sequences of {length}" for length in (32, 64, 128)}
-    loaded = load(out)
-    assert (loaded.config.name, loaded.config.model.normalizer, loaded.metadata["step"]) == ("out", opt.SSMax(), 40)
+    curves = series(out, "swap", 40)
+    means = {(result.metric, result.what): result.whole for result in curves}
+    assert {result.what for result in curves if result.metric == "loss before"} == {f"sequences of {length}" for length in (32, 64, 128)}
+    model = load(out)
+    assert (model.config.name, model.config.model.normalizer, model.metadata["step"]) == ("out", opt.SSMax(), 40)
     validation = series(trained, "validation", 40)[0].whole
-    assert whole["loss before", "sequences of 32"] == pytest.approx(validation, abs=1e-5)
-    (change,) = (one for one in kept if one.metric == "change of loss")
+    assert means["loss before", "sequences of 32"] == pytest.approx(validation, abs=1e-5)
+    (change,) = (result for result in curves if result.metric == "change of loss")
     assert change.axis.values == (32, 64, 128)
     for length, mean in zip((32, 64, 128), change.means, strict=True):
-        what = f"sequences of {length}"
-        assert mean == pytest.approx(whole["loss after", what] - whole["loss before", what], abs=1e-5)
+        label = f"sequences of {length}"
+        assert mean == pytest.approx(means["loss after", label] - means["loss before", label], abs=1e-5)
     evaluated = command("eval", str(out))
     assert evaluated.returncode == 0, evaluated.stderr
     after = series(out, "validation", 40)[0].whole
-    assert after == pytest.approx(whole["loss after", "sequences of 32"], abs=1e-5)
+    assert after == pytest.approx(means["loss after", "sequences of 32"], abs=1e-5)
     assert command("report", str(trained), str(out), "-o", str(tmp_path / "report")).returncode == 0
     assert (
         "| softmax -> ssmax after training (init match) | 1 |" in (tmp_path / "report/table.md").read_text().partition("Change of loss")[2]
     )
-    refused = command("swap", str(trained), "--to", "ssmax", "-o", str(out))
-    assert (refused.returncode, refused.stderr) == (1, f"error: {out}: exists already; choose another\n")
+    refusal = command("swap", str(trained), "--to", "ssmax", "-o", str(out))
+    assert (refusal.returncode, refusal.stderr) == (1, f"error: {out}: exists already; choose another\n")
     assert not list(tmp_path.glob(".out*"))
 
 
@@ -329,11 +329,11 @@ def test_a_swap_prints_its_factors_and_warns_where_they_are_far_from_the_old(
 
 
 def test_a_swap_prints_the_interval_of_every_length(trained: Path, tmp_path: Path):
-    printed = command("swap", str(trained), "--to", "ssmax", "-o", str(tmp_path / "out")).stdout
+    output = command("swap", str(trained), "--to", "ssmax", "-o", str(tmp_path / "out")).stdout
     for length in (32, 64, 128):
-        assert re.search(rf"{length} tokens +-?0\.\d+ \[-?0\.\d+, -?0\.\d+\] ", printed), printed
-    assert re.search("curve +first value \\(at\\) +last value \\(at\\)", printed)
-    assert "inference setting" not in printed  # a swap has none
+        assert re.search(rf"{length} tokens +-?0\.\d+ \[-?0\.\d+, -?0\.\d+\] ", output), output
+    assert re.search("curve +first value \\(at\\) +last value \\(at\\)", output)
+    assert "inference setting" not in output  # a swap has none
 
 
 def test_affine_ssmax_changes_nothing_and_fit_no_more_than_match(trained: Path, tmp_path: Path):
@@ -343,11 +343,11 @@ def test_affine_ssmax_changes_nothing_and_fit_no_more_than_match(trained: Path, 
     assert (affine[0].mean, affine[0].bounded, affine[1]) == (0.0, False, 0.0)
     assert fit[1] < match[1]
     assert abs(fit[0].mean) <= abs(match[0].mean) + 1e-4
-    inside = [{n: v for n, v in weights(tmp_path / name).items() if is_normalizer(n)} for name in ("match", "fit")]
-    assert not same(*inside)
-    outside = [{n: v for n, v in weights(tmp_path / name).items() if not is_normalizer(n)} for name in ("match", "fit")]
-    assert same(*outside)
-    assert same(outside[0], weights(trained))
+    normalizer_weights = [{n: v for n, v in weights(tmp_path / name).items() if is_normalizer(n)} for name in ("match", "fit")]
+    assert not same(*normalizer_weights)
+    other_weights = [{n: v for n, v in weights(tmp_path / name).items() if not is_normalizer(n)} for name in ("match", "fit")]
+    assert same(*other_weights)
+    assert same(other_weights[0], weights(trained))
 
 
 @pytest.mark.parametrize(("init", "s"), [("unit", 1.0), ("0.3", 0.3), ("match", 32 / math.lgamma(33))])
@@ -405,12 +405,12 @@ def test_a_run_a_checkpoint_and_an_export_give_the_same_model(tiny, tmp_path: Pa
     assert result.returncode == 0, result.stderr
     assert sorted(path.name for path in (tmp_path / "exported").iterdir()) == ["lm.json", "model.safetensors", "tokenizer.json"]
     tokens = torch.arange(40)[None]
-    given = [lm.load(path) for path in (folder, folder / "checkpoints" / "step-000008.ckpt", str(tmp_path / "exported"))]
-    for one in given:
-        assert not one.decoder.training
-        assert torch.equal(one.decoder.logits(tokens), given[0].decoder.logits(tokens))
-        assert one.tokenizer.decode(one.tokenizer.encode("a few words").ids) == "a few words"
-        assert (one.metadata["step"], one.config) == (8, given[0].config)
+    models = [lm.load(path) for path in (folder, folder / "checkpoints" / "step-000008.ckpt", str(tmp_path / "exported"))]
+    for model in models:
+        assert not model.decoder.training
+        assert torch.equal(model.decoder.logits(tokens), models[0].decoder.logits(tokens))
+        assert model.tokenizer.decode(model.tokenizer.encode("a few words").ids) == "a few words"
+        assert (model.metadata["step"], model.config) == (8, models[0].config)
     assert command("export", str(folder), "-o", str(tmp_path / "exported")).returncode == 1
     (tmp_path / "exported" / "model.safetensors").write_bytes(b"x")
     with pytest.raises(RunError, match=r"model.safetensors: not readable"):
@@ -436,8 +436,8 @@ def test_a_phase_changes_the_normalizer_and_nothing_else(tiny):
     state = load_checkpoint(swapped_run / "checkpoints" / "step-000005.ckpt")["optimizer"]
     steps = {int(moments["step"]) for moments in state.values()}
     assert steps == {1, 5}  # new parameters start afresh, the others go on
-    kept = {one.metric: one.means for one in series(swapped_run, "swap", 4)}
-    assert kept["KL divergence"].tolist() == [0.0] * 3
+    means = {result.metric: result.means for result in series(swapped_run, "swap", 4)}
+    assert means["KL divergence"].tolist() == [0.0] * 3
 
 
 def test_new_runs_start_from_other_weights(trained: Path, tiny, tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -457,8 +457,8 @@ def test_only_the_normalizer_is_trained_if_asked(trained: Path, tiny, tmp_path: 
     config = tiny("name=few", *options)
     train(config)
     before, after = weights(tmp_path / "out"), weights(config.run_folder)
-    moved = {name for name in after if not torch.equal(before[name], after[name])}
-    assert moved == {f"blocks.{layer}.attention.normalizer.s" for layer in (0, 1)}
+    changed_names = {name for name in after if not torch.equal(before[name], after[name])}
+    assert changed_names == {f"blocks.{layer}.attention.normalizer.s" for layer in (0, 1)}
     with pytest.raises(ConfigError, match=r"train_only = 'normalizer': softmax has no parameters to train"):
         train(tiny("name=none", "train_only=normalizer"))
 
@@ -466,10 +466,10 @@ def test_only_the_normalizer_is_trained_if_asked(trained: Path, tiny, tmp_path: 
 def test_weights_that_do_not_fit_are_refused_with_both_sides_and_a_way_out(trained: Path, tiny, tmp_path: Path):
     def refused(*options: str) -> str:
         config = tiny("name=refused", f"init_from={trained}", *options)
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError) as error:
             train(config)
         assert not config.run_folder.exists()
-        return str(caught.value)
+        return str(error.value)
 
     assert "lm swap" in refused("model.normalizer={name: ssmax, bias: true, n: sample}")
     assert "--to ssmax model.normalizer.bias=true model.normalizer.n=sample -o OUT" in refused(
@@ -498,8 +498,8 @@ def test_log_n_from_another_training_length_is_refused(tiny):
 def test_a_swap_to_the_same_normalizer_follows_what_was_learned(tiny, tmp_path: Path):
     train(tiny("name=learned", "model.normalizer={name: ssmax, init: unit}"))
     source = tiny("name=learned").run_folder
-    one = swap(source, tmp_path / "affine", "ssmax", None, "model.normalizer.bias=true")
-    assert one[1] < 1e-6
+    affine = swap(source, tmp_path / "affine", "ssmax", None, "model.normalizer.bias=true")
+    assert affine[1] < 1e-6
     assert load(tmp_path / "affine").config.model.normalizer.init == "match"
     with pytest.raises(RunError, match=r"not a run folder, of which a checkpoint \(best\) could be chosen"):
         load(source / "checkpoints" / "last.ckpt", "best")
@@ -508,8 +508,12 @@ def test_a_swap_to_the_same_normalizer_follows_what_was_learned(tiny, tmp_path: 
 def test_a_swapped_run_keeps_the_configuration_of_its_training(tiny, tmp_path: Path):
     train(tiny("name=source"))
     swap(tiny("name=source").run_folder, tmp_path / "out")
-    ours, theirs = load(tmp_path / "out").config, load(tiny("name=source").run_folder).config
-    assert (ours.trainer, ours.optim, ours.data) == (theirs.trainer, theirs.optim, theirs.data)
+    swapped_config, source_config = load(tmp_path / "out").config, load(tiny("name=source").run_folder).config
+    assert (swapped_config.trainer, swapped_config.optim, swapped_config.data) == (
+        source_config.trainer,
+        source_config.optim,
+        source_config.data,
+    )
 
 
 def test_a_report_says_what_was_swapped_and_what_weights_had_seen(trained: Path, tiny, tmp_path: Path):

@@ -18,20 +18,20 @@ INDICES, SUBSETS = st.integers(0, 2**32 - 1), st.sampled_from(["train", "test"])
 @settings(max_examples=60, deadline=None)
 def test_recall_asks_each_key_once_and_shows_each_value_in_its_pair_alone(index: int, subset: str, length: int, queries: int):
     task = MQAR(queries=queries)
-    made = example(task, 1, index, length, subset)
-    tokens, asked = made.tokens, made.questions[:, 0]
+    sequence = example(task, 1, index, length, subset)
+    tokens, answers = sequence.tokens, sequence.questions[:, 0]
     front = tokens[: length + 1 - 2 * queries]
-    assert len(asked) == queries
-    assert (asked == np.arange(len(front) + 1, length + 1, 2)).all(), "questions are the end of the sequence"
+    assert len(answers) == queries
+    assert (answers == np.arange(len(front) + 1, length + 1, 2)).all(), "questions are the end of the sequence"
     pairs = np.flatnonzero(front < task.keys)
-    assert len(pairs) == len(set(front[pairs])) == made.candidates == 8
-    known = dict(zip(front[pairs], front[pairs + 1], strict=True))
-    assert len(set(known.values())) == 8
+    assert len(pairs) == len(set(front[pairs])) == sequence.candidates == 8
+    values = dict(zip(front[pairs], front[pairs + 1], strict=True))
+    assert len(set(values.values())) == 8
     assert ((front >= task.keys) & (front < task.keys + task.values)).sum() == 8, "filler is neither key nor value"
-    assert len(set(tokens[asked - 1])) == queries
-    for at in asked:
-        assert known[tokens[at - 1]] == tokens[at]
-        assert (tokens == tokens[at]).sum() == (tokens == tokens[at - 1]).sum() == 2
+    assert len(set(tokens[answers - 1])) == queries
+    for place in answers:
+        assert values[tokens[place - 1]] == tokens[place]
+        assert (tokens == tokens[place]).sum() == (tokens == tokens[place - 1]).sum() == 2
 
 
 @given(index=INDICES)
@@ -39,8 +39,8 @@ def test_recall_asks_each_key_once_and_shows_each_value_in_its_pair_alone(index:
 def test_training_and_test_sequences_of_recall_share_no_pair_if_asked(index: int):
     task = MQAR(held_out="pairs")
     for subset in ("train", "test"):
-        made = example(task, 1, index, 64, subset)
-        keys, values = made.tokens[made.needles[:, 0]], made.tokens[made.evidence[:, 0]] - task.keys
+        sequence = example(task, 1, index, 64, subset)
+        keys, values = sequence.tokens[sequence.needles[:, 0]], sequence.tokens[sequence.evidence[:, 0]] - task.keys
         assert (((keys + values) % 8 == 0) == (subset == "test")).all()
     assert MQAR(held_out="pairs", joined=True).problems()
     assert MQAR(held_out="pairs", values=63).problems()
@@ -54,9 +54,9 @@ def test_training_and_test_sequences_of_recall_share_no_list_of_pairs(index: int
     lists = {}
     for subset in ("train", "test"):
         for number in range(index % 2**40, index % 2**40 + 40):
-            made = example(task, 1, number, 24, subset)
-            order = np.argsort(made.needles[:, 0])
-            keys, values = made.tokens[made.needles[order, 0]], made.tokens[made.evidence[order, 0]]
+            sequence = example(task, 1, number, 24, subset)
+            order = np.argsort(sequence.needles[:, 0])
+            keys, values = sequence.tokens[sequence.needles[order, 0]], sequence.tokens[sequence.evidence[order, 0]]
             lists.setdefault(subset, set()).add((*keys.tolist(), *values.tolist()))
     assert not lists["train"] & lists["test"]
 
@@ -65,13 +65,13 @@ def test_training_and_test_sequences_of_recall_share_no_list_of_pairs(index: int
 @settings(max_examples=60, deadline=None)
 def test_joined_pairs_are_one_symbol_each(index: int, subset: str, length: int):
     task = MQAR(keys=16, values=12, filler=5, pairs=8, joined=True)
-    made = example(task, 1, index, length, subset)
-    assert ((made.tokens[:-16] >= 33).sum(), made.candidates) == (8, 8)
-    pairs = made.tokens[made.evidence[:, 0]] - 33
-    assert (pairs // 12 == made.tokens[made.questions[:, 0] - 1]).all()
-    assert (pairs % 12 == made.tokens[made.questions[:, 0]] - 16).all()
+    sequence = example(task, 1, index, length, subset)
+    assert ((sequence.tokens[:-16] >= 33).sum(), sequence.candidates) == (8, 8)
+    pairs = sequence.tokens[sequence.evidence[:, 0]] - 33
+    assert (pairs // 12 == sequence.tokens[sequence.questions[:, 0] - 1]).all()
+    assert (pairs % 12 == sequence.tokens[sequence.questions[:, 0]] - 16).all()
     assert len(set(pairs // 12)) == len(set(pairs % 12)) == 8
-    assert made.tokens[:-16].min() >= 28, "filler is neither key nor value"
+    assert sequence.tokens[:-16].min() >= 28, "filler is neither key nor value"
 
 
 def test_varied_recall_trains_on_fewer_pairs_and_tests_on_all():
@@ -82,8 +82,8 @@ def test_varied_recall_trains_on_fewer_pairs_and_tests_on_all():
 
 def test_options_that_contradict_each_other_are_named():
     assert MQAR().problems() == Maximum().problems() == []
-    assert [one.path for one in MQAR(keys=4, values=4, pairs=5, queries=6).problems()] == ["queries", "pairs", "pairs"]
-    assert [one.path for one in Maximum(priorities=4, payloads=4).problems()] == ["items", "items"]
+    assert [problem.path for problem in MQAR(keys=4, values=4, pairs=5, queries=6).problems()] == ["queries", "pairs", "pairs"]
+    assert [problem.path for problem in Maximum(priorities=4, payloads=4).problems()] == ["items", "items"]
 
 
 # ---------------------------------------------------------------- the other tasks of symbols
@@ -93,13 +93,13 @@ def test_options_that_contradict_each_other_are_named():
 @settings(max_examples=60, deadline=None)
 def test_a_copied_string_stands_twice_and_no_symbol_of_it_elsewhere(index: int, subset: str, length: int):
     task = Copy()
-    made = example(task, 1, index, length, subset)
-    (start, stop), (begin, end) = made.questions[0], made.evidence[0]
-    assert occurrences(made.tokens, made.tokens[start:stop]) == 2
-    assert made.tokens[start - 1] == task.vocab_size - 1
-    outside = np.delete(made.tokens, [*range(begin, end), *range(start - 1, stop)])
-    assert (outside >= task.symbols).all()
-    assert (outside < task.vocab_size - 1).all()
+    sequence = example(task, 1, index, length, subset)
+    (start, stop), (begin, end) = sequence.questions[0], sequence.evidence[0]
+    assert occurrences(sequence.tokens, sequence.tokens[start:stop]) == 2
+    assert sequence.tokens[start - 1] == task.vocab_size - 1
+    rest = np.delete(sequence.tokens, [*range(begin, end), *range(start - 1, stop)])
+    assert (rest >= task.symbols).all()
+    assert (rest < task.vocab_size - 1).all()
 
 
 @given(index=INDICES, subset=SUBSETS, length=st.integers(12, 120))
@@ -126,13 +126,13 @@ def test_the_largest_is_what_is_asked_for(index: int, subset: str, length: int):
 @settings(max_examples=60, deadline=None)
 def test_a_read_gives_what_was_written_last(index: int, subset: str, length: int, symbols: int, ignored: float):
     task = FlipFlop(symbols=symbols, ignored=ignored)
-    made = example(task, 1, index, length, subset)
-    body = made.tokens[(length + 1) % 2 :]
-    held, reads = None, []
-    for at, (verb, symbol) in enumerate(body.reshape(-1, 2)):
+    sequence = example(task, 1, index, length, subset)
+    body = sequence.tokens[(length + 1) % 2 :]
+    bit, answers = None, []
+    for number, (verb, symbol) in enumerate(body.reshape(-1, 2)):
         if verb == symbols:
-            held = symbol
+            bit = symbol
         if verb == symbols + 2:
-            assert symbol == held
-            reads.append((length + 1) % 2 + 2 * at + 1)
-    assert made.questions[:, 0].tolist() == reads
+            assert symbol == bit
+            answers.append((length + 1) % 2 + 2 * number + 1)
+    assert sequence.questions[:, 0].tolist() == answers

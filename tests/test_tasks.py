@@ -52,24 +52,24 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
 
 
 def label(task: Task) -> str:
-    changed = [f"{name}={value}" for name, value in vars(task).items() if value != getattr(type(task)(), name)]
-    return "-".join([task.name, *changed])
+    changes = [f"{name}={value}" for name, value in vars(task).items() if value != getattr(type(task)(), name)]
+    return "-".join([task.name, *changes])
 
 
-def check(task: Task, made: Example, length: int) -> None:
+def check(task: Task, sequence: Example, length: int) -> None:
     """What holds for a sequence of every task."""
-    assert made.tokens.shape == (length + 1,)
-    assert made.tokens.dtype == np.int64
-    assert made.questions.shape == made.evidence.shape == made.needles.shape
-    assert (made.questions[:, 0] >= 1).all()
-    assert made.questions[-1, 1] == length + 1, "a sequence ends with an answer"
-    assert made.answers.sum() == (made.questions[:, 1] - made.questions[:, 0]).sum()
-    for (start, stop), (begin, end), (first, last) in zip(made.questions, made.evidence, made.needles, strict=True):
-        assert made.answers[start - 1 : stop - 1].all()
+    assert sequence.tokens.shape == (length + 1,)
+    assert sequence.tokens.dtype == np.int64
+    assert sequence.questions.shape == sequence.evidence.shape == sequence.needles.shape
+    assert (sequence.questions[:, 0] >= 1).all()
+    assert sequence.questions[-1, 1] == length + 1, "a sequence ends with an answer"
+    assert sequence.answers.sum() == (sequence.questions[:, 1] - sequence.questions[:, 0]).sum()
+    for (start, stop), (begin, end), (first, last) in zip(sequence.questions, sequence.evidence, sequence.needles, strict=True):
+        assert sequence.answers[start - 1 : stop - 1].all()
         if end:
             assert first <= begin < end <= last <= start
             if not getattr(task, "joined", False):
-                assert (made.tokens[begin:end] == made.tokens[start:stop]).all()
+                assert (sequence.tokens[begin:end] == sequence.tokens[start:stop]).all()
 
 
 # ---------------------------------------------------------------- every task
@@ -81,9 +81,9 @@ def check(task: Task, made: Example, length: int) -> None:
 def test_sequences_of_symbols_are_of_the_length_asked_for_and_show_their_answers(
     task: Task, seed: int, index: int, length: int, subset: str
 ):
-    made = example(task, seed, index, length, subset)
-    check(task, made, length)
-    assert 0 <= made.tokens.min() <= made.tokens.max() < task.vocab_size
+    sequence = example(task, seed, index, length, subset)
+    check(task, sequence, length)
+    assert 0 <= sequence.tokens.min() <= sequence.tokens.max() < task.vocab_size
 
 
 @pytest.mark.parametrize("task", [*TEXTUAL, *CONTROLS], ids=label)
@@ -92,10 +92,10 @@ def test_sequences_of_symbols_are_of_the_length_asked_for_and_show_their_answers
 def test_sequences_of_text_are_of_the_length_asked_for_and_show_their_answers(
     text: Text, task: Task, seed: int, index: int, length: int, subset: str
 ):
-    made = example(task, seed, index, length, subset, text)
-    check(task, made, length)
-    assert made.tokens.max() < text.vocab_size
-    assert (made.evidence.max(1) == 0).all() == task.absent
+    sequence = example(task, seed, index, length, subset, text)
+    check(task, sequence, length)
+    assert sequence.tokens.max() < text.vocab_size
+    assert (sequence.evidence.max(1) == 0).all() == task.absent
 
 
 def digest(task: Task, length: int, text: Text | None = None) -> str:
@@ -129,9 +129,9 @@ def test_another_process_makes_the_same_sequences():
 
 def test_text_sequences_depend_on_their_arguments_alone(text: Text):
     for task in TEXTUAL:
-        one, same, other = (example(task, 3, index, 400, "train", text) for index in (8, 8, 9))
-        assert (one.tokens == same.tokens).all()
-        assert not np.array_equal(one.tokens, other.tokens)
+        first, second, other = (example(task, 3, index, 400, "train", text) for index in (8, 8, 9))
+        assert (first.tokens == second.tokens).all()
+        assert not np.array_equal(first.tokens, other.tokens)
 
 
 @pytest.mark.parametrize("task", SYMBOLIC, ids=label)
@@ -159,11 +159,11 @@ def test_the_least_length_named_is_the_least():
 
 
 def test_sequences_too_few_to_keep_training_and_test_apart_are_an_error():
-    found = {}
+    by_subset = {}
     for subset in ("train", "test"):
         with contextlib.suppress(ValueError):  # sequences of a write and a read: there are two
-            found[subset] = {example(FlipFlop(), 1, index, 4, subset).tokens.tobytes() for index in range(20)}
-    assert sum(map(len, found.values())) == len(set().union(*found.values())) == 2
+            by_subset[subset] = {example(FlipFlop(), 1, index, 4, subset).tokens.tobytes() for index in range(20)}
+    assert sum(map(len, by_subset.values())) == len(set().union(*by_subset.values())) == 2
     with pytest.raises(ValueError, match="too few different contents to have some for test sequences alone"):
         list(Draw(1, "test", 0).tries())
 
@@ -180,15 +180,15 @@ def test_sequences_too_few_to_keep_training_and_test_apart_are_an_error():
     ids=lambda value: label(value) if isinstance(value, Task) else str(value),
 )
 def test_the_entropy_of_sequences_is_that_of_many_draws(task: Task, length: int):
-    drawn = [example(task, 1, index, length, "test" if index % 8 == 0 else "train").tokens.tobytes() for index in range(4000)]
-    counts = np.array(list(Counter(drawn).values())) / 4000
+    draws = [example(task, 1, index, length, "test" if index % 8 == 0 else "train").tokens.tobytes() for index in range(4000)]
+    counts = np.array(list(Counter(draws).values())) / 4000
     assert -(counts * np.log(counts)).sum() == pytest.approx(task.entropy(length), rel=0.1)
 
 
 def test_test_sequences_that_can_not_all_differ_are_refused():
-    about = round(FlipFlop().distinct(16, "test"))
-    check_task(FlipFlop(), 1, 16, "test", about)
-    with pytest.raises(TaskError, match=f"5,000 test sequences can't all differ: there are about {about}"):
+    count = round(FlipFlop().distinct(16, "test"))
+    check_task(FlipFlop(), 1, 16, "test", count)
+    with pytest.raises(TaskError, match=f"5,000 test sequences can't all differ: there are about {count}"):
         check_task(FlipFlop(), 1, 16, "test", 5000)
     symbols = [
         "data.seq_len=16",
@@ -197,15 +197,21 @@ def test_test_sequences_that_can_not_all_differ_are_refused():
         "eval.swap_lengths=[1]",
         "data.source=package",
     ]
-    load([TINY, *symbols, "data.tasks=[{task: flip_flop}]", f"eval.sequences={about}"])
-    with pytest.raises(ConfigError, match=rf"^eval\.sequences = 5000: can't all differ: flip_flop has about {about} test sequences of 16"):
+    load([TINY, *symbols, "data.tasks=[{task: flip_flop}]", f"eval.sequences={count}"])
+    with pytest.raises(ConfigError, match=rf"^eval\.sequences = 5000: can't all differ: flip_flop has about {count} test sequences of 16"):
         load([TINY, *symbols, "data.tasks=[{task: flip_flop}]", "eval.sequences=5000"])
 
 
 @pytest.mark.parametrize("task", ["{name: mqar, keys: 1, values: 1, pairs: 1, queries: 1}", "{name: copy, symbols: 2, span: 100}"])
 def test_a_run_whose_task_has_no_sequences_is_refused_in_one_line(tmp_path: Path, task: str):
-    made = ["data.seq_len=32", f"data.root={tmp_path}", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]", "data.source=package"]
-    data = load([TINY, *made, f"data.tasks=[{{task: {task}}}]", "eval.sequences=1"]).data
+    overrides = [
+        "data.seq_len=32",
+        f"data.root={tmp_path}",
+        "eval.long_context.length_factor=0",
+        "eval.swap_lengths=[1]",
+        "data.source=package",
+    ]
+    data = load([TINY, *overrides, f"data.tasks=[{{task: {task}}}]", "eval.sequences=1"]).data
     with pytest.raises(DataError, match=r"^data\.tasks: (mqar|copy): .*; change data\.seq_len or the task's options$"):
         prepare(data)
     assert not list(tmp_path.rglob("manifest.json"))
@@ -220,9 +226,9 @@ HOSTILE = st.sampled_from(
 def options_of(name: str) -> st.SearchStrategy[dict[str, object]]:
     """Options of a task, one of them at its bounds or beyond."""
     names = [option.name for option in fields(TASKS[name])]
-    usual = st.fixed_dictionaries({}, optional={one.name: USUAL[one.type] for one in fields(TASKS[name]) if one.type in USUAL})
+    usual = st.fixed_dictionaries({}, optional={spec.name: USUAL[spec.type] for spec in fields(TASKS[name]) if spec.type in USUAL})
     hostile = st.dictionaries(st.sampled_from(names), HOSTILE, max_size=1)
-    return st.tuples(usual, hostile).map(lambda chosen: {"name": name, **chosen[0], **chosen[1]})
+    return st.tuples(usual, hostile).map(lambda parts: {"name": name, **parts[0], **parts[1]})
 
 
 @given(
@@ -236,20 +242,20 @@ def test_any_options_give_a_valid_sequence_or_an_error_of_one_line(text: Text, o
     problems: list[Problem] = []
     task = build(TASKS[options["name"]], options, "task", problems)
     problems += own_problems(task, "task")
-    assert all("\n" not in str(one) for one in problems)
+    assert all("\n" not in str(problem) for problem in problems)
     if problems:
         return
     assert task.distinct(length, subset) > 0
-    begin, made, refusal = time.process_time(), None, ""
+    begin, sequence, refusal = time.process_time(), None, ""
     try:
-        made = example(task, 1, index, length, subset, text)
+        sequence = example(task, 1, index, length, subset, text)
     except TaskError as error:
         refusal = str(error)
     assert "\n" not in refusal
     assert time.process_time() - begin < 20
-    if made:
-        check(task, made, length)
-        assert 0 <= made.tokens.min() <= made.tokens.max() < (task.vocab_size or text.vocab_size)
+    if sequence:
+        check(task, sequence, length)
+        assert 0 <= sequence.tokens.min() <= sequence.tokens.max() < (task.vocab_size or text.vocab_size)
 
 
 def test_the_table_names_each_task():
@@ -262,16 +268,16 @@ def test_the_table_names_each_task():
 @given(room=st.integers(0, 40), widths=st.lists(st.integers(1, 5), max_size=6), seed=SEEDS)
 def test_places_are_side_by_side_and_in_the_room(room: int, widths: list[int], seed: int):
     room += sum(widths)
-    at = Draw(seed, "train", 0).places(room, widths)
-    ends = at + np.array(widths, dtype=int)
-    assert (at >= np.concatenate(([0], ends[:-1])))[: len(at)].all() if len(at) else True
-    assert len(at) == len(widths)
+    starts = Draw(seed, "train", 0).places(room, widths)
+    ends = starts + np.array(widths, dtype=int)
+    assert (starts >= np.concatenate(([0], ends[:-1])))[: len(starts)].all() if len(starts) else True
+    assert len(starts) == len(widths)
     assert (ends <= room).all()
 
 
 def test_all_places_are_alike():
-    seen = [tuple(Draw(1, "train", index).places(5, [2, 1])) for index in range(6000)]
-    counts = {at: seen.count(at) for at in set(seen)}
+    draws = [tuple(Draw(1, "train", index).places(5, [2, 1])) for index in range(6000)]
+    counts = {place: draws.count(place) for place in set(draws)}
     assert len(counts) == 6  # two spare positions in three gaps
     assert min(counts.values()) > 850
 
@@ -286,22 +292,22 @@ def test_draws_are_even():
 # ---------------------------------------------------------------- text
 
 
-def numbers_of(text: Text, made: Example) -> list[str]:
-    return [text.decode(made.tokens[start:stop]).strip() for start, stop in made.questions]
+def numbers_of(text: Text, sequence: Example) -> list[str]:
+    return [text.decode(sequence.tokens[start:stop]).strip() for start, stop in sequence.questions]
 
 
 @pytest.mark.parametrize("task", [*TEXTUAL, *CONTROLS], ids=label)
 @given(index=INDICES, subset=SUBSETS)
 @settings(max_examples=15, deadline=None)
 def test_an_answer_stands_nowhere_else_in_tokens_or_text(text: Text, task: Task, index: int, subset: str):
-    made = example(task, 1, index, 500, subset, text)
+    sequence = example(task, 1, index, 500, subset, text)
     expected = 1 if task.absent else 3 if isinstance(task, Passkey) else 2
-    whole = text.decode(made.tokens)
-    for number, (start, stop) in zip(numbers_of(text, made), made.questions, strict=True):
+    content = text.decode(sequence.tokens)
+    for number, (start, stop) in zip(numbers_of(text, sequence), sequence.questions, strict=True):
         assert number.isdigit()
         assert len(number) == (5 if isinstance(task, Passkey) else 7)
-        assert whole.count(number) == expected
-        assert occurrences(made.tokens, made.tokens[start:stop]) == expected
+        assert content.count(number) == expected
+        assert occurrences(sequence.tokens, sequence.tokens[start:stop]) == expected
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.1, 0.5, 0.99, 1.0])
@@ -309,10 +315,12 @@ def test_an_answer_stands_nowhere_else_in_tokens_or_text(text: Text, task: Task,
 def test_the_needle_lies_at_its_depth_to_the_token(text: Text, depth: float, length: int):
     for index in range(5):
         for task in (Needle(depth=depth), Passkey(depth=depth)):
-            made = example(task, 1, index, length, "train", text)
-            (start, stop), question = made.needles[0], made.questions[0]
+            sequence = example(task, 1, index, length, "train", text)
+            (start, stop), question = sequence.needles[0], sequence.questions[0]
             asking = text.encode("\nWhat is the special magic") if isinstance(task, Needle) else text.encode(" What is the pass key")
-            end = next(at for at in range(question[0] - len(asking), 0, -1) if (made.tokens[at : at + len(asking)] == asking).all())
+            end = next(
+                place for place in range(question[0] - len(asking), 0, -1) if (sequence.tokens[place : place + len(asking)] == asking).all()
+            )
             filler = end - (stop - start)
             assert start == round(depth * filler)
 
@@ -321,50 +329,50 @@ def test_the_needle_lies_at_its_depth_to_the_token(text: Text, depth: float, len
 @settings(max_examples=15, deadline=None)
 def test_needles_and_their_questions_say_what_they_should(text: Text, index: int):
     task = Needle(needles=2, distractors=1)
-    made = example(task, 1, index, 600, "test", text)
-    assert text.decode(made.tokens).count("The special magic") == 5
-    for (first, last), (begin, end), number in zip(made.needles, made.evidence, numbers_of(text, made), strict=True):
-        sentence = text.decode(made.tokens[first:last])
+    sequence = example(task, 1, index, 600, "test", text)
+    assert text.decode(sequence.tokens).count("The special magic") == 5
+    for (first, last), (begin, end), number in zip(sequence.needles, sequence.evidence, numbers_of(text, sequence), strict=True):
+        sentence = text.decode(sequence.tokens[first:last])
         city = sentence.removeprefix(" The special magic ").partition(" number")[0]
         assert sentence == f" The special magic {city} number is: {number}."
-        assert text.decode(made.tokens[begin:end]) == f" {number}"
-        assert f"\nWhat is the special magic {city} number? The special magic {city} number is: {number}" in text.decode(made.tokens)
+        assert text.decode(sequence.tokens[begin:end]) == f" {number}"
+        assert f"\nWhat is the special magic {city} number? The special magic {city} number is: {number}" in text.decode(sequence.tokens)
 
 
 def test_the_control_is_without_needle_but_with_its_distractors(text: Text):
-    made = example(Needle(distractors=3, absent=True), 1, 0, 500, "test", text)
-    whole = text.decode(made.tokens)
-    assert whole.count("number is: ") >= 4
-    assert made.candidates == 3
-    (number,) = numbers_of(text, made)
-    assert whole.endswith(number)
+    sequence = example(Needle(distractors=3, absent=True), 1, 0, 500, "test", text)
+    content = text.decode(sequence.tokens)
+    assert content.count("number is: ") >= 4
+    assert sequence.candidates == 3
+    (number,) = numbers_of(text, sequence)
+    assert content.endswith(number)
     assert "The special magic" not in text.decode(example(Needle(absent=True), 1, 0, 300, "test", text).tokens).partition("\nWhat")[0]
 
 
 @pytest.mark.parametrize("task", [Needle(distractors=1), Passkey()], ids=label)
 def test_training_and_test_sequences_of_text_share_no_number(text: Text, task: Task):
-    asked = {
+    by_subset = {
         subset: {n for i in range(60) for n in numbers_of(text, example(task, 1, i, 300, subset, text))} for subset in ("train", "test")
     }
-    assert not asked["train"] & asked["test"]
-    for subset, numbers in asked.items():
+    assert not by_subset["train"] & by_subset["test"]
+    for subset, numbers in by_subset.items():
         assert all(Draw(1, subset, 0).owns(int(number)) for number in numbers)
 
 
 def test_filler_is_of_the_split_and_within_a_document(text: Text):
     for subset, split in text._splits.items():
-        whole = split.tokens.tobytes()
+        content = split.tokens.tobytes()
         for index in range(30):
-            made = text.filler(Draw(1, subset, index), 200)
-            assert made.astype(split.dtype).tobytes() in whole
-            assert not (made == split.tokens[0]).any(), "a document begins with the end-of-text token"
-        across = text.filler(Draw(1, subset, 0), split.longest + 1)
-        assert len(across) == split.longest + 1
+            tokens = text.filler(Draw(1, subset, index), 200)
+            assert tokens.astype(split.dtype).tobytes() in content
+            assert not (tokens == split.tokens[0]).any(), "a document begins with the end-of-text token"
+        tokens_across = text.filler(Draw(1, subset, 0), split.longest + 1)
+        assert len(tokens_across) == split.longest + 1
         with pytest.raises(ValueError, match="more than the"):
             text.filler(Draw(1, subset, 0), split.n_tokens + 1)
 
 
 def test_depth_moves_the_needle_and_leaves_the_rest_alone(text: Text):
     shallow, deep = (example(replace(Needle(), depth=depth), 1, 0, 300, "test", text) for depth in (0.0, 1.0))
-    cut = [np.delete(made.tokens, np.arange(*made.needles[0])) for made in (shallow, deep)]
-    assert (cut[0] == cut[1]).all()
+    rests = [np.delete(sequence.tokens, np.arange(*sequence.needles[0])) for sequence in (shallow, deep)]
+    assert (rests[0] == rests[1]).all()

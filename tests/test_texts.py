@@ -51,15 +51,15 @@ def test_each_text_is_measured_in_training_by_its_name_and_whole(tiny, verse: Pa
     train(config)
     last = next(line for line in reversed(metrics(config.run_folder)) if "text/verse/loss" in line)
     assert {name for name in last if name.startswith("text/")} == {
-        f"text/{name}/{what}" for name in ("verse", "code") for what in ("loss", "bits_per_byte")
+        f"text/{name}/{quantity}" for name in ("verse", "code") for quantity in ("loss", "bits_per_byte")
     }
-    loaded = load(config.run_folder)
-    tokenizer, start = loaded.tokenizer_and_start()
+    model = load(config.run_folder)
+    tokenizer, start = model.tokenizer_and_start()
     ids = np.array([start, *tokenizer.encode(verse.read_text()).ids])  # all of it, in sequences of 32 spread over it
     places = np.arange(16) * ((len(ids) - 1) // 32) // 16 * 32
     rows = torch.tensor(np.stack([ids[place : place + 33] for place in places]))
     with torch.no_grad():
-        logits = loaded.decoder.head(loaded.decoder(rows[:, :-1]))
+        logits = model.decoder.head(model.decoder(rows[:, :-1]))
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
     assert last["text/verse/loss"] == pytest.approx(float(expected), abs=1e-5)
 
@@ -67,17 +67,17 @@ def test_each_text_is_measured_in_training_by_its_name_and_whole(tiny, verse: Pa
 def test_a_finished_run_is_measured_on_texts_that_it_did_not_know_of(arguments: list[str], tmp_path: Path, verse: Path, code: Path):
     assert lm("train", *arguments, "name=run", OFF).returncode == 0
     run = tmp_path / "runs" / "run"
-    ended = lm("eval", str(run), asked(verse, code), "-o", str(tmp_path / "all.csv"))
-    assert ended.returncode == 0, ended.stderr
+    result = lm("eval", str(run), asked(verse, code), "-o", str(tmp_path / "all.csv"))
+    assert result.returncode == 0, result.stderr
     assert ("texts", 8) in evaluation_files(run)
-    assert "verse" in ended.stdout
+    assert "verse" in result.stdout
     assert "verse" in (tmp_path / "all.csv").read_text()
-    again = lm("eval", str(run), asked(verse, code))
+    second_result = lm("eval", str(run), asked(verse, code))
     numbers = json.loads(lm("eval", str(run), asked(verse, code), "--json").stdout)
-    written = next(line for line in csv.DictReader((tmp_path / "all.csv").open()) if (line["where"], line["metric"]) == ("verse", "loss"))
-    (printed,) = (line for line in numbers if (line["where"], line["metric"]) == ("verse", "loss"))
-    assert printed["value"] == pytest.approx(float(written["value"]))
-    assert again.stdout.count("(cached)") == ended.stdout.count("step 8") > 0
+    csv_line = next(line for line in csv.DictReader((tmp_path / "all.csv").open()) if (line["where"], line["metric"]) == ("verse", "loss"))
+    (json_line,) = (line for line in numbers if (line["where"], line["metric"]) == ("verse", "loss"))
+    assert json_line["value"] == pytest.approx(float(csv_line["value"]))
+    assert second_result.stdout.count("(cached)") == result.stdout.count("step 8") > 0
 
 
 def test_documents_are_divided_into_those_that_select_and_report_where_there_are_enough(tiny, verse: Path, code: Path):
@@ -89,7 +89,7 @@ def test_documents_are_divided_into_those_that_select_and_report_where_there_are
     decoder = load(tiny("name=run").run_folder).decoder
     from lm.model.device import Device
 
-    by_name = {one.what: one for one in texts.measure(decoder, Device(torch.device("cpu"), False), lambda n: None) if one.samples}
+    by_name = {curve.what: curve for curve in texts.measure(decoder, Device(torch.device("cpu"), False), lambda n: None) if curve.samples}
     assert by_name["code"].data_fingerprint == texts.stores["code"].fingerprint
     assert by_name["verse"].data_fingerprint == ""  # all of one document reports
 
@@ -97,13 +97,13 @@ def test_documents_are_divided_into_those_that_select_and_report_where_there_are
 @pytest.mark.usefixtures("inline")
 def test_a_text_decides_an_experiment(arguments: list[str], tmp_path: Path, verse: Path, code: Path):
     primary = {"metric": "text/code/loss", "better": "lower", "matters": 0.05}
-    few = ["trainer.max_steps=2", "optim.warmup_steps=1", OFF, asked(verse, code)]
+    overrides = ["trainer.max_steps=2", "optim.warmup_steps=1", OFF, asked(verse, code)]
     file = written(tmp_path, tune=None, primary=primary, seeds=[1])
-    ended = lm("compare", str(file), *arguments[1:], *few)
-    assert ended.returncode == 0, ended.stderr
-    assert "text/code/loss" in ended.stdout
+    result = lm("compare", str(file), *arguments[1:], *overrides)
+    assert result.returncode == 0, result.stderr
+    assert "text/code/loss" in result.stdout
     with pytest.raises(ConfigError, match=r"primary\.metric = 'text/cod/loss'.*did you mean 'text/code/loss'"):
-        read_experiment(written(tmp_path, tune=None, primary=primary | {"metric": "text/cod/loss"}), [*arguments[1:], *few])
+        read_experiment(written(tmp_path, tune=None, primary=primary | {"metric": "text/cod/loss"}), [*arguments[1:], *overrides])
 
 
 @pytest.mark.parametrize(
@@ -139,9 +139,9 @@ def test_auto_takes_the_longest_sequences_that_two_documents_hold(tiny):
     assert lengths[1] > 8 * 32
     assert long_sequences(store, config).length == 8 * 32
     long = tiny("eval.long_context.length_factor=auto", "data.seq_len=4096", "optim.batch_tokens=4096")
-    found = long_sequences(store, long).length
-    assert lengths[1] > found  # two documents hold it
-    assert found * 2 >= lengths[1]  # and not twice as much
+    length = long_sequences(store, long).length
+    assert lengths[1] > length  # two documents hold it
+    assert length * 2 >= lengths[1]  # and not twice as much
     with pytest.raises(ConfigError, match="it needs a held-out document"):
         long_sequences(store, tiny("eval.long_context.length_factor=8", "data.seq_len=4096", "optim.batch_tokens=4096"))
 

@@ -49,14 +49,14 @@ def test_the_page_says_of_each_statement_what_came_out(script):
         ),
     )
     models = [statements.Described("words", "softmax", Softmax(), Path("run"), 8, 64, series)]
-    found = {one.source: one for one in statements.compared(models)}
-    assert (found["Su, 9019"].values["softmax"], found["Su, 9019"].outcome) == ("0.70 (1.00)", "yes")
-    assert (found["Mudarisov, Alg. 1"].values["softmax"], found["Mudarisov, Alg. 1"].outcome) == ("exponent 2.000", "no")
+    by_source = {statement.source: statement for statement in statements.compared(models)}
+    assert (by_source["Su, 9019"].values["softmax"], by_source["Su, 9019"].outcome) == ("0.70 (1.00)", "yes")
+    assert (by_source["Mudarisov, Alg. 1"].values["softmax"], by_source["Mudarisov, Alg. 1"].outcome) == ("exponent 2.000", "no")
     explained = tuple(replace(series[0], metric=f"variance explained by {place}") for place in ("key position", "distance"))
     arms = {"linear features": Linear(), "linear, decay": Linear(decay=True), "linear-like": Softmax()}
     linear = [statements.Described("more", arm, normalizer, Path("other"), 8, 64, explained) for arm, normalizer in arms.items()]
-    holds = {one.says: one.holds for one in statements.compared(linear) if one.source == "Su, 9889"}
-    assert holds == {
+    outcomes = {statement.says: statement.holds for statement in statements.compared(linear) if statement.source == "Su, 9889"}
+    assert outcomes == {
         "linear attention mostly expresses absolute position": {"linear features": True}, "a decay can't adapt": {"linear, decay": True},
     }  # fmt: skip
     text = theory.page_of([models, linear[:1]], [Path("runs/words"), Path("runs/more")])

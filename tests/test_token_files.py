@@ -56,12 +56,12 @@ def modded(folder: Path, ids: list[list[int]], magic: int = 20240520, version: i
     return folder / "train.bin"
 
 
-def megatron(folder: Path, ids: list[list[int]], code: int = 8, end: bool = True, cut: int = 10) -> Path:
-    """Sequences of up to `cut` ids, of which a document may have several."""
+def megatron(folder: Path, ids: list[list[int]], code: int = 8, end: bool = True, size: int = 10) -> Path:
+    """Sequences of up to `size` ids, of which a document may have several."""
     dtype, sequences, borders = np.dtype(CODES[code]), [], [0]
     for document in ids:
-        whole = [*document, END] if end else document
-        sequences += [whole[begin : begin + cut] for begin in range(0, len(whole), cut)]
+        ids_of_document = [*document, END] if end else document
+        sequences += [ids_of_document[begin : begin + size] for begin in range(0, len(ids_of_document), size)]
         borders.append(len(sequences))
     sizes = np.array([len(sequence) for sequence in sequences], "<i4")
     pointers = np.append([0], np.cumsum(sizes.astype("<i8"))[:-1]) * dtype.itemsize
@@ -92,7 +92,7 @@ WRITERS: dict[str, tuple[str, Callable[..., Path]]] = {
     "modded-nanogpt": ("modded-nanogpt", modded),
     "llm.c of Llama 3": ("modded-nanogpt", lambda folder, ids: modded(folder, ids, 20240801, 7, "<u4")),
     **{f"megatron {code}": ("megatron", lambda folder, ids, code=code: megatron(folder, ids, code)) for code in CODES if code > 2},
-    "megatron without end of text": ("megatron", lambda folder, ids: megatron(folder, ids, end=False, cut=10**6)),
+    "megatron without end of text": ("megatron", lambda folder, ids: megatron(folder, ids, end=False, size=10**6)),
     "jsonl": ("column", jsonl),
     **{f"parquet of {kind}": ("column", lambda folder, ids, kind=kind: parquet(folder, ids, kind)) for kind in ("int32", "uint64")},
     "saved": ("saved", saved),
@@ -131,11 +131,11 @@ def test_ids_are_read_back_document_for_document(tmp_path: Path, tokenizer: Toke
 def test_a_million_ids_and_their_borders_are_those_that_were_written(tmp_path: Path, tokenizer: TokenizerFile, name: str):
     random = np.random.default_rng(0)
     lengths = random.integers(1, 4000, 520)
-    many = [random.integers(0, END, length).tolist() for length in lengths]
+    long_documents = [random.integers(0, END, length).tolist() for length in lengths]
     assert sum(lengths) > 10**6
     kind, write = WRITERS[name]
-    data = config(tmp_path, tokenizer, kind, write(tmp_path, many))
-    assert [document.tolist() for document in documents(data.source, vocabulary=Vocabulary(tokenizer))] == many
+    data = config(tmp_path, tokenizer, kind, write(tmp_path, long_documents))
+    assert [document.tolist() for document in documents(data.source, vocabulary=Vocabulary(tokenizer))] == long_documents
 
 
 def test_ids_make_the_tokens_that_their_text_makes(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
@@ -247,7 +247,7 @@ def refused_files(folder: Path, ids: list[list[int]]) -> dict[str, tuple[str, Ca
         return lambda: changed(jsonl(folder, ids), lambda _: content)
 
     n = sum(-(-(len(document) + 1) // 10) for document in ids)  # sequences
-    strange, inside = [*ids[:3], [5, 291, 292, 7]], [*ids[:3], [5, END, 7]]
+    strange, interior = [*ids[:3], [5, 291, 292, 7]], [*ids[:3], [5, END, 7]]
     return {
         "empty": ("nanogpt", lambda: changed(nanogpt(folder, ids), lambda content: b""), "is empty"),
         "empty in a folder": ("nanogpt", beside_empty, "more.bin: is empty; remove it"),
@@ -257,9 +257,9 @@ def refused_files(folder: Path, ids: list[list[int]]) -> dict[str, tuple[str, Ca
         "unknown id": ("nanogpt", lambda: nanogpt(folder, strange), "document 4, from id"),
         "negative id": ("megatron", lambda: megatron(folder, [*ids, [5, -1]], 4), "token 1 has the id -1"),
         "unknown id in a column": ("column", lambda: jsonl(folder, strange), "line 4: column 'input_ids': token 2 has the id 292"),
-        "end inside": ("megatron", lambda: megatron(folder, inside), "inside the document, at token 1; split the document there"),
-        "end inside a row": ("column", lambda: parquet(folder, inside), "row 4: column 'input_ids': the end of text </s> (id 290)"),
-        "end inside a saved row": ("saved", lambda: saved(folder, inside), "row 4: column 'input_ids': the end of text </s> (id 290)"),
+        "end inside": ("megatron", lambda: megatron(folder, interior), "inside the document, at token 1; split the document there"),
+        "end inside a row": ("column", lambda: parquet(folder, interior), "row 4: column 'input_ids': the end of text </s> (id 290)"),
+        "end inside a saved row": ("saved", lambda: saved(folder, interior), "row 4: column 'input_ids': the end of text </s> (id 290)"),
         "no header": ("modded-nanogpt", lambda: nanogpt(folder, ids), "damaged, or of another format"),
         "wrong magic": ("modded-nanogpt", lambda: changed(modded(folder, ids), packed(0, "<i", 20240521)), "begins with 20240521 1"),
         "wrong version": ("modded-nanogpt", lambda: changed(modded(folder, ids), packed(4, "<i", 2)), "begins with 20240520 2"),
@@ -318,11 +318,11 @@ def test_files_that_are_damaged_or_do_not_fit_are_one_line(tmp_path: Path, token
     kind, write, expected = refused_files(tmp_path / "files", ids)[name]
     path = write()
     data = config(tmp_path, tokenizer, kind, path, **({"column": "labels"} if "labels" in expected else {}))
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as error:
         prepare(data)
-    assert expected in str(caught.value)
-    assert str(path.with_suffix("")) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert expected in str(error.value)
+    assert str(path.with_suffix("")) in str(error.value)
+    assert "\n" not in str(error.value)
     assert not list(Path(data.root).glob("*-*"))
     assert not list(Path(data.root).glob(".*.partial"))
 
@@ -332,8 +332,8 @@ def test_documents_that_do_not_fit_are_left_out_and_counted_where_errors_are_ski
 ):
     path = nanogpt(tmp_path, [*ids[:20], [5, 4000], *ids[20:]])
     errors: list[Unreadable] = []
-    kept = list(documents(Tokens([str(path)], "nanogpt"), on_error=errors.append, vocabulary=Vocabulary(tokenizer)))
-    assert [document.tolist() for document in kept] == ids
+    read_documents = list(documents(Tokens([str(path)], "nanogpt"), on_error=errors.append, vocabulary=Vocabulary(tokenizer)))
+    assert [document.tolist() for document in read_documents] == ids
     assert [error.n_bytes for error in errors] == [6]
     store = prepare(dataclasses.replace(config(tmp_path, tokenizer, "nanogpt", path), on_error="skip"))
     assert store.manifest["unreadable"]["count"] == 1
@@ -351,18 +351,21 @@ def test_documents_that_do_not_fit_are_left_out_and_counted_where_errors_are_ski
     ],
 )  # fmt: skip
 def test_options_that_do_not_go_together_are_named(source: str, path: str):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         load(["configs/softmax.yaml", f"data.source={source}"])
-    assert path in str(caught.value)
+    assert path in str(error.value)
 
 
 def test_a_model_is_trained_on_ids_from_the_command_line(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
-    given = [f"data.source={{name: tokens, format: modded-nanogpt, paths: [{modded(tmp_path, ids)}]}}", f"data.root={tmp_path / 'stores'}"]
-    given += [f"data.tokenizer={{name: file, path: {tokenizer.path}, end_of_text: </s>}}", "data.seq_len=32", "data.val_fraction=0.3"]
-    done = lm("prepare", "configs/softmax.yaml", *given)
-    assert done.returncode == 0, done.stderr
-    assert f"{len(TEXTS)} documents" in done.stdout
-    assert lm("data", "inspect", "configs/softmax.yaml", *given).returncode == 0
+    options = [
+        f"data.source={{name: tokens, format: modded-nanogpt, paths: [{modded(tmp_path, ids)}]}}",
+        f"data.root={tmp_path / 'stores'}",
+    ]
+    options += [f"data.tokenizer={{name: file, path: {tokenizer.path}, end_of_text: </s>}}", "data.seq_len=32", "data.val_fraction=0.3"]
+    result = lm("prepare", "configs/softmax.yaml", *options)
+    assert result.returncode == 0, result.stderr
+    assert f"{len(TEXTS)} documents" in result.stdout
+    assert lm("data", "inspect", "configs/softmax.yaml", *options).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -384,7 +387,7 @@ def test_who_looks_for_a_way_to_bring_tokens_in_is_led_to_it(
     monkeypatch.chdir(tmp_path)
     nanogpt(tmp_path, ids)
     (tmp_path / "notes.txt").write_text("some text\n")
-    done = lm(*arguments)
-    assert advice in " ".join((done.stdout + done.stderr).split())
-    assert (done.returncode == 0) == ("--help" in arguments)
+    result = lm(*arguments)
+    assert advice in " ".join((result.stdout + result.stderr).split())
+    assert (result.returncode == 0) == ("--help" in arguments)
     assert {path.name for path in tmp_path.iterdir()} == {"train.bin", "notes.txt", "tokenizer.json"}

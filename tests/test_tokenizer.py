@@ -26,14 +26,14 @@ def test_a_trained_tokenizer_knows_every_byte_and_is_deterministic():
     assert first.to_str() == second.to_str()
     assert first.token_to_id(END_OF_TEXT) == 0
     assert sorted(first.id_to_token(index) for index in range(1, 257)) == sorted(token for token in first.get_vocab() if len(token) == 1)
-    every = "".join(map(chr, [*range(0x800), *range(0xE000, 0x11000), *range(0x10FF00, 0x110000)]))
-    assert first.decode(encode(first, [every])[0], skip_special_tokens=False) == every
+    characters = "".join(map(chr, [*range(0x800), *range(0xE000, 0x11000), *range(0x10FF00, 0x110000)]))
+    assert first.decode(encode(first, [characters])[0], skip_special_tokens=False) == characters
 
 
 def test_a_vocabulary_beyond_the_text_is_an_error_that_names_what_fits(data: DataConfig):
-    with pytest.raises(DataError, match=r"data\.tokenizer\.vocab_size = 60000: .* supports only (\d+) entries") as caught:
+    with pytest.raises(DataError, match=r"data\.tokenizer\.vocab_size = 60000: .* supports only (\d+) entries") as error:
         prepare(dataclasses.replace(data, tokenizer=TrainedTokenizer(60000)))
-    supported = int(str(caught.value).split("only ")[1].split()[0])
+    supported = int(str(error.value).split("only ")[1].split()[0])
     assert prepare(dataclasses.replace(data, tokenizer=TrainedTokenizer(supported))).vocab_size == supported
 
 
@@ -74,9 +74,9 @@ def words_tokenizer(path: Path, last: int, **changes) -> TokenizerFile:
     tokenizer = Tokenizer(models.WordLevel(letters, unk_token="[unk]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    made = json.loads(tokenizer.to_str())
-    made["model"]["vocab"]["z"] = last  # written by hand: the library counts to the largest id to write it
-    path.write_text(json.dumps({**made, **changes}))
+    content = json.loads(tokenizer.to_str())
+    content["model"]["vocab"]["z"] = last  # written by hand: the library counts to the largest id to write it
+    path.write_text(json.dumps({**content, **changes}))
     return TokenizerFile(str(path), "<eos>")
 
 
@@ -125,10 +125,10 @@ def test_more_than_65536_entries_are_stored_as_uint32(tmp_path: Path):
 )
 def test_a_tokenizer_that_loses_text_is_refused(tmp_path: Path, text: str, changes: dict[str, dict[str, str]], lost: str):
     spec = words_tokenizer(tmp_path / "letters.json", 13, **changes)
-    with pytest.raises(DataError, match=r"data\.tokenizer.*unchanged.*byte-level") as caught:
+    with pytest.raises(DataError, match=r"data\.tokenizer.*unchanged.*byte-level") as error:
         prepare(files_config(write_texts(tmp_path / "texts", [text, "a b"]), tmp_path, tokenizer=spec))
-    assert lost in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert lost in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 WITH_SPACE = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
@@ -173,11 +173,11 @@ def changed_tokenizer(path: Path, changes: dict[str, dict], vocab_size: int = 40
     """A byte-level tokenizer.json with other settings: of the file, its model (`model`) and with another token (`added`)."""
     tokenizer = train_tokenizer(iter(TEXTS), TrainedTokenizer(vocab_size))
     tokenizer.add_special_tokens(["</s>"])
-    made = json.loads(tokenizer.to_str())
+    content = json.loads(tokenizer.to_str())
     token = {"id": vocab_size + 1, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
-    made["added_tokens"] += [token | changes["added"]] if "added" in changes else []
-    made["model"] |= changes.get("model", {})
-    path.write_text(json.dumps(made | {name: value for name, value in changes.items() if name not in ("added", "model")}))
+    content["added_tokens"] += [token | changes["added"]] if "added" in changes else []
+    content["model"] |= changes.get("model", {})
+    path.write_text(json.dumps(content | {name: value for name, value in changes.items() if name not in ("added", "model")}))
     return TokenizerFile(str(path), "</s>")
 
 
@@ -207,9 +207,9 @@ def test_a_special_token_that_text_becomes_is_refused(data: DataConfig, tmp_path
     ids = json.loads(Path(spec.path).read_text())["model"]["vocab"]
     assert special in ids, "the case is none otherwise"
     spec = TokenizerFile(spec.path, special) if as_end else spec
-    with pytest.raises(DataError, match=f"the text '.*' has the special token '{special}' in it as a word") as caught:
+    with pytest.raises(DataError, match=f"the text '.*' has the special token '{special}' in it as a word") as error:
         prepare(dataclasses.replace(data, tokenizer=spec))
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("special", ["def", "a", "Ġdef", "Ġ<", "¡a", "<<<", "123", "'s", "don't", "漢字", " "])
@@ -238,20 +238,20 @@ def test_special_tokens_have_ids_of_their_own_that_text_never_becomes(data: Data
 
 
 def test_a_document_encoded_in_pieces_has_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch):
-    drawn = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     alphabet = np.array([*"aaabbbcccdddee      '.,A1\n\té漢", "'s", "  ", "\r\n"])
-    texts = ["".join(drawn.choice(alphabet, 3_000)) for _ in range(20)] + TEXTS
+    texts = ["".join(rng.choice(alphabet, 3_000)) for _ in range(20)] + TEXTS
     tokenizer = train_tokenizer(iter(texts), TrainedTokenizer(400))
 
     def encoded() -> tuple[np.ndarray, int, int]:
         """All tokens, the bytes of text, and the number of documents or pieces."""
         documents = (Document(text, len(text.encode()), False, number) for number, text in enumerate(texts, 1))
         batches = list(encode_all(documents, tokenizer, END_OF_TEXT, 1))
-        given = [document for batch in batches for document in batch.documents]
+        parts = [document for batch in batches for document in batch.documents]
         assert [len(batch.documents) for batch in batches] == [len(batch.lengths) for batch in batches]
         assert sum(int(batch.lengths.sum()) for batch in batches) == sum(len(batch.tokens) for batch in batches)
-        assert [each.end for each in given if each.begins] == [each.end for each in given if each.ends] == [*range(1, len(texts) + 1)]
-        return np.concatenate([batch.tokens for batch in batches]), sum(each.n_bytes for each in given), len(given)
+        assert [piece.end for piece in parts if piece.begins] == [piece.end for piece in parts if piece.ends] == [*range(1, len(texts) + 1)]
+        return np.concatenate([batch.tokens for batch in batches]), sum(piece.n_bytes for piece in parts), len(parts)
 
     tokens, n_bytes, n_documents = encoded()
     end = tokenizer.token_to_id(END_OF_TEXT)
@@ -294,7 +294,7 @@ def trained(tmp_path: Path):
     del model["vocab"][END_OF_TEXT]
     vocab = {token: index - 1 for token, index in model["vocab"].items()}
     (tmp_path / "encoder.json").write_text(json.dumps(vocab))
-    (tmp_path / "vocab.bpe").write_text("#version: 0.2\n" + "".join(f"{left} {right}\n" for left, right in model["merges"]))
+    (tmp_path / "vocab.bpe").write_text("#version: 0.2\n" + "".join(f"{first} {second}\n" for first, second in model["merges"]))
     lines = [f"{base64.b64encode(spelled(token)).decode()} {rank}\n" for token, rank in sorted(vocab.items(), key=lambda item: item[1])]
     (tmp_path / "r50k_base.tiktoken").write_text("".join(lines))
     return tokenizer
@@ -305,8 +305,8 @@ def test_gpt2_and_rank_files_give_the_tokens_of_the_tokenizer_they_were_made_fro
     files = GPT2Tokenizer(str(tmp_path / "encoder.json"), str(tmp_path / "vocab.bpe"))
     spec = files if kind == "gpt2" else TiktokenTokenizer(str(tmp_path / "r50k_base.tiktoken"))
     tokenizer = tokenizer_of(spec)
-    for ours, theirs in zip(encode(tokenizer, TEXTS), encode(trained, TEXTS), strict=True):
-        assert ours == [index - 1 for index in theirs]
+    for loaded_ids, trained_ids in zip(encode(tokenizer, TEXTS), encode(trained, TEXTS), strict=True):
+        assert loaded_ids == [index - 1 for index in trained_ids]
     store = prepare(dataclasses.replace(data, tokenizer=spec))
     assert store.end_of_text == (399 if kind == "gpt2" else 50256)
     assert store.manifest["token_bytes"] == "exact"
@@ -316,7 +316,7 @@ def test_gpt2_and_rank_files_give_the_tokens_of_the_tokenizer_they_were_made_fro
 def test_bad_rank_files_are_one_line(trained, tmp_path: Path):
     (tmp_path / "cut.tiktoken").write_bytes((tmp_path / "r50k_base.tiktoken").read_bytes()[100:])
     (tmp_path / "text.txt").write_text("hello world again\n")
-    encoder, merges, cut, text = (str(tmp_path / name) for name in ("encoder.json", "vocab.bpe", "cut.tiktoken", "text.txt"))
+    encoder, merges, truncated, text = (str(tmp_path / name) for name in ("encoder.json", "vocab.bpe", "cut.tiktoken", "text.txt"))
     negative, empty, vocabularies = str(tmp_path / "negative.tiktoken"), str(tmp_path / "empty"), []
     Path(negative).write_bytes((tmp_path / "r50k_base.tiktoken").read_bytes() + b"\nYWFhYWFhYWE= -1")
     Path(empty).touch()
@@ -328,15 +328,15 @@ def test_bad_rank_files_are_one_line(trained, tmp_path: Path):
         *((GPT2Tokenizer(vocabulary, empty), "not an encoder.json") for vocabulary in vocabularies),
         (GPT2Tokenizer(encoder, text), "not a vocab.bpe"),
         (GPT2Tokenizer(encoder, "nowhere"), "No such file"),
-        (TiktokenTokenizer(cut, "r50k_base"), "not the rank file of r50k_base"),
+        (TiktokenTokenizer(truncated, "r50k_base"), "not the rank file of r50k_base"),
         (TiktokenTokenizer(negative, "r50k_base"), "not the rank file of r50k_base"),
         (TiktokenTokenizer("nowhere", "r50k_base"), "No such file"),
     ]
     for spec, expected in cases:
-        with pytest.raises(DataError, match=expected) as caught:
+        with pytest.raises(DataError, match=expected) as error:
             tokenizer_of(spec)
-        assert "data.tokenizer." in str(caught.value)
-        assert "\n" not in str(caught.value)
+        assert "data.tokenizer." in str(error.value)
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.slow
@@ -369,10 +369,10 @@ def test_bad_tokenizer_files_are_one_line(data: DataConfig, tmp_path: Path):
     good = write_tokenizer(tmp_path / "tokenizer.json")
     cases = {"missing.json": "No such file", "no.json": "not a tokenizer.json", "text.json": "not a tokenizer.json", ".": "directory"}
     for name, expected in cases.items():
-        with pytest.raises(DataError, match=expected) as caught:
+        with pytest.raises(DataError, match=expected) as error:
             prepare(dataclasses.replace(data, tokenizer=TokenizerFile(str(tmp_path / name))))
-        assert "\n" not in str(caught.value)
-        assert "data.tokenizer.path" in str(caught.value)
+        assert "\n" not in str(error.value)
+        assert "data.tokenizer.path" in str(error.value)
     with pytest.raises(DataError, match=r"no token '<eos>'; set data\.tokenizer\.end_of_text .*<\|endoftext\|>"):
         load_tokenizer(good, "<eos>")
 
@@ -461,8 +461,8 @@ def test_a_pretrained_model_without_a_usable_tokenizer_is_one_line(
         (hub.parent / name / file).write_bytes(content)
     (hub.parent / "gpt2").mkdir()
     ByteLevelBPETokenizer().save_model(str(hub.parent / "gpt2"))
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as error:
         prepare(dataclasses.replace(data, tokenizer=PretrainedTokenizer(model.format(hub=hub), revision, end)))
-    assert expected in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
     assert not list(Path(data.root).glob("*-*"))

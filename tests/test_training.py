@@ -57,9 +57,9 @@ def test_a_run_learns_and_leaves_a_complete_run_folder(tiny, capsys: pytest.Capt
     assert bits.metric == "bits per byte"
     assert loss.whole == pytest.approx(loss.samples[0].values.mean(), abs=1e-5)
     assert loss.whole < loss.references["unigram cross-entropy"] + 0.5
-    long = [one for one in series(folder, "long_context", 40) if one.bins]
-    assert [one.setting for one in long] == ["as trained", "theta x 50"]
-    assert all(len(one.curve) == 4 * 32 for one in long)
+    long = [curve_of_loss for curve_of_loss in series(folder, "long_context", 40) if curve_of_loss.bins]
+    assert [curve_of_loss.setting for curve_of_loss in long] == ["as trained", "theta x 50"]
+    assert all(len(curve_of_loss.curve) == 4 * 32 for curve_of_loss in long)
     assert not list(folder.rglob(".*"))
     out = capsys.readouterr().out
     for word in ("parameters", "normalizer", "kernel", "fingerprint", "FLOP", "precision", "seed"):
@@ -73,45 +73,45 @@ def test_a_metrics_log_that_can_not_be_written_is_one_line(tmp_path: Path):
 
 
 def test_the_recorded_command_can_be_run_again(monkeypatch: pytest.MonkeyPatch):
-    given = ["lm", "train", "a b.yaml", "data.source.paths=[x, 'y z']", "phases=[{until: 1, normalizer: ssmax}]", "name=$HOME"]
-    monkeypatch.setattr("sys.argv", given)
-    assert shlex.split(command_line()) == given
+    words = ["lm", "train", "a b.yaml", "data.source.paths=[x, 'y z']", "phases=[{until: 1, normalizer: ssmax}]", "name=$HOME"]
+    monkeypatch.setattr("sys.argv", words)
+    assert shlex.split(command_line()) == words
 
 
 def test_the_step_is_the_same_however_it_is_split_into_micro_batches(tiny):
-    one, many = tiny("name=one"), tiny("name=many", "trainer.micro_batch=1")
-    train(one)
-    train(many)
-    assert losses(one.run_folder) == pytest.approx(losses(many.run_folder), abs=1e-4)
+    whole, divided = tiny("name=one"), tiny("name=many", "trainer.micro_batch=1")
+    train(whole)
+    train(divided)
+    assert losses(whole.run_folder) == pytest.approx(losses(divided.run_folder), abs=1e-4)
 
 
 def test_steps_micro_batches_ranks_and_seeds_have_each_their_own_dropout():
     """And a micro-batch that is read again, as after a resume, has the same."""
-    cases, found = list(product((0, 1), (0, 1, 7), (0, 1, 2), (0, 1, 3))), []
+    cases, seeds = list(product((0, 1), (0, 1, 7), (0, 1, 2), (0, 1, 3))), []
     with torch.random.fork_rng():
         for seed, step, micro_batch, rank in [*cases, *cases]:
             module = SimpleNamespace(config=SimpleNamespace(seed=seed), global_step=step, accumulation=3, global_rank=rank)
             module.device = torch.device("cpu")
             TrainModule.on_train_batch_start(module, None, 3 * step + micro_batch)
-            found.append(torch.initial_seed())
-    assert len(set(found)) == len(cases)
-    assert found[: len(cases)] == found[len(cases) :]
+            seeds.append(torch.initial_seed())
+    assert len(set(seeds)) == len(cases)
+    assert seeds[: len(cases)] == seeds[len(cases) :]
 
 
 def test_the_logged_loss_is_the_mean_of_all_steps_since_the_last_line(tiny):
     """Also across a resume, and where tasks leave each step another number of targets."""
     for name, options in (("text", []), ("task", [TASK, *WITHOUT_TEXT])):
-        each = tiny(f"name={name}-each", *options)
-        few = tiny(f"name={name}-few", "log.every=3", *options)
-        train(each)
+        every_step = tiny(f"name={name}-each", *options)
+        every_third = tiny(f"name={name}-few", "log.every=3", *options)
+        train(every_step)
         train(tiny(f"name={name}-few", "log.every=3", *options))
-        checkpoints = few.run_folder / "checkpoints"
+        checkpoints = every_third.run_folder / "checkpoints"
         (checkpoints / "last.ckpt").unlink()
         (checkpoints / "step-000004.ckpt").rename(checkpoints / "last.ckpt")
-        before = curve(few.run_folder)
+        before = curve(every_third.run_folder)
         train(tiny(f"name={name}-few", "log.every=3", "resume=auto", *options))
-        assert curve(few.run_folder) == before
-        steps = losses(each.run_folder)
+        assert curve(every_third.run_folder) == before
+        steps = losses(every_step.run_folder)
         assert [step for step, _ in before] == [1, 3, 6, 8]
         for (step, loss), first in zip(before, (0, 1, 3, 6), strict=True):
             assert loss == pytest.approx(sum(steps[first:step]) / (step - first), rel=1e-6 if name == "text" else 0.05)
@@ -120,13 +120,13 @@ def test_the_logged_loss_is_the_mean_of_all_steps_since_the_last_line(tiny):
 @pytest.mark.parametrize("options", [[], ["trainer.micro_batch=2"], [TASK, *WITHOUT_TEXT]], ids=["whole", "micro-batches", "task"])
 def test_a_step_waits_for_its_device_once(tiny, monkeypatch: pytest.MonkeyPatch, options: list[str]):
     """Counted on a CPU as calls of what brings a tensor's values to the host; on a GPU: test_gpu.py."""
-    seen, by_step = Counter(), []
+    calls, by_step = Counter(), []
 
     def counted(name: str):
         function = getattr(torch.Tensor, name)
 
         def call(*arguments, **options):
-            seen[name] += 1
+            calls[name] += 1
             return function(*arguments, **options)
 
         return call
@@ -136,17 +136,17 @@ def test_a_step_waits_for_its_device_once(tiny, monkeypatch: pytest.MonkeyPatch,
     start, end = TrainModule.on_train_batch_start, StopOnSignal.on_train_batch_end
 
     def started(self, *arguments):
-        seen.clear()
+        calls.clear()
         start(self, *arguments)
 
     def ended(self, trainer, module, *arguments):
-        by_step.append((trainer.global_step, dict(seen)))
+        by_step.append((trainer.global_step, dict(calls)))
         end(self, trainer, module, *arguments)
 
     monkeypatch.setattr(TrainModule, "on_train_batch_start", started)
     monkeypatch.setattr(StopOnSignal, "on_train_batch_end", ended)
     train(tiny("name=waits", "eval.every=8", *options))
-    assert [waits for _, waits in by_step if waits] == [{"tolist": 1}] * 8
+    assert [counts for _, counts in by_step if counts] == [{"tolist": 1}] * 8
 
 
 # ---------------------------------------------------------------- refusals
@@ -174,8 +174,8 @@ def test_a_run_folder_that_cannot_be_made_is_one_line(arguments: list[str], tmp_
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 def test_a_step_that_is_not_finite_stops_the_run_and_says_where(tiny, monkeypatch: pytest.MonkeyPatch, what: str):
     poison(monkeypatch, {6}, what)
-    where = "finite in each parameter, largest finite norm" if what == "loss" else "not finite in embedding.weight and 14 of 15 others"
-    with pytest.raises(RunError, match=rf"step 6: the loss is .* \({where}"):
+    place = "finite in each parameter, largest finite norm" if what == "loss" else "not finite in embedding.weight and 14 of 15 others"
+    with pytest.raises(RunError, match=rf"step 6: the loss is .* \({place}"):
         train(tiny("name=blown"))
     assert load_checkpoint(tiny("name=blown").run_folder / "checkpoints" / "last.ckpt")["lm"]["step"] == 4
 

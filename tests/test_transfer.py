@@ -43,8 +43,8 @@ def model(width: int, depth: int, transfer: bool = True, **options: object) -> D
 
 
 def batches(count: int) -> list[Batch]:
-    drawn = torch.Generator().manual_seed(1)
-    return [Batch.of(torch.randint(V, (8, T + 1), generator=drawn)) for _ in range(count)]
+    generator = torch.Generator().manual_seed(1)
+    return [Batch.of(torch.randint(V, (8, T + 1), generator=generator)) for _ in range(count)]
 
 
 def step(decoder: Decoder, optimizer: torch.optim.Optimizer, batch: Batch, lr: float) -> None:
@@ -76,24 +76,24 @@ def test_adamw_trains_the_model_with_explicit_multipliers(shape: str):
         in_block = name.startswith(("blocks.", "value_embedding."))
         hidden = name.startswith("blocks.") and value.dim() == 2
         decayed = decay if value.dim() == 2 else 0.0
-        made = {"lr": lr / m, "weight_decay": decayed * m} if hidden else {"lr": lr, "weight_decay": decayed}
-        groups.append({"params": [value], "eps": eps / m / (depth if in_block else 1), **made})
-    theirs = torch.optim.AdamW(groups, betas=(0.9, 0.95))
-    ours = make_optimizer(decoder, OptimConfig(optimizer=AdamW(eps=eps, weight_decay=decay)))
+        options = {"lr": lr / m, "weight_decay": decayed * m} if hidden else {"lr": lr, "weight_decay": decayed}
+        groups.append({"params": [value], "eps": eps / m / (depth if in_block else 1), **options})
+    reference_optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    optimizer = make_optimizer(decoder, OptimConfig(optimizer=AdamW(eps=eps, weight_decay=decay)))
     for batch in batches(3):
-        step(decoder, ours, batch, lr)
-        theirs.zero_grad()
+        step(decoder, optimizer, batch, lr)
+        reference_optimizer.zero_grad()
         weights = {name: factor[name] * value for name, value in reference.items()}
         tied = {"head.weight": weights["embedding.weight"]} if decoder.config.tied else {}
         hidden = functional_call(decoder, {**weights, **tied}, (batch.tokens,))
         logits = hidden @ {**weights, **tied}["head.weight"].t()
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).backward()
         norms = [
-            torch.nn.utils.get_total_norm(some)
-            for some in (gradients_to_norm(decoder, decoder.config), [p.grad for p in reference.values()])
+            torch.nn.utils.get_total_norm(gradients)
+            for gradients in (gradients_to_norm(decoder, decoder.config), [p.grad for p in reference.values()])
         ]
         torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
-        theirs.step()
+        reference_optimizer.step()
     for name, parameter in decoder.named_parameters():
         torch.testing.assert_close(parameter, factor[name] * reference[name], rtol=1e-5, atol=1e-7, msg=name)
 
@@ -106,16 +106,16 @@ def test_initial_values_have_the_base_model_s_size_times_the_factors():
         "blocks.1.attention_norm.weight": 1, "blocks.1.attention.qkv.weight": m**-0.5, "blocks.1.mlp.up.weight": m**-0.5,
         "blocks.1.attention.out.weight": m**-0.5 / depth, "blocks.1.mlp.out.weight": m**-0.5 / depth,
     }.items():  # fmt: skip
-        size = [one[name].detach().square().mean().sqrt().item() for one in (decoder, base)]
+        size = [decoder_of_size[name].detach().square().mean().sqrt().item() for decoder_of_size in (decoder, base)]
         assert size[0] / size[1] == pytest.approx(factor, rel=0.1), name
 
 
 @pytest.mark.parametrize("optimizer", [AdamW(), Muon()], ids=["adamw", "muon"])
 def test_the_base_model_starts_and_is_trained_as_without(optimizer: AdamW):
-    made = [model(32, 2, transfer) for transfer in (True, False)]
-    assert same(*(decoder.state_dict() for decoder in made))
-    ours, theirs = (make_optimizer(decoder, OptimConfig(optimizer=optimizer)).param_groups for decoder in made)
-    assert [{**group, "params": None} for group in ours] == [{**group, "params": None} for group in theirs]
+    decoders = [model(32, 2, transfer) for transfer in (True, False)]
+    assert same(*(decoder.state_dict() for decoder in decoders))
+    transferred, plain = (make_optimizer(decoder, OptimConfig(optimizer=optimizer)).param_groups for decoder in decoders)
+    assert [{**group, "params": None} for group in transferred] == [{**group, "params": None} for group in plain]
 
 
 # ---------------------------------------------------------------- coordinate checks: what a few steps change does not depend on the size
@@ -123,18 +123,18 @@ def test_the_base_model_starts_and_is_trained_as_without(optimizer: AdamW):
 
 def change(decoder: Decoder, optimizer: AdamW, lr: float) -> tuple[float, float]:
     """Mean absolute change, over four steps, of the residual stream before the last norm, and of the logits."""
-    *training, held = batches(5)
-    made, seen = make_optimizer(decoder, OptimConfig(optimizer=optimizer)), []
-    decoder.norm.register_forward_hook(lambda module, given, out: seen.append(given[0].detach()))
+    *training, probe = batches(5)
+    trained_optimizer, inputs = make_optimizer(decoder, OptimConfig(optimizer=optimizer)), []
+    decoder.norm.register_forward_hook(lambda module, arguments, out: inputs.append(arguments[0].detach()))
 
     @torch.no_grad()
     def activations() -> tuple[Tensor, Tensor]:
-        return decoder.logits(held.tokens), seen.pop()
+        return decoder.logits(probe.tokens), inputs.pop()
 
     before = activations()
     for batch in training:
-        step(decoder, made, batch, lr)
-        seen.clear()
+        step(decoder, trained_optimizer, batch, lr)
+        inputs.clear()
     logits, stream = (float((a - b).abs().mean()) for a, b in zip(activations(), before, strict=True))
     return stream, logits
 
@@ -204,7 +204,9 @@ def test_muon_s_rates_are_scaled_by_what_its_updates_need(adjust_lr: str, hidden
 
 def test_epsilon_is_scaled_but_in_matrices_of_muon_which_has_none():
     groups = {kind.name: parameter_groups(model(64, 4), OptimConfig(optimizer=kind)) for kind in (AdamW(), Muon())}
-    matrices = {kind: {group.get("eps") for group in some if group["name"] == "matrices"} for kind, some in groups.items()}
+    matrices = {
+        kind: {group.get("eps") for group in groups_of_kind if group["name"] == "matrices"} for kind, groups_of_kind in groups.items()
+    }
     assert matrices == {"adamw": {1e-8 / 4, 1e-8 / 2}, "muon": {None}}
     assert {group["eps"] for group in groups["muon"] if group["name"] in ("embedding", "head")} == {1e-8 / 2}
 
@@ -221,8 +223,8 @@ def test_a_matrix_of_heads_is_no_matrix_of_the_layer_s_input(monkeypatch: pytest
     monkeypatch.setattr("lm.model.transfer.make_normalizer", Mixing)
     decoder = model(64, 2)
     decoder.blocks[0].attention.normalizer = Mixing(opt.Softmax(), LayerSpec(4, 16, 64, T))
-    found = scalings(decoder, decoder.config, 1.0)
-    assert [found[f"blocks.0.attention.normalizer.{name}"].lr for name in ("heads", "input")] == [1, 1 / 2]
+    factors = scalings(decoder, decoder.config, 1.0)
+    assert [factors[f"blocks.0.attention.normalizer.{name}"].lr for name in ("heads", "input")] == [1, 1 / 2]
 
 
 def test_factors_of_groups_multiply_and_the_banner_shows_the_product(tiny, capsys: pytest.CaptureFixture):
@@ -242,12 +244,12 @@ def test_factors_of_groups_multiply_and_the_banner_shows_the_product(tiny, capsy
 def test_runs_clip_by_the_norm_of_gradients_with_factors_in_the_forward_pass(tiny, monkeypatch: pytest.MonkeyPatch):
     clip, norms = TrainModule.configure_gradient_clipping, []
 
-    def clipped(module: TrainModule, *arguments: object, **named: object) -> None:
+    def clipped(module: TrainModule, *arguments: object, **options: object) -> None:
         gradients = {name: p.grad.clone() for name, p in module.decoder.named_parameters()}
         factors = {name: 1 / 2 if name == "norm.weight" else 1 / 4 if name.endswith(".out.weight") else 1 for name in gradients}
         squares = {name: float((factors[name] * gradient).double().square().sum()) for name, gradient in gradients.items()}
         of_block = sum(square for name, square in squares.items() if name.startswith("blocks.1."))
-        clip(module, *arguments, **named)
+        clip(module, *arguments, **options)
         logged = module.last.grad_norm, module.last.layers["train/grad_norm/layer1"]
         assert logged == pytest.approx((sum(squares.values()) ** 0.5, of_block**0.5), rel=1e-5)
         scale = 0.01 / module.last.grad_norm
@@ -266,13 +268,13 @@ def test_runs_clip_by_the_norm_of_gradients_with_factors_in_the_forward_pass(tin
 @pytest.mark.parametrize("optimizer", [AdamW(), Muon()], ids=["adamw", "muon"])
 def test_training_goes_on_from_the_optimizer_s_state_as_in_one_go(optimizer: AdamW):
     decoder, optim = model(64, 4), OptimConfig(optimizer=optimizer)
-    made, (first, second) = make_optimizer(decoder, optim), batches(2)
-    step(decoder, made, first, 1e-2)
+    first_optimizer, (first, second) = make_optimizer(decoder, optim), batches(2)
+    step(decoder, first_optimizer, first, 1e-2)
     other = copy.deepcopy(decoder)
     resumed = make_optimizer(other, optim)
-    load_named_state(resumed, named_state(made))
-    for one, its_optimizer in ((decoder, made), (other, resumed)):
-        step(one, its_optimizer, second, 1e-2)
+    load_named_state(resumed, named_state(first_optimizer))
+    for trained_decoder, its_optimizer in ((decoder, first_optimizer), (other, resumed)):
+        step(trained_decoder, its_optimizer, second, 1e-2)
     assert same(decoder.state_dict(), other.state_dict())
 
 
@@ -294,9 +296,9 @@ def test_a_run_is_resumed_with_its_base_model_and_no_other(tiny):
         options = [base, f"optim.optimizer={optimizer}", *short]
         for run in ("straight", "resumed"):
             assert train(tiny(f"name={name}-{run}", *options)) == 0
-        whole, folder = (tiny(f"name={name}-{run}").run_folder for run in ("straight", "resumed"))
+        straight, folder = (tiny(f"name={name}-{run}").run_folder for run in ("straight", "resumed"))
         assert train(tiny(f"name={name}-resumed", *options, f"resume={folder}/checkpoints/step-000002.ckpt")) == 0
-        assert not differences(whole, folder)
+        assert not differences(straight, folder)
     for other in ([], [base.replace("16", "32")]):
         with pytest.raises(ConfigError, match=r"model\.transfer"):
             train(tiny("name=adamw-resumed", *short, *other, "resume=auto"))
@@ -307,12 +309,13 @@ def test_a_run_is_resumed_with_its_base_model_and_no_other(tiny):
 
 def test_weights_in_other_proportions_are_refused(tiny, tmp_path: Path):
     folders = [
-        save_model(Decoder(tiny(*given).model, 400, 32), tmp_path / given[0]) for given in (["model.transfer.base_width=16"], ["seed=1"])
+        save_model(Decoder(tiny(*overrides).model, 400, 32), tmp_path / overrides[0])
+        for overrides in (["model.transfer.base_width=16"], ["seed=1"])
     ]
     start, plain = (f"init_from={folder}" for folder in folders)
     for options, width, depth in (([], 32, 2), (["model.transfer.base_depth=1"], 32, 1)):
-        said = rf"^model\.transfer = {{base_width: {width}, base_depth: {depth}}}: the weights of [^\n]* have other proportions"
-        with pytest.raises(ConfigError, match=said + r"[^\n]*; set model\.transfer={base_width: 16, base_depth: 2}$"):
+        message = rf"^model\.transfer = {{base_width: {width}, base_depth: {depth}}}: the weights of [^\n]* have other proportions"
+        with pytest.raises(ConfigError, match=message + r"[^\n]*; set model\.transfer={base_width: 16, base_depth: 2}$"):
             check_before_data(tiny(start, *options), None)
     with pytest.raises(ConfigError, match=r"^model\.transfer = [^\n]*; drop it$"):
         check_before_data(tiny(plain, "model.transfer.base_width=16"), None)
@@ -343,8 +346,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_base_model_that_there_can_not_be_is_refused(tiny, what: str):
-    options, said = REFUSED[what]
-    with pytest.raises(ConfigError, match=said):
+    options, message = REFUSED[what]
+    with pytest.raises(ConfigError, match=message):
         tiny(*options)
 
 

@@ -71,18 +71,18 @@ def contents(folder: Path) -> dict[Path, bytes]:
 def refuses(use: dict[str, Callable[[Path], object]], user: str, source: Path, words: str) -> None:
     """One line that says so, and nothing written."""
     before = contents(source.parents[1])
-    with pytest.raises(RunError, match=words) as caught:
+    with pytest.raises(RunError, match=words) as error:
         use[user](source)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
     assert contents(source.parents[1]) == before
 
 
 # ---------------------------------------------------------------- bytes
 
 
-def flip(path: Path, at: int) -> None:
+def flip(path: Path, place: int) -> None:
     content = bytearray(path.read_bytes())
-    content[at] ^= 1
+    content[place] ^= 1
     path.write_bytes(content)
 
 
@@ -124,19 +124,19 @@ def test_every_tensor_of_a_checkpoint_is_known_by_its_name(run: Path, tmp_path: 
 def test_no_byte_of_a_checkpoint_that_matters_can_be_flipped(run: Path, tmp_path: Path):
     """Bytes that don't matter are those between the members, and dates; with them it loads as before."""
     path = run / "checkpoints" / "last.ckpt"
-    whole, content = load_checkpoint(path), path.read_bytes()
-    drawn = torch.Generator().manual_seed(0)
-    places = torch.randint(len(content), (80,), generator=drawn).tolist() + list(range(len(content) - 160, len(content), 2))
-    for at in places:
+    intact, content = load_checkpoint(path), path.read_bytes()
+    generator = torch.Generator().manual_seed(0)
+    places = torch.randint(len(content), (80,), generator=generator).tolist() + list(range(len(content) - 160, len(content), 2))
+    for place in places:
         damaged = tmp_path / "damaged.ckpt"
         damaged.write_bytes(content)
-        flip(damaged, at)
+        flip(damaged, place)
         try:
-            found = load_checkpoint(damaged)
+            damaged_content = load_checkpoint(damaged)
         except RunError:
             continue
-        assert found["lm"] == whole["lm"]
-        assert all(torch.equal(found["state_dict"][name], value) for name, value in whole["state_dict"].items())
+        assert damaged_content["lm"] == intact["lm"]
+        assert all(torch.equal(damaged_content["state_dict"][name], value) for name, value in intact["state_dict"].items())
 
 
 def test_a_checkpoint_that_says_it_is_encrypted_is_refused(run: Path, tmp_path: Path):
@@ -167,18 +167,18 @@ REWRITTEN = {  # an archive whose CRCs hold; data/2 and data/8 are of one shape,
 @pytest.mark.parametrize("user", USERS)
 def test_a_checkpoint_whose_archive_was_written_anew_is_refused(run: Path, use, user: str):
     path = run / "checkpoints" / "last.ckpt"
-    whole = path.read_bytes()
+    intact = path.read_bytes()
     for change, words in REWRITTEN.values():
         path.unlink()
-        path.write_bytes(whole)
+        path.write_bytes(intact)
         members(path, change)
         refuses(use, user, run, rf"last\.ckpt: .*{words}.*; the newest beside it is .*step-000004\.ckpt")
 
 
 def test_an_archive_written_anew_with_all_that_it_held_is_no_other(run: Path):
-    whole = weights(run)
+    intact = weights(run)
     members(run / "checkpoints" / "last.ckpt", lambda content: None)
-    assert same(weights(run), whole)
+    assert same(weights(run), intact)
     members(run / "checkpoints" / "last.ckpt", lambda content: None, zipfile.ZIP_DEFLATED)  # which torch would take for the numbers
     with pytest.raises(RunError, match=r"embedding\.weight was altered"):
         lm.load(run)
@@ -187,8 +187,8 @@ def test_an_archive_written_anew_with_all_that_it_held_is_no_other(run: Path):
 def test_the_digest_of_a_checkpoint_s_weights_is_that_of_its_evaluations_and_older_ones_have_none(run: Path):
     path = run / "checkpoints" / "last.ckpt"
     content = torch.load(path, weights_only=True)
-    (measured,) = evaluate_runs([run])
-    assert content.pop("sha256")["state_dict"] == measured.evaluation.weights_sha256
+    (result,) = evaluate_runs([run])
+    assert content.pop("sha256")["state_dict"] == result.evaluation.weights_sha256
     torch.save(content, path.with_name("older"))
     assert load_checkpoint(path.with_name("older")).keys() == load_checkpoint(path).keys() == content.keys()
     content["sha256"] = None
@@ -225,21 +225,21 @@ def test_a_flipped_byte_of_an_export_is_found_before_it_is_used(run: Path, use, 
     file = exported / (part if part.endswith(".json") else "model.safetensors")
     header = int.from_bytes((exported / "model.safetensors").read_bytes()[:8], "little")
     flip(file, {"header": 8 + header // 2, "tensor": -1}.get(part, file.stat().st_size // 2))
-    altered = r"was altered|not readable|not the tokenizer"
-    refuses(use, user, exported, rf"{file.name}: (.*\.weight )?({altered})")
+    reason = r"was altered|not readable|not the tokenizer"
+    refuses(use, user, exported, rf"{file.name}: (.*\.weight )?({reason})")
 
 
 def test_no_byte_of_an_exports_description_can_be_flipped(run: Path, tmp_path: Path):
     content = (run.parent / "exported" / "lm.json").read_bytes()
-    whole, refused = read_sealed(run.parent / "exported" / "lm.json"), 0
-    for at in range(0, len(content), 17):
+    intact, n_refused = read_sealed(run.parent / "exported" / "lm.json"), 0
+    for place in range(0, len(content), 17):
         (tmp_path / "lm.json").write_bytes(content)
-        flip(tmp_path / "lm.json", at)
+        flip(tmp_path / "lm.json", place)
         try:
-            assert read_sealed(tmp_path / "lm.json") == whole, "the 17th digit of a number may say nothing"
+            assert read_sealed(tmp_path / "lm.json") == intact, "the 17th digit of a number may say nothing"
         except RunError as error:
-            refused += re.search(r"lm\.json: (was altered|not readable|holds no sha256)", str(error)) is not None
-    assert refused >= len(range(0, len(content), 17)) - 2
+            n_refused += re.search(r"lm\.json: (was altered|not readable|holds no sha256)", str(error)) is not None
+    assert n_refused >= len(range(0, len(content), 17)) - 2
 
 
 def test_exports_of_models_of_several_lengths_are_read_back(tiny, tmp_path: Path):
@@ -253,9 +253,9 @@ def test_exports_of_models_of_several_lengths_are_read_back(tiny, tmp_path: Path
 
 def test_weights_are_read_in_one_place_each():
     """Whoever reads weights by other ways reads them unverified; models of others have no checksum of ours."""
-    reads = {path.name: re.findall(r"torch\.load\(|load_file\(|safe_open\(", path.read_text()) for path in (ROOT / "lm").rglob("*.py")}
-    found = {name: {*calls} for name, calls in reads.items() if calls}
-    assert found == {"checkpoints.py": {"torch.load("}, "loading.py": {"load_file("}, "importing.py": {"safe_open("}}
+    calls_of = {path.name: re.findall(r"torch\.load\(|load_file\(|safe_open\(", path.read_text()) for path in (ROOT / "lm").rglob("*.py")}
+    readers = {name: {*calls} for name, calls in calls_of.items() if calls}
+    assert readers == {"checkpoints.py": {"torch.load("}, "loading.py": {"load_file("}, "importing.py": {"safe_open("}}
 
 
 @pytest.mark.parametrize("name", ["step", "tokens", "phase", "vocab_size", "data_fingerprint", "config", "plugins"])
@@ -360,9 +360,9 @@ def test_nothing_is_interpolated_in_what_is_read_back(run: Path, tmp_path: Path,
     (run / "config.yaml").write_text(yaml.safe_dump(stored, sort_keys=False))
     for path in (run / "checkpoints").glob("*.ckpt"):
         rewritten(path, lambda content: content["lm"].update(config=yaml.safe_dump(stored)))
-    loaded = lm.load(run).config
-    assert loaded.data.source.paths == read_config(run).data.source.paths == [SECRET]
-    assert parse(yaml.safe_load(to_yaml(loaded))) == loaded
+    config = lm.load(run).config
+    assert config.data.source.paths == read_config(run).data.source.paths == [SECRET]
+    assert parse(yaml.safe_load(to_yaml(config))) == config
     exported = export(run, "last", tmp_path / "again")
     swap_run(exported, "last", "ssmax", None, tmp_path / "swapped", [])
     evaluate_runs([run, tmp_path / "swapped"], overrides=["eval.sequences=2"])
@@ -374,12 +374,12 @@ def test_nothing_is_interpolated_in_what_is_read_back(run: Path, tmp_path: Path,
 def test_what_a_user_writes_is_interpolated(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LM_TEST_ROWS", "3")
     (tmp_path / "own.yaml").write_text("eval: {sequences: '${oc.decode:${oc.env:LM_TEST_ROWS}}', needle: {trials: '${eval.sequences}'}}")
-    own = configured([str(tmp_path / "own.yaml"), "name=${oc.env:LM_TEST_ROWS}", "runs=${name}"])
-    assert (own.eval.sequences, own.eval.needle.trials, own.name, own.runs) == (3, 3, "3", "3")
-    (measured,) = evaluate_runs([run], suite=str(tmp_path / "own.yaml"))
-    assert len(measured.evaluation.series[0].samples[0].values) == 3
-    (measured,) = evaluate_runs([run], overrides=["eval.sequences=${oc.decode:${oc.env:LM_TEST_ROWS}}"])
-    assert measured.cached
+    config = configured([str(tmp_path / "own.yaml"), "name=${oc.env:LM_TEST_ROWS}", "runs=${name}"])
+    assert (config.eval.sequences, config.eval.needle.trials, config.name, config.runs) == (3, 3, "3", "3")
+    (result,) = evaluate_runs([run], suite=str(tmp_path / "own.yaml"))
+    assert len(result.evaluation.series[0].samples[0].values) == 3
+    (result,) = evaluate_runs([run], overrides=["eval.sequences=${oc.decode:${oc.env:LM_TEST_ROWS}}"])
+    assert result.cached
     with pytest.raises(ConfigError, match="nowhere"):
         evaluate_runs([run], overrides=["eval.sequences=${nowhere}"])
 
@@ -450,15 +450,15 @@ def test_another_tokenizer_is_refused(run: Path, use, user: str):
 
 def test_a_configuration_cut_short_is_never_filled_with_defaults(run: Path):
     file = run / "config.yaml"
-    content, whole = file.read_text(), read_config(run)
+    content, intact = file.read_text(), read_config(run)
     for end in range(0, len(content), 23):
         file.write_text(content[:end])
         try:
-            found = read_config(run)
+            config = read_config(run)
         except RunError:
             continue
-        assert (found.data, found.model, found.optim, found.trainer, found.eval) == (
-            whole.data, whole.model, whole.optim, whole.trainer, whole.eval
+        assert (config.data, config.model, config.optim, config.trainer, config.eval) == (
+            intact.data, intact.model, intact.optim, intact.trainer, intact.eval
         )  # fmt: skip
     file.write_text(content[: content.index("\neval:") + 30])
     with pytest.raises(RunError, match=r"config\.yaml: cut short: it has no log; bring it back, or write .*: lm\.config\.load\.to_yaml"):
@@ -487,20 +487,20 @@ def test_what_a_resume_or_an_evaluation_may_change_may_differ(run: Path, tiny):
     changes = ["eval.sequences=6", "log.every=2", "trainer.keep_checkpoints=3", "optim.on_nonfinite=skip", f"resume={boundary}"]
     train(tiny("name=plan", phases.replace("ssmax", "log_n"), *SHORT, *changes))
     for checkpoint in ("2", "4"):
-        (found,) = evaluate_runs([tiny("name=plan").run_folder], checkpoint)
-        assert len(found.evaluation.series[0].samples[0].values) == 6
+        (result,) = evaluate_runs([tiny("name=plan").run_folder], checkpoint)
+        assert len(result.evaluation.series[0].samples[0].values) == 6
 
 
 def test_an_edited_result_is_measured_again(run: Path, capsys: pytest.CaptureFixture):
     (first,) = evaluate_runs([run], overrides=["eval.sequences=5"])
-    (again,) = evaluate_runs([run], overrides=["eval.sequences=5"])
-    assert (first.cached, again.cached) == (False, True)
+    (second,) = evaluate_runs([run], overrides=["eval.sequences=5"])
+    assert (first.cached, second.cached) == (False, True)
     capsys.readouterr()
     for damage in (lambda text: text.replace('"step": ', '"step": 1'), lambda text: text[:100], lambda text: "[]", lambda text: "{}"):
         caches = list((run / "evaluations" / "cache").glob("*.json"))
         for file in caches:
             file.write_text(damage(file.read_text()))
-        (found,) = evaluate_runs([run], overrides=["eval.sequences=5"])
-        assert not found.cached
-        assert found.evaluation.plain() == first.evaluation.plain()
+        (result,) = evaluate_runs([run], overrides=["eval.sequences=5"])
+        assert not result.cached
+        assert result.evaluation.plain() == first.evaluation.plain()
         assert re.search(r"note: .*cache/validation-\w+\.json: .*: measured again", capsys.readouterr().err)

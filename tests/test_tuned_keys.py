@@ -38,8 +38,10 @@ BEST = {"softmax": (2e-2, 0.1), "ssmax": (2e-2, 0.2)}
 def loss(run: Run, best: dict[str, tuple[float, float]] = BEST) -> float:
     """A bowl over both keys for each arm; SSMax is better by 0.1."""
     optim = run.config.optim
-    away = [math.log2(value / at) ** 2 for value, at in zip((optim.lr, optim.optimizer.weight_decay), best[run.arm], strict=True)]
-    return 5 - 0.1 * (run.arm == "ssmax") + 0.2 * sum(away) + 1e-3 * run.seed * (1 + (run.arm == "ssmax"))
+    squares = [
+        math.log2(value / centre) ** 2 for value, centre in zip((optim.lr, optim.optimizer.weight_decay), best[run.arm], strict=True)
+    ]
+    return 5 - 0.1 * (run.arm == "ssmax") + 0.2 * sum(squares) + 1e-3 * run.seed * (1 + (run.arm == "ssmax"))
 
 
 def experiment(folder: Path, *overrides: str, **changes: object) -> Procedure:
@@ -89,11 +91,11 @@ def test_the_table_of_tuning_has_both_keys_and_chooses_the_same_pairs(tmp_path, 
     table = tuning_table(on_a_grid)
     assert {(line["key"], type(line["rate"])) for line in table} == {(f"optim.lr / {DECAY}", str)}
     (tmp_path / "rates.csv").write_text(csv_text(table))
-    again = finish_all(experiment(tmp_path, tune={"key": TUNE["key"], "table": "rates.csv"}), loss)
-    assert again.choice("").rates == BEST
-    assert {run.stage for run in again.known()} == {"final"}
-    assert (again.tried(""), tuning_means(again)) == (on_a_grid.tried(""), tuning_means(on_a_grid))
-    assert not [note for note in again.notes() if "another configuration" in note]
+    by_table = finish_all(experiment(tmp_path, tune={"key": TUNE["key"], "table": "rates.csv"}), loss)
+    assert by_table.choice("").rates == BEST
+    assert {run.stage for run in by_table.known()} == {"final"}
+    assert (by_table.tried(""), tuning_means(by_table)) == (on_a_grid.tried(""), tuning_means(on_a_grid))
+    assert not [note for note in by_table.notes() if "another configuration" in note]
 
 
 @pytest.mark.parametrize(
@@ -146,8 +148,8 @@ def test_a_changed_grid_is_said_beside_the_verdicts(tmp_path, arguments):
     finish_all(procedure, loss)
     for run in procedure.known():
         (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
-    changed = TUNE | {"grid": [[1e-2, 2e-2, 4e-2], [0.05, 0.1, 0.2]]}
-    (departure,) = open_experiment(written(tmp_path, tune=changed), arguments[1:]).experiment.departures
+    other_tune = TUNE | {"grid": [[1e-2, 2e-2, 4e-2], [0.05, 0.1, 0.2]]}
+    (departure,) = open_experiment(written(tmp_path, tune=other_tune), arguments[1:]).experiment.departures
     assert departure.words.startswith("tune.grid was [[0.01, 0.02, 0.04], [0.05, 0.1, 0.2, 0.4]] when it was settled")
     assert not departure.exploratory
 
@@ -159,7 +161,7 @@ def test_an_arm_without_parameters_of_a_normalizer_has_one_run_for_all_their_rat
     tuning = {arm: count - 2 * len(procedure.experiment.seeds) for arm, count in procedure.n_runs("").items()}
     assert tuning == {"softmax": 3 * 2, "ssmax": 3 * 3 * 2}, "the final seeds are counted at two rates"
     names = {arm: {run.config.name for run in procedure.known() if run.arm == arm} for arm in BEST}
-    assert {arm: len(some) for arm, some in names.items()} == tuning
+    assert {arm: len(runs) for arm, runs in names.items()} == tuning
     factors = {arm: {run.config.optim.groups.normalizer.lr_factor for run in procedure.known() if run.arm == arm} for arm in BEST}
     assert factors == {"softmax": {1.0}, "ssmax": {1.0, 10.0, 100.0}}
     finish_all(
@@ -169,13 +171,13 @@ def test_an_arm_without_parameters_of_a_normalizer_has_one_run_for_all_their_rat
 
 
 def test_runs_of_other_tuned_keys_are_no_error(tmp_path):
-    one = {"key": "optim.lr", "grid": TUNE["grid"][0], "seeds": TUNE["seeds"]}
-    for before, now in ((one, TUNE), (TUNE, one)):
-        (folder := tmp_path / str(now is one)).mkdir()
+    rate_only = {"key": "optim.lr", "grid": TUNE["grid"][0], "seeds": TUNE["seeds"]}
+    for before, after in ((rate_only, TUNE), (TUNE, rate_only)):
+        (folder := tmp_path / str(after is rate_only)).mkdir()
         for run in experiment(folder, tune=before).known():
             finish(run, 5.0)
             (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
-        assert other_runs(open_experiment(written(folder, tune=now), [*given(folder), "trainer.max_steps=6"], anew=True)) == ""
+        assert other_runs(open_experiment(written(folder, tune=after), [*given(folder), "trainer.max_steps=6"], anew=True)) == ""
 
 
 def test_runs_of_an_arm_that_lacks_a_tuned_key_are_of_another_configuration_too(tmp_path):
@@ -183,49 +185,49 @@ def test_runs_of_an_arm_that_lacks_a_tuned_key_are_of_another_configuration_too(
     for run in experiment(tmp_path, tune=tune).known():
         finish(run, 5.0)
         (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
-    changed = open_experiment(written(tmp_path, tune=tune), [*given(tmp_path), "trainer.max_steps=6"], anew=True)
-    assert other_runs(changed).startswith("12 ended runs here are of another configuration: trainer.max_steps=8 (asked for: 6)")
+    reopened = open_experiment(written(tmp_path, tune=tune), [*given(tmp_path), "trainer.max_steps=6"], anew=True)
+    assert other_runs(reopened).startswith("12 ended runs here are of another configuration: trainer.max_steps=8 (asked for: 6)")
 
 
 @pytest.mark.parametrize("baseline", ["softmax", pytest.param("ssmax", marks=pytest.mark.slow)])
 def test_results_of_arms_that_lack_a_tuned_key_are_judged_as_the_experiment_does(tmp_path, baseline):
     key = "optim.groups.normalizer.lr_factor"
     tune = TUNE | {"key": ["optim.lr", key], "grid": [[1e-2, 2e-2, 4e-2, 8e-2], [1, 10, 100, 1000]]}
-    others = {name: {"model.normalizer": name} for name in ("softmax", "relu2", "ssmax") if name != baseline}
-    arms = {baseline: {"model.normalizer": baseline}, **others}
+    other_arms = {name: {"model.normalizer": name} for name in ("softmax", "relu2", "ssmax") if name != baseline}
+    arms = {baseline: {"model.normalizer": baseline}, **other_arms}
     best = {"softmax": (2e-2, 10), "relu2": (4e-2, 10), "ssmax": (4e-2, 100)}
 
     def measured(run: Run) -> float:
         optim = run.config.optim
-        away = math.log2(optim.lr / best[run.arm][0]) ** 2
+        square = math.log2(optim.lr / best[run.arm][0]) ** 2
         if run.arm == "ssmax":
-            away += math.log10(optim.groups.normalizer.lr_factor / 100) ** 2
-        return 5 - 0.1 * (run.arm == "ssmax") + 0.2 * away + 1e-3 * run.seed * (1 + (run.arm == "ssmax"))
+            square += math.log10(optim.groups.normalizer.lr_factor / 100) ** 2
+        return 5 - 0.1 * (run.arm == "ssmax") + 0.2 * square + 1e-3 * run.seed * (1 + (run.arm == "ssmax"))
 
     (tmp_path / "trial.yaml").write_text(yaml.safe_dump(PAGE_FILE | {"arms": arms, "tune": tune}, sort_keys=False))
     keys = ["data.source.paths=[texts]", "trainer.max_steps=200", "data.seq_len=64", "optim.batch_tokens=8192", f"runs={tmp_path / 'runs'}"]
     procedure = build_all(Procedure(read_experiment(tmp_path / "trial.yaml", keys)), measured)
     frame = lm.results(tmp_path / "runs")
     assert {rate.split(" / ")[1] for rate in frame["rate"][frame["arm"] != "ssmax"]} == {"any"}
-    judged = lm.judge(frame, metric="val loss", matters=0.02, baseline=baseline).set_index("arm")
+    table = lm.judge(frame, metric="val loss", matters=0.02, baseline=baseline).set_index("arm")
     for line in summary_lines(procedure):
-        assert judged["mean"][line["arm"]] == pytest.approx(line["mean"])
+        assert table["mean"][line["arm"]] == pytest.approx(line["mean"])
         if line["arm"] != baseline:
-            ours = judged.loc[line["arm"]]
-            assert (ours["rate"], ours["verdict"]) == (line["rate"], line["verdict"])
+            row = table.loc[line["arm"]]
+            assert (row["rate"], row["verdict"]) == (line["rate"], line["verdict"])
             difference, low, high = line["difference"]
-            assert ours["difference"] == pytest.approx(difference)
+            assert row["difference"] == pytest.approx(difference)
             # A run that is of several rates counts as one at each: the interval is no shorter.
             exact = line["arm"] == ("ssmax" if baseline == "softmax" else "relu2")
-            assert ours["difference low"] == pytest.approx(low) if exact else ours["difference low"] <= low + 1e-9
-            assert ours["difference high"] == pytest.approx(high) if exact else ours["difference high"] >= high - 1e-9
-    without = lm.judge(frame[frame["arm"] != "ssmax"], metric="val loss", matters=0.02) if baseline == "softmax" else None
-    assert without is None or without.set_index("arm")["rate"].to_dict() == {"softmax": 2e-2, "relu2": 4e-2}
+            assert row["difference low"] == pytest.approx(low) if exact else row["difference low"] <= low + 1e-9
+            assert row["difference high"] == pytest.approx(high) if exact else row["difference high"] >= high - 1e-9
+    smaller_table = lm.judge(frame[frame["arm"] != "ssmax"], metric="val loss", matters=0.02) if baseline == "softmax" else None
+    assert smaller_table is None or smaller_table.set_index("arm")["rate"].to_dict() == {"softmax": 2e-2, "relu2": 4e-2}
 
 
 @pytest.mark.slow
 def test_the_page_has_a_panel_for_each_key(tmp_path, monkeypatch):
-    monkeypatch.setattr("lm.report.pictures._drawn", lambda *given: "<svg />")
+    monkeypatch.setattr("lm.report.pictures._drawn", lambda *arguments: "<svg />")
     file = PAGE_FILE | {"arms": FILE["arms"], "tune": TUNE}
     (tmp_path / "trial.yaml").write_text(yaml.safe_dump(file, sort_keys=False))
     keys = ["data.source.paths=[texts]", "trainer.max_steps=200", "data.seq_len=64", "optim.batch_tokens=8192", f"runs={tmp_path / 'runs'}"]

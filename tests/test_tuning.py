@@ -26,22 +26,22 @@ def bowl(best: float, rates: tuple[float, ...] = GRID) -> dict[float, list[float
 
 
 def test_each_arm_gets_the_rate_of_its_lowest_mean_loss():
-    found = tuned([(1e-3, 2e-3, 4e-3, 8e-3)], {"a": bowl(2e-3, (*GRID, 8e-3)), "b": bowl(4e-3, (*GRID, 8e-3))})
-    assert (found.rates, found.missing, found.at_edge) == ({"a": 2e-3, "b": 4e-3}, (), ())
+    result = tuned([(1e-3, 2e-3, 4e-3, 8e-3)], {"a": bowl(2e-3, (*GRID, 8e-3)), "b": bowl(4e-3, (*GRID, 8e-3))})
+    assert (result.rates, result.missing, result.at_edge) == ({"a": 2e-3, "b": 4e-3}, (), ())
 
 
 def test_what_is_not_measured_is_asked_for_before_anything_is_chosen():
-    found = tuned([GRID], {"a": bowl(2e-3), "b": bowl(2e-3, (1e-3,))})
-    assert (found.rates, found.missing) == ({}, (2e-3, 4e-3))
+    result = tuned([GRID], {"a": bowl(2e-3), "b": bowl(2e-3, (1e-3,))})
+    assert (result.rates, result.missing) == ({}, (2e-3, 4e-3))
 
 
 def test_one_arm_at_the_edge_grows_the_grid_for_all():
     losses = {"a": bowl(2e-3), "b": bowl(8e-3)}
     assert tuned([GRID], losses).missing == (8e-3,)
-    more = (*GRID, 8e-3)
-    assert tuned([GRID], {"a": bowl(2e-3, more), "b": bowl(8e-3, more)}).missing == (16e-3,)
-    most = (*more, 16e-3)
-    assert tuned([GRID], {"a": bowl(2e-3, most), "b": bowl(8e-3, most)}).rates == {"a": 2e-3, "b": 8e-3}
+    grid = (*GRID, 8e-3)
+    assert tuned([GRID], {"a": bowl(2e-3, grid), "b": bowl(8e-3, grid)}).missing == (16e-3,)
+    longest = (*grid, 16e-3)
+    assert tuned([GRID], {"a": bowl(2e-3, longest), "b": bowl(8e-3, longest)}).rates == {"a": 2e-3, "b": 8e-3}
 
 
 def test_both_edges_grow_at_once():
@@ -50,8 +50,8 @@ def test_both_edges_grow_at_once():
 
 def test_after_two_extensions_an_arm_at_the_edge_has_no_rate():
     most = (*GRID, 8e-3, 16e-3)
-    found = tuned([GRID], {"a": bowl(2e-3, most), "b": bowl(1.0, most)})
-    assert (found.rates, found.at_edge, found.missing) == ({"a": 2e-3}, ("b",), ())
+    result = tuned([GRID], {"a": bowl(2e-3, most), "b": bowl(1.0, most)})
+    assert (result.rates, result.at_edge, result.missing) == ({"a": 2e-3}, ("b",), ())
 
 
 def test_a_rate_at_which_one_seed_diverged_is_not_chosen():
@@ -63,9 +63,9 @@ def test_a_rate_at_which_one_seed_diverged_is_not_chosen():
 
 
 def test_an_arm_that_diverges_everywhere_has_no_rate():
-    everywhere = {rate: [math.inf, math.inf] for rate in GRID}
-    found = tuned([GRID], {"a": bowl(2e-3), "b": everywhere})
-    assert (found.rates, found.missing, found.at_edge) == ({"a": 2e-3}, (), ("b",)), "a grid does not grow for it"
+    diverged = {rate: [math.inf, math.inf] for rate in GRID}
+    result = tuned([GRID], {"a": bowl(2e-3), "b": diverged})
+    assert (result.rates, result.missing, result.at_edge) == ({"a": 2e-3}, (), ("b",)), "a grid does not grow for it"
 
 
 @pytest.mark.parametrize(("grid", "losses"), [((), {"a": {}}), (GRID, {}), ((0.0, 1e-3), {"a": {}}), (GRID, {"a": {1e-3: [4.0]}})])
@@ -75,9 +75,9 @@ def test_what_can_t_be_tuned_is_refused(grid, losses):
 
 
 def test_differences_are_at_the_rates_of_both_infinite_where_one_diverged_and_none_where_both_did():
-    losses = {"a": bowl(2e-3), "base": {rate: [loss + 0.5 for loss in some] for rate, some in bowl(4e-3).items()}}
-    both = rate_differences("a", "base", losses)
-    assert {rate: pytest.approx(both[rate]) for rate in (1e-3, 4e-3)} == {1e-3: [-3.5, -3.5], 4e-3: [0.5, 0.5]}
+    losses = {"a": bowl(2e-3), "base": {rate: [loss + 0.5 for loss in values] for rate, values in bowl(4e-3).items()}}
+    differences = rate_differences("a", "base", losses)
+    assert {rate: pytest.approx(differences[rate]) for rate in (1e-3, 4e-3)} == {1e-3: [-3.5, -3.5], 4e-3: [0.5, 0.5]}
     losses["a"][4e-3] = [math.inf, math.inf]
     losses["base"][4e-3] = [5.0, math.inf]
     assert rate_differences("a", "base", losses)[4e-3] == [math.inf]
@@ -89,15 +89,15 @@ DECAYS = (0.1, 0.2, 0.4, 0.8)  # of a second key, whose grid is of another lengt
 def bowl_of_two(best: tuple[float, float], axes: tuple[tuple[float, ...], ...] = (GRID, DECAYS)) -> dict[tuple[float, float], list[float]]:
     """Losses of two seeds, least at the pair of values `best`."""
     return {
-        pair: [4 + sum(math.log2(value / at) ** 2 for value, at in zip(pair, best, strict=True)) + seed for seed in (0.0, 0.1)]
+        pair: [4 + sum(math.log2(value / centre) ** 2 for value, centre in zip(pair, best, strict=True)) + seed for seed in (0.0, 0.1)]
         for pair in rates_of(axes)
     }
 
 
 def test_two_keys_are_tuned_together():
-    found = tuned([GRID, DECAYS], {"a": bowl_of_two((2e-3, 0.4)), "b": bowl_of_two((2e-3, 0.2))})
-    assert (found.rates, found.missing, found.at_edge) == ({"a": (2e-3, 0.4), "b": (2e-3, 0.2)}, (), ())
-    assert crossed_rates("a", found.rates) == {"a": ((2e-3, 0.4), (2e-3, 0.2)), "b": ((2e-3, 0.2), (2e-3, 0.4))}
+    result = tuned([GRID, DECAYS], {"a": bowl_of_two((2e-3, 0.4)), "b": bowl_of_two((2e-3, 0.2))})
+    assert (result.rates, result.missing, result.at_edge) == ({"a": (2e-3, 0.4), "b": (2e-3, 0.2)}, (), ())
+    assert crossed_rates("a", result.rates) == {"a": ((2e-3, 0.4), (2e-3, 0.2)), "b": ((2e-3, 0.2), (2e-3, 0.4))}
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_a_grid_of_two_keys_grows_where_the_best_is_at_the_edge_of_one(best, mis
 
 def test_an_arm_at_the_edge_of_the_second_key_has_no_rate():
     most = [GRID, (*DECAYS, 1.6, 3.2)]
-    found = tuned([GRID, DECAYS], {"a": bowl_of_two((2e-3, 0.2), most), "b": bowl_of_two((2e-3, 100.0), most)})
-    assert (found.rates, found.at_edge, found.missing) == ({"a": (2e-3, 0.2)}, ("b",), ())
+    result = tuned([GRID, DECAYS], {"a": bowl_of_two((2e-3, 0.2), most), "b": bowl_of_two((2e-3, 100.0), most)})
+    assert (result.rates, result.at_edge, result.missing) == ({"a": (2e-3, 0.2)}, ("b",), ())
     assert chosen({"a": bowl_of_two((2e-3, 0.8))}).at_edge == ("a",), "as of a table"
 
 

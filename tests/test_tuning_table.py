@@ -52,15 +52,15 @@ def table(tmp_path, on_a_grid) -> Path:
 
 def test_a_table_chooses_the_rates_that_the_grid_chose(tmp_path, table, on_a_grid):
     assert on_a_grid.choice("").rates == BEST
-    again = finish_all(experiment(tmp_path, tune={"table": "rates.csv"}), loss)
-    assert again.choice("").rates == BEST
-    assert again.tried("") == on_a_grid.tried("")
-    assert tuning_means(again) == tuning_means(on_a_grid)
-    assert {one.stage for one in again.known()} == {"final"}
-    assert {one.config.name for one in again.known()} < {one.config.name for one in on_a_grid.known()}
-    assert summary_lines(again) == summary_lines(on_a_grid)
-    assert again.notes() == on_a_grid.notes()
-    assert {one["seed"] for one in tuning_table(on_a_grid)} == {101, 102}
+    by_table = finish_all(experiment(tmp_path, tune={"table": "rates.csv"}), loss)
+    assert by_table.choice("").rates == BEST
+    assert by_table.tried("") == on_a_grid.tried("")
+    assert tuning_means(by_table) == tuning_means(on_a_grid)
+    assert {run.stage for run in by_table.known()} == {"final"}
+    assert {run.config.name for run in by_table.known()} < {run.config.name for run in on_a_grid.known()}
+    assert summary_lines(by_table) == summary_lines(on_a_grid)
+    assert by_table.notes() == on_a_grid.notes()
+    assert {line["seed"] for line in tuning_table(on_a_grid)} == {101, 102}
 
 
 def test_seeds_of_a_second_look_choose_no_rates_either(tmp_path, table):
@@ -78,8 +78,8 @@ def test_a_table_of_another_configuration_is_said(tmp_path, table):
     table = experiment(
         tmp_path, "model.n_embd=64", "trainer.max_steps=12", "trainer.precision=auto", "log.every=5", tune={"table": "rates.csv"}
     )
-    why = "rates were tuned for another configuration: model.n_embd, trainer.max_steps differ"
-    assert table.notes()[: len(BEST)] == [f"{arm}: {why}" for arm in BEST]
+    reason = "rates were tuned for another configuration: model.n_embd, trainer.max_steps differ"
+    assert table.notes()[: len(BEST)] == [f"{arm}: {reason}" for arm in BEST]
 
 
 def test_an_arm_at_the_edge_of_the_table_is_not_tuned(tmp_path, table):
@@ -136,14 +136,14 @@ def test_whole_numbers_are_tuned_as_whole_numbers(tmp_path):
     procedure = experiment(tmp_path, tune={"key": "trainer.max_steps", "grid": [8, 16, 32], "seeds": [101, 102]})
     finish_all(procedure, lambda run: 0.01 * abs(run.rate - 64) + 1e-3 * run.seed)
     assert procedure.choice("").rates == dict.fromkeys(BEST, 64)
-    assert {type(one.rate) for one in procedure.known()} == {int}
+    assert {type(run.rate) for run in procedure.known()} == {int}
 
 
 def test_a_grid_that_would_leave_the_key_s_range_ends_not_tuned(tmp_path):
     procedure = experiment(tmp_path, tune={"key": "optim.optimizer.beta1", "grid": [0.3, 0.6], "seeds": [101, 102]})
     finish_all(procedure, lambda run: 2 - run.rate)
-    assert {one.rate for one in procedure.known()} == {0.3, 0.6}
-    assert [one["verdict"] for one in summary_lines(procedure)[1:]] == ["not tuned"] * 2
+    assert {run.rate for run in procedure.known()} == {0.3, 0.6}
+    assert [line["verdict"] for line in summary_lines(procedure)[1:]] == ["not tuned"] * 2
 
 
 def test_intervals_and_maps_have_a_column_for_each_of_their_numbers():

@@ -31,7 +31,7 @@ def same(value: float) -> Comparison:
 
 def kind(*comparisons: Comparison) -> str:
     """The verdict on the first of them."""
-    return next(iter(verdicts({str(i): one for i, one in enumerate(comparisons)}, MATTERS).values())).kind
+    return next(iter(verdicts({str(i): comparison for i, comparison in enumerate(comparisons)}, MATTERS).values())).kind
 
 
 @pytest.mark.parametrize(
@@ -84,13 +84,13 @@ def test_an_arm_is_better_if_it_beats_the_baseline_at_each_of_its_rates(means: t
 
 def test_an_arm_is_worse_only_against_the_baseline_at_a_rate_of_both():
     by_rates = at_rates(0.0, 0.03, 0.0, 0.03)  # the baseline is better at its second rate, at which the arm was not trained
-    one = Comparison(by_rates, (0, 1))
-    assert kind(one) == "worse"
-    apart = replace(one, shared=1)
-    assert kind(apart) == "undecided"
-    assert apart.interval().low < 0 < one.interval().low
-    assert apart.interval().high == one.interval().high
-    turned = replace(apart, by_rates=-by_rates, place=(0, 0))
+    comparison = Comparison(by_rates, (0, 1))
+    assert kind(comparison) == "worse"
+    separate = replace(comparison, shared=1)
+    assert kind(separate) == "undecided"
+    assert separate.interval().low < 0 < comparison.interval().low
+    assert separate.interval().high == comparison.interval().high
+    turned = replace(separate, by_rates=-by_rates, place=(0, 0))
     assert kind(turned) == "no difference above margin", "better only if it is so against each"
     by_rates = at_rates(0.03, 0.03, 0.03, 0.03)
     assert kind(Comparison(by_rates, shared=1)) == "worse"
@@ -99,34 +99,34 @@ def test_an_arm_is_worse_only_against_the_baseline_at_a_rate_of_both():
 
 def test_the_interval_is_that_of_both_arms_at_their_best():
     by_rates = at_rates(0.03, 0.0, -0.01, -0.04)
-    one = Comparison(by_rates, (1, 0))
-    found = verdicts({"a": one}, MATTERS)["a"]
-    assert found.alone == found.interval
-    half, own = (t.ppf(1 - 0.025 / together, 4) * 0.005 / np.sqrt(5) for together in (2, 1))
-    assert found.interval.listed() == pytest.approx([-0.01, min(-0.01 - half, -0.01 - own), -0.01 + half])
-    every = verdicts({"a": replace(one, every=True)}, MATTERS)["a"].interval
-    assert every.listed() == pytest.approx([-0.01, -0.04 - own, 0.03 + own])
+    comparison = Comparison(by_rates, (1, 0))
+    verdict = verdicts({"a": comparison}, MATTERS)["a"]
+    assert verdict.alone == verdict.interval
+    half, half_alone = (t.ppf(1 - 0.025 / family, 4) * 0.005 / np.sqrt(5) for family in (2, 1))
+    assert verdict.interval.listed() == pytest.approx([-0.01, min(-0.01 - half, -0.01 - half_alone), -0.01 + half])
+    widest = verdicts({"a": replace(comparison, every=True)}, MATTERS)["a"].interval
+    assert widest.listed() == pytest.approx([-0.01, -0.04 - half_alone, 0.03 + half_alone])
 
 
 @pytest.mark.parametrize("every", [False, True])
 @pytest.mark.parametrize("lost", [np.nan, np.inf])
 def test_nothing_is_claimed_where_a_rate_that_is_not_judged_has_a_difference_that_is_not_finite(lost: float, every: bool):
     by_rates = at_rates(-0.03, -0.03, -0.03, -0.03)
-    one = Comparison(by_rates, (1, 0), every=every)
-    assert kind(one) == "better"
+    comparison = Comparison(by_rates, (1, 0), every=every)
+    assert kind(comparison) == "better"
     by_rates[0, 1, 2] = lost
-    one = replace(one)
-    found = verdicts({"a": one}, MATTERS)["a"]
-    assert (found.kind, found.p) == ("undecided", 1.0)
-    assert "at another of the learning rates" in found.reason
-    assert found.interval.mean == pytest.approx(-0.03)
-    assert np.isnan([found.interval.low, found.interval.high, p_difference(one)]).all()
+    comparison = replace(comparison)
+    verdict = verdicts({"a": comparison}, MATTERS)["a"]
+    assert (verdict.kind, verdict.p) == ("undecided", 1.0)
+    assert "at another of the learning rates" in verdict.reason
+    assert verdict.interval.mean == pytest.approx(-0.03)
+    assert np.isnan([verdict.interval.low, verdict.interval.high, p_difference(comparison)]).all()
 
 
 def test_a_difference_that_hangs_on_one_rate_says_so():
     by_rates = at_rates(0.03, 0.03, -0.03, 0.005)
-    found = verdicts({"a": Comparison(by_rates, (1, 0))}, MATTERS)["a"]
-    assert found.reason.startswith(
+    verdict = verdicts({"a": Comparison(by_rates, (1, 0))}, MATTERS)["a"]
+    assert verdict.reason.startswith(
         "the interval, over all rates that the arms were trained at, holds 0, and differences of more than 0.02;"
     )
 
@@ -174,28 +174,28 @@ def test_a_metric_of_which_more_is_better_turns_the_words():
 
 
 def test_one_of_many_comparisons_needs_more_evidence():
-    one, nothing = Comparison(spread(-0.03, 0.01, 3)), Comparison((), tuned=False)
-    assert p_difference(one) < 0.05 < 5 * p_difference(one)
-    assert kind(one) == "better"
-    assert kind(one, *[nothing] * 4) == "undecided", "what can't be tested counts in the family"
+    comparison, nothing = Comparison(spread(-0.03, 0.01, 3)), Comparison((), tuned=False)
+    assert p_difference(comparison) < 0.05 < 5 * p_difference(comparison)
+    assert kind(comparison) == "better"
+    assert kind(comparison, *[nothing] * 4) == "undecided", "what can't be tested counts in the family"
 
 
 def test_a_reason_says_how_many_seeds_a_difference_of_interest_takes():
-    found = verdicts({"a": Comparison(spread(0.01, 0.03, 5))}, MATTERS)["a"]
-    assert found.seeds_needed[0] == seeds_needed(0.03, MATTERS) == 20
+    verdict = verdicts({"a": Comparison(spread(0.01, 0.03, 5))}, MATTERS)["a"]
+    assert verdict.seeds_needed[0] == seeds_needed(0.03, MATTERS) == 20
     ends = [0.03 * np.sqrt(4 / chi2.ppf(tail, 4)) for tail in (0.975, 0.025)]
-    assert [*found.seeds_needed[1:]] == [seeds_needed(end, MATTERS) for end in ends] == [9, 148]
-    assert found.reason.endswith("to find one of 0.02 4 times in 5 takes 20 seeds (9 to 148, as the spread itself is known from few)")
-    assert found.interval.over == "5 seeds"
-    few = verdicts({"a": Comparison(spread(0.01, 0.3, 3))}, MATTERS)["a"]
-    assert few.reason.endswith("takes more than 1,000 seeds (481 to more than 1,000, as the spread itself is known from few)")
+    assert [*verdict.seeds_needed[1:]] == [seeds_needed(end, MATTERS) for end in ends] == [9, 148]
+    assert verdict.reason.endswith("to find one of 0.02 4 times in 5 takes 20 seeds (9 to 148, as the spread itself is known from few)")
+    assert verdict.interval.over == "5 seeds"
+    verdict_of_few = verdicts({"a": Comparison(spread(0.01, 0.3, 3))}, MATTERS)["a"]
+    assert verdict_of_few.reason.endswith("takes more than 1,000 seeds (481 to more than 1,000, as the spread itself is known from few)")
 
 
 def test_p_values_are_those_of_the_t_tests_and_of_the_sign_flip_test():
     values = np.random.default_rng(0).normal(0.005, 0.01, 7)
     assert p_difference(Comparison(values)) == pytest.approx(ttest_1samp(values, 0).pvalue)
     assert p_exact(Comparison(values)) == pytest.approx(_flipped(values, "two-sided"))
-    assert sign_flip(values[:6].reshape(2, 3)) == pytest.approx([_flipped(some, "greater") for some in (values[:3], values[3:6])])
+    assert sign_flip(values[:6].reshape(2, 3)) == pytest.approx([_flipped(trio, "greater") for trio in (values[:3], values[3:6])])
     assert [p_exact(Comparison(values[:n])) is None for n in (5, 6)] == [True, False]
     assert p_exact(Comparison([0.01] * 30)) == pytest.approx(2**-29)
     assert p_exact(Comparison([0.01] * 31)) is None
@@ -219,27 +219,27 @@ TIES = {
 
 @pytest.mark.parametrize(("values", "expected", "p"), TIES.values(), ids=TIES)
 def test_without_spread_the_sign_flip_test_decides(values: list[float], expected: str, p: float):
-    found = verdicts({"a": Comparison(values)}, MATTERS)["a"]
-    assert (found.kind, found.p) == (expected, p)
-    assert not found.interval.bounded
+    verdict = verdicts({"a": Comparison(values)}, MATTERS)["a"]
+    assert (verdict.kind, verdict.p) == (expected, p)
+    assert not verdict.interval.bounded
 
 
 def test_a_tie_at_one_pair_of_rates_is_not_said_of_the_seeds_that_are_shown():
     by_rates = np.zeros((1, 2, 5))
     by_rates[0, 0], by_rates[0, 1] = [0.05, 0.06, 0.04, 0.05, 0.07], 0.2
-    found = verdicts({"a": Comparison(by_rates, every=True)}, MATTERS)["a"]
-    assert (found.kind, "the same" in found.reason, found.interval.bounded) == ("undecided", False, False)
+    verdict = verdicts({"a": Comparison(by_rates, every=True)}, MATTERS)["a"]
+    assert (verdict.kind, "the same" in verdict.reason, verdict.interval.bounded) == ("undecided", False, False)
 
 
 @pytest.mark.parametrize("units", [4, 12])
 def test_no_interval_is_a_point_without_the_sign_flip_test(units: int):
     """Everywhere that a Student t interval is made: over seeds, over documents, over both."""
-    same, weights = np.full((5, 3, units), 0.25), np.ones(units)
-    ends = [paired_difference(same[0, 0], np.zeros(units)), over_seeds(same[0, :, 0]).interval()]
-    low, high = mean_ends(same[0].T)
-    if (both := over_seeds_and_documents(same[0], weights, np.arange(units))) is not None:
-        ends.append(both.interval())
-    assert not any(one.bounded for one in ends)
+    equal_values, weights = np.full((5, 3, units), 0.25), np.ones(units)
+    ends = [paired_difference(equal_values[0, 0], np.zeros(units)), over_seeds(equal_values[0, :, 0]).interval()]
+    low, high = mean_ends(equal_values[0].T)
+    if (over_both := over_seeds_and_documents(equal_values[0], weights, np.arange(units))) is not None:
+        ends.append(over_both.interval())
+    assert not any(interval.bounded for interval in ends)
     assert np.isinf(ends[1].low), "three seeds show nothing"
     assert np.isinf(low).all() == np.isinf(high).all() == np.isinf(ends[0].low) == (units < 6)
 
@@ -252,15 +252,15 @@ def families() -> st.SearchStrategy[list[list[float]]]:
 
 @given(families(), st.sampled_from([1, 2]))
 def test_no_word_contradicts_the_interval_beside_it(family: list[list[float]], looks: int):
-    found = verdicts({number: Comparison(values) for number, values in enumerate(family)}, MATTERS, looks=looks)
-    for verdict in found.values():
+    found_verdicts = verdicts({number: Comparison(values) for number, values in enumerate(family)}, MATTERS, looks=looks)
+    for verdict in found_verdicts.values():
         low, high = verdict.interval.low, verdict.interval.high
-        without_0, within = low > 0 or high < 0, low > -MATTERS and high < MATTERS
+        without_0, is_within = low > 0 or high < 0, low > -MATTERS and high < MATTERS
         expected = {
             (True, True): ("difference below margin",), (True, False): ("better", "worse"),
             (False, True): ("no difference above margin",), (False, False): ("undecided",),
         }  # fmt: skip
-        assert verdict.kind in expected[without_0, within]
+        assert verdict.kind in expected[without_0, is_within]
         assert (verdict.p <= 0.05) == without_0 or abs(verdict.p - 0.05) < 1e-6
         assert not verdict.alone.bounded or (low <= verdict.alone.low and verdict.alone.high <= high)
 
@@ -268,10 +268,10 @@ def test_no_word_contradicts_the_interval_beside_it(family: list[list[float]], l
 def test_intervals_of_a_family_are_each_longer_so_that_all_hold_together():
     values = spread(0.01, 0.03, 5)
     for comparisons, looks in ((1, 1), (4, 1), (3, 2)):
-        found = verdicts({n: Comparison(values) for n in range(comparisons)}, MATTERS, looks=looks)[0]
+        verdict = verdicts({n: Comparison(values) for n in range(comparisons)}, MATTERS, looks=looks)[0]
         half = t.ppf(1 - 0.025 / comparisons / looks, 4) * 0.03 / np.sqrt(5)
-        assert found.interval.listed() == pytest.approx([0.01, 0.01 - half, 0.01 + half])
-        assert found.p == pytest.approx(min(1, comparisons * looks * ttest_1samp(values, 0).pvalue))
+        assert verdict.interval.listed() == pytest.approx([0.01, 0.01 - half, 0.01 + half])
+        assert verdict.p == pytest.approx(min(1, comparisons * looks * ttest_1samp(values, 0).pvalue))
 
 
 def test_power_is_that_of_the_noncentral_t():
@@ -297,18 +297,18 @@ MANY = pytest.mark.parametrize("count", [100, pytest.param(300, marks=pytest.mar
 
 @MANY
 def test_simulated_experiments_with_equal_arms_have_few_false_verdicts_and_intervals_that_hold(count: int):
-    counts, held = many(World("4 equal arms, heavy tails", 5, (0.0,) * 4, equal_on_text=True, heavy=True), range(count))
+    counts, coverage = many(World("4 equal arms, heavy tails", 5, (0.0,) * 4, equal_on_text=True, heavy=True), range(count))
     assert counts["false"] / count <= 0.06
-    assert 0.95 <= held[:, 0].mean() <= 0.995
+    assert 0.95 <= coverage[:, 0].mean() <= 0.995
     assert counts["together"] / count >= 0.94
 
 
 @MANY
 def test_simulated_arms_at_the_margin_are_seldom_called_equivalent(count: int):
     world = World("4 arms worse by exactly what matters", 3, (MATTERS,) * 4, equal_on_text=True, tuning="none")
-    counts, held = many(world, range(count))
+    counts, coverage = many(world, range(count))
     assert counts["no difference above margin"] <= counts["false"] <= 0.07 * count
-    assert 0.92 <= held[:, 0].mean() <= 0.98
+    assert 0.92 <= coverage[:, 0].mean() <= 0.98
 
 
 @MANY
@@ -328,10 +328,10 @@ def test_a_second_look_shares_the_level_with_the_first(count: int):
 @MANY
 def test_simulated_tuning_that_is_misled_by_unlucky_runs_gives_few_false_verdicts(count: int):
     world = World("unlucky", 5, (0.0,) * 4, equal_on_text=True, unlucky=0.2, curvature=0.05, optima=(0.4,) * 5)
-    counts, held = many(world, range(count))
+    counts, coverage = many(world, range(count))
     assert counts["false"] / count <= 0.03
-    assert held[:, 2].mean() > 0.2, "tuning chose different rates"
-    assert held[:, 0].mean() >= 0.95
+    assert coverage[:, 2].mean() > 0.2, "tuning chose different rates"
+    assert coverage[:, 0].mean() >= 0.95
 
 
 @MANY

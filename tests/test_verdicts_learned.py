@@ -23,18 +23,18 @@ from lm.statistics.learned import LearnedCounts, clopper_pearson, fewest_seeds, 
 
 def test_p_is_that_of_fishers_exact_test():
     for of_ours, of_theirs in ((3, 3), (4, 5), (9, 9), (5, 1)):
-        for ours in range(of_ours + 1):
-            for theirs in range(of_theirs + 1):
-                expected = scipys([[ours, of_ours - ours], [theirs, of_theirs - theirs]]).pvalue
-                assert fisher_exact(ours, of_ours, theirs, of_theirs) == pytest.approx(expected)
+        for arm_count in range(of_ours + 1):
+            for base_count in range(of_theirs + 1):
+                expected = scipys([[arm_count, of_ours - arm_count], [base_count, of_theirs - base_count]]).pvalue
+                assert fisher_exact(arm_count, of_ours, base_count, of_theirs) == pytest.approx(expected)
     assert fisher_exact(0, 0, 0, 0) == 1
 
 
 def test_intervals_are_clopper_and_pearsons():
     for runs in (1, 3, 9):
-        for learned in range(runs + 1):
-            found, expected = clopper_pearson(learned, runs), binomtest(learned, runs).proportion_ci()
-            assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+        for count in range(runs + 1):
+            interval, expected = clopper_pearson(count, runs), binomtest(count, runs).proportion_ci()
+            assert (interval.low, interval.high) == pytest.approx((expected.low, expected.high))
     assert np.isnan(clopper_pearson(0, 0).low)
 
 
@@ -55,8 +55,8 @@ def test_intervals_are_clopper_and_pearsons():
     ],
 )
 def test_each_verdict_follows_from_what_it_says(one: LearnedCounts, kind: str, reason: str):
-    found = learned_verdicts({"arm": one})["arm"]
-    assert (found.kind, reason in found.reason) == (kind, True), found.reason
+    verdict = learned_verdicts({"arm": one})["arm"]
+    assert (verdict.kind, reason in verdict.reason) == (kind, True), verdict.reason
 
 
 def test_one_of_two_comparisons_needs_more_seeds():
@@ -72,9 +72,9 @@ def test_equal_arms_that_share_seeds_are_told_apart_no_more_often_than_alpha():
         for shared in (0.0, 0.8):  # how often both arms of a seed do the same
             false = 0
             for _ in range(2000):
-                ours = random.random(9) < chance
-                theirs = np.where(random.random(9) < shared, ours, random.random(9) < chance)
-                false += fisher_exact(int(ours.sum()), 9, int(theirs.sum()), 9) <= 0.05
+                arm_learned = random.random(9) < chance
+                base_learned = np.where(random.random(9) < shared, arm_learned, random.random(9) < chance)
+                false += fisher_exact(int(arm_learned.sum()), 9, int(base_learned.sum()), 9) <= 0.05
             assert false / 2000 <= 0.05
 
 

@@ -46,8 +46,8 @@ def test_tokens_are_interpolated_in_their_logarithm_before_the_first_evaluation_
 def test_a_ratio_that_matters_is_a_factor_either_way():
     for ratio, kind in ((1.05, "difference below margin"), (1 / 1.05, "difference below margin"), (1.2, "worse")):
         differences = np.log(ratio) + np.array([-0.01, -0.005, 0.0, 0.005, 0.01])
-        found = verdicts({"arm": Comparison(differences)}, 0.1, ratio=True)["arm"]
-        assert found.kind == kind
+        verdict = verdicts({"arm": Comparison(differences)}, 0.1, ratio=True)["arm"]
+        assert verdict.kind == kind
     assert "lies within a factor of 1.1" in verdicts({"a": Comparison(1e-3 * np.arange(-2, 3))}, 0.1, True)["a"].reason
 
 
@@ -126,7 +126,9 @@ def test_evaluations_on_other_sequences_than_the_last_are_left_out(tmp_path, mon
 
 def test_a_metric_of_no_better_direction_reaches_a_value_in_that_of_the_experiment(tmp_path, monkeypatch):
     procedure = experiment(tmp_path)
-    monkeypatch.setattr("fabricated.validation_series", lambda *given: [replace(one, better="none") for one in validation_series(*given)])
+    monkeypatch.setattr(
+        "fabricated.validation_series", lambda *arguments: [replace(curve, better="none") for curve in validation_series(*arguments)]
+    )
     for run in procedure.known():
         trained(run, reached(run))
     assert procedure.judged().verdicts["", "ssmax"].kind == "better"
@@ -135,29 +137,29 @@ def test_a_metric_of_no_better_direction_reaches_a_value_in_that_of_the_experime
 
 
 def test_other_rates_are_shown_by_tokens_on_the_selection_text(tmp_path, monkeypatch):
-    monkeypatch.setattr("lm.report.pictures._drawn", lambda *given: "<svg />")
+    monkeypatch.setattr("lm.report.pictures._drawn", lambda *arguments: "<svg />")
     tune = {"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]}
     procedure = experiment(tmp_path, tune=tune)
     by_rate = {1e-3: (900, 1400), 2e-3: (700, 600), 4e-3: (900, 1400)}  # softmax, ssmax
-    while left := [one for one in procedure.known() if not one.outcome.ended]:
-        for run in left:
+    while unfinished := [run for run in procedure.known() if not run.outcome.ended]:
+        for run in unfinished:
             trained(run, by_rate[run.rate][run.arm == "ssmax"] * (1 + 0.01 * (run.seed % 3) * (run.arm == "ssmax")))
     _, scalable = summary_lines(procedure)
     assert scalable["factors_by_rate"]["0.001"] > 1 > scalable["factors_by_rate"]["0.002"]
     results = SizeResults(procedure, "", procedure.judged())
     at_end, at_rates = (
-        [line for line in csv.DictReader(made.csv.splitlines()) if line["of"].startswith("ssmax")]
-        for made in (differences_picture([results]), rates_picture(results))
+        [line for line in csv.DictReader(picture.csv.splitlines()) if line["of"].startswith("ssmax")]
+        for picture in (differences_picture([results]), rates_picture(results))
     )
     (bar,) = (line for line in at_end if line["kind"] == "interval")
     assert float(bar["y"]) == pytest.approx(scalable["factor"][0] - 1, abs=1e-3)
-    apart = {float(line["x"]): float(line["y"]) for line in at_rates if line["of"] == "ssmax - softmax, mean"}
-    assert apart == pytest.approx({float(rate): one - 1 for rate, one in scalable["factors_by_rate"].items()}, abs=1e-3)
+    ratios = {float(line["x"]): float(line["y"]) for line in at_rates if line["of"] == "ssmax - softmax, mean"}
+    assert ratios == pytest.approx({float(rate): factor - 1 for rate, factor in scalable["factors_by_rate"].items()}, abs=1e-3)
     table = tmp_path / "rates.csv"
     table.write_text(csv_text(tuning_table(procedure)))
     assert "tokens to val/loss 4.6" in next(csv.reader(table.open()))
-    again = experiment(tmp_path, tune={"table": "rates.csv"})
-    assert summary_lines(again) == summary_lines(procedure)
+    by_table = experiment(tmp_path, tune={"table": "rates.csv"})
+    assert summary_lines(by_table) == summary_lines(procedure)
 
 
 @pytest.mark.parametrize(
@@ -192,10 +194,10 @@ def test_a_tuning_run_that_did_not_reach_the_value_did_not_diverge(tmp_path):
         trained(run, 1000.0 if run.rate == 2e-2 else 1e6)
     table = tuning_table(procedure)
     assert {line["tokens to val/loss 4.6"] for line in table if line["rate"] != 2e-2} == {"not reached"}
-    said = _lost(procedure, [SizeResults(procedure, "", procedure.judged())])
+    lines = _lost(procedure, [SizeResults(procedure, "", procedure.judged())])
     runs = ", ".join(f"{arm} at {rate} seed {seed}" for arm in ("softmax", "ssmax") for rate in (0.01, 0.04) for seed in (101, 102))
-    assert f"tuning runs that did not reach val/loss 4.6: {' and '.join(runs.rsplit(', ', 1))}" in said
-    assert not any("diverged" in line for line in said)
+    assert f"tuning runs that did not reach val/loss 4.6: {' and '.join(runs.rsplit(', ', 1))}" in lines
+    assert not any("diverged" in line for line in lines)
     (tmp_path / "rates.csv").write_text(csv_text(table))
-    again = experiment(tmp_path, tune={"table": "rates.csv", "metric": "primary"})
-    assert again.tried("") == procedure.tried("")
+    by_table = experiment(tmp_path, tune={"table": "rates.csv", "metric": "primary"})
+    assert by_table.tried("") == procedure.tried("")

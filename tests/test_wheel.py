@@ -27,9 +27,9 @@ FEW = [*SMALL, "trainer.max_steps=4", "trainer.accelerator=cpu", "trainer.thread
 def run(command: list[str], folder: Path, **environment: str) -> str:
     """The standard output of a command that succeeds."""
     inherited = {"PATH": f"{Path(command[0]).parent}:/usr/bin:/bin", "HOME": str(folder), "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, cwd=folder, env=inherited | environment, capture_output=True, text=True, check=False, timeout=600)
-    assert ended.returncode == 0, f"{shlex.join(command)}\n{ended.stdout}\n{ended.stderr}"
-    return ended.stdout
+    result = subprocess.run(command, cwd=folder, env=inherited | environment, capture_output=True, text=True, check=False, timeout=600)
+    assert result.returncode == 0, f"{shlex.join(command)}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -69,18 +69,18 @@ def documented() -> list[list[str]]:
 
 def write_corpus(folder: Path) -> None:
     """nanoGPT's files of token ids, GPT-2's two files of a tokenizer, and another text, as the commands name them."""
-    drawn = np.random.default_rng(0)
-    words = [drawn.bytes(3).hex() for _ in range(60)]
-    texts = [" ".join(drawn.choice(words, 300)) for _ in range(30)]
+    rng = np.random.default_rng(0)
+    words = [rng.bytes(3).hex() for _ in range(60)]
+    texts = [" ".join(rng.choice(words, 300)) for _ in range(30)]
     (folder / "gpt2").mkdir()
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(texts, 400, special_tokens=["<|endoftext|>"], show_progress=False)
     tokenizer.save_model(str(folder / "gpt2"))
     end = tokenizer.token_to_id("<|endoftext|>")
-    for name, some in (("train", texts[:24]), ("val", texts[24:])):
-        ids = [token for text in some for token in (*tokenizer.encode(text).ids, end)]
+    for name, part in (("train", texts[:24]), ("val", texts[24:])):
+        ids = [token for text in part for token in (*tokenizer.encode(text).ids, end)]
         np.array(ids, "<u2").tofile(folder / f"{name}.bin")
-    (folder / "other.txt").write_text(" ".join(drawn.choice(words, 900)))
+    (folder / "other.txt").write_text(" ".join(rng.choice(words, 900)))
 
 
 def test_the_documented_commands_work_without_the_clone(away: tuple[Path, Path]):
@@ -88,28 +88,28 @@ def test_the_documented_commands_work_without_the_clone(away: tuple[Path, Path])
     write_corpus(folder)
     commands = documented()
     assert [words[:2] for words in commands] == [["lm", "info"], ["lm", "compare"], ["lm", "train"], ["lm", "eval"]]
-    printed = {}
+    outputs = {}
     for words in commands:
-        more = FEW if words[1] == "train" else ["eval.texts.sequences=4"] if words[1] == "eval" else []
-        printed[words[1]] = run([str(program), *words[1:], *more], folder)
-    assert "SSMax" in printed["compare"] or "ssmax" in printed["compare"]
-    assert "6 layers" not in printed["train"]
-    assert "4 steps" in printed["train"]
-    assert re.search(r"other +loss", printed["eval"]) or "other" in printed["eval"]
+        extra = FEW if words[1] == "train" else ["eval.texts.sequences=4"] if words[1] == "eval" else []
+        outputs[words[1]] = run([str(program), *words[1:], *extra], folder)
+    assert "SSMax" in outputs["compare"] or "ssmax" in outputs["compare"]
+    assert "6 layers" not in outputs["train"]
+    assert "4 steps" in outputs["train"]
+    assert re.search(r"other +loss", outputs["eval"]) or "other" in outputs["eval"]
     (result,) = (folder / "runs").glob("*/evaluations/texts.step-*.json")
     assert "text/other/loss" in result.read_text()
-    known = json.loads(run([str(program), "info", "--json"], folder))
-    assert known["lm"]["version"] == lm.__version__
-    assert known["lm"]["commit"] is None
-    assert Path(known["lm"]["folder"]).is_relative_to(program.parent.parent)  # not the clone's
+    facts = json.loads(run([str(program), "info", "--json"], folder))
+    assert facts["lm"]["version"] == lm.__version__
+    assert facts["lm"]["commit"] is None
+    assert Path(facts["lm"]["folder"]).is_relative_to(program.parent.parent)  # not the clone's
 
 
 def test_presets_are_found_and_copied_without_the_clone(away: tuple[Path, Path]):
     program, folder = away
     assert "experiments/recall" in run([str(program), "configs"], folder)
     run([str(program), "configs", "--copy", "."], folder)
-    theirs, ours = ({path.name for path in root.rglob("*.yaml")} for root in (folder / "configs", ROOT / "configs"))
-    assert theirs == ours
+    copied, own_names = ({path.name for path in root.rglob("*.yaml")} for root in (folder / "configs", ROOT / "configs"))
+    assert copied == own_names
 
 
 def test_the_wheel_holds_the_package_alone_and_its_types(built: Path):
@@ -128,5 +128,5 @@ def test_the_sdist_holds_what_its_tests_need_and_passes_them(built: Path, tmp_pa
     (folder,) = tmp_path.iterdir()
     for place in ("tests/conftest.py", "tests/inventory.yaml", "docs/config.md", "configs/softmax.yaml", "scripts/setup.sh", "results"):
         assert (folder / place).exists(), place
-    some = ["tests/test_packaging.py", "tests/test_presets.py", "tests/test_config.py", "tests/test_house.py"]
-    run([sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *some], folder)
+    files = ["tests/test_packaging.py", "tests/test_presets.py", "tests/test_config.py", "tests/test_house.py"]
+    run([sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *files], folder)

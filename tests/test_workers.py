@@ -44,7 +44,7 @@ def scheduler(tmp_path: Path, monkeypatch) -> Path:
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
     monkeypatch.delenv("SUBMITIT_PREEMPT_SIGNAL", raising=False)
-    for name in [one for one in sys.modules if one.partition(".")[0] == "submitit"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "submitit"]:
         monkeypatch.delitem(sys.modules, name)  # it reads the variable when it is imported
     return script
 
@@ -54,8 +54,8 @@ def test_slurm_gets_jobs_that_are_told_of_their_end(tmp_path, scheduler):
     options = read_options("partition=gpu,timeout_min=240,gpus_per_node=1,signal_delay_s=120")
     assert Cluster(tmp_path, options, "slurm").submit(Path.cwd).job_id == "42"
     lines = scheduler.read_text().splitlines()
-    wanted = ("partition=gpu", "time=240", "gpus-per-node=1", "signal=USR1@120", "job-name=lm", "open-mode=append")
-    assert {f"#SBATCH --{one}" for one in wanted} <= {*lines}
+    directives = ("partition=gpu", "time=240", "gpus-per-node=1", "signal=USR1@120", "job-name=lm", "open-mode=append")
+    assert {f"#SBATCH --{directive}" for directive in directives} <= {*lines}
     assert "export SUBMITIT_PREEMPT_SIGNAL=USR1" in lines
 
 
@@ -76,19 +76,19 @@ def test_what_is_missing_or_wrong_is_said_in_one_line(tmp_path, scheduler, monke
 
 @INSTALLED
 def test_a_job_lets_its_run_save_and_is_the_same_when_it_is_started_again(file, arguments, tmp_path, monkeypatch):
-    program, saved = tmp_path / "program", tmp_path / "saved"
+    program, marker = tmp_path / "program", tmp_path / "saved"
     program.write_text(
-        f"#!/bin/sh\ntrap 'sleep 0.2; touch {saved}; exit 143' TERM\ntouch {tmp_path / 'ready'}\nwhile :; do sleep 0.05; done\n"
+        f"#!/bin/sh\ntrap 'sleep 0.2; touch {marker}; exit 143' TERM\ntouch {tmp_path / 'ready'}\nwhile :; do sleep 0.05; done\n"
     )
     program.chmod(0o755)
     procedure = start(file, arguments[1:])
     monkeypatch.setattr(slots.sys, "executable", str(program))
     monkeypatch.setattr(Training, "_is_waited_for", lambda _: True)
-    job, again = Training(procedure.known()[0], procedure.experiment.folder), []
+    job, resubmitted = Training(procedure.known()[0], procedure.experiment.folder), []
 
     def requeue(number: int, frame: object) -> None:
-        again.append(job.checkpoint())
-        assert saved.exists(), "it has ended"
+        resubmitted.append(job.checkpoint())
+        assert marker.exists(), "it has ended"
 
     def announce() -> None:
         wait_until((tmp_path / "ready").exists, tmp_path)
@@ -100,7 +100,7 @@ def test_a_job_lets_its_run_save_and_is_the_same_when_it_is_started_again(file, 
         assert job()[0] == 143
     finally:
         signal.signal(signal.SIGUSR2, before)
-    (delayed,) = again
+    (delayed,) = resubmitted
     assert (delayed.function.run, delayed.function.experiment) == (job.run, job.experiment)
 
 
@@ -122,8 +122,8 @@ def test_runs_that_jobs_train_are_left_to_them(file, arguments):
     write_json(path, {"engine": "slurm", "id": "42", "born": ""})
     remedy = "add --submit slurm to wait for it, or delete this file once the job is gone"
     for options in ([], ["--commands"]):
-        refused = lm("compare", str(file), *arguments[1:], *options)
-        assert (refused.returncode, refused.stderr.splitlines()[-1]) == (1, f"error: {path}: job 42 of slurm trains this run; {remedy}")
+        result = lm("compare", str(file), *arguments[1:], *options)
+        assert (result.returncode, result.stderr.splitlines()[-1]) == (1, f"error: {path}: job 42 of slurm trains this run; {remedy}")
     finish(procedure.known()[1], 5.0)
     assert len(lm("compare", str(file), *arguments[1:], "--commands").stdout.splitlines()) == 3
     assert not path.exists(), "its run has ended"
@@ -132,21 +132,23 @@ def test_runs_that_jobs_train_are_left_to_them(file, arguments):
 def test_a_second_compare_is_told_who_works_on_the_experiment(file, arguments):
     folder = start(file, arguments[1:]).experiment.folder
     with working_on(folder):
-        refused, since = lm("compare", str(file), *arguments[1:]), read_json(folder / LOCK)["since"]
-        said = f"process {os.getpid()} on {os.uname().nodename} works on it since {since}; --report-only and --plan show how far it is"
-        assert (refused.returncode, refused.stderr) == (1, f"error: {folder}: {said}\n")
+        result, start_time = lm("compare", str(file), *arguments[1:]), read_json(folder / LOCK)["since"]
+        message = (
+            f"process {os.getpid()} on {os.uname().nodename} works on it since {start_time}; --report-only and --plan show how far it is"
+        )
+        assert (result.returncode, result.stderr) == (1, f"error: {folder}: {message}\n")
         assert "no run has ended yet" in lm("compare", str(file), *arguments[1:], "--report-only").stderr
         assert lm("compare", str(file), *arguments[1:], "--plan").returncode == 0
-        printed = lm("compare", str(file), *arguments[1:], "--commands")
-        assert (len(printed.stdout.splitlines()), said in printed.stderr) == (4, True)
+        listing = lm("compare", str(file), *arguments[1:], "--commands")
+        assert (len(listing.stdout.splitlines()), message in listing.stderr) == (4, True)
     assert not (folder / LOCK).exists()
     with working_on(folder):
         pass
 
 
 def test_what_fails_before_anything_is_trained_leaves_no_lock_and_no_folder(file, arguments, tmp_path):
-    refused = lm("compare", str(file), *arguments[1:], "data.source.paths=[/nowhere]")
-    assert refused.returncode
+    result = lm("compare", str(file), *arguments[1:], "data.source.paths=[/nowhere]")
+    assert result.returncode
     assert not (tmp_path / "runs" / "trial").exists()
 
 
@@ -190,8 +192,8 @@ def test_what_the_lock_s_file_says(tmp_path, monkeypatch, locks, changes, said):
     if not locks:
         monkeypatch.setattr("fcntl.flock", flock)
     path, pid, host = tmp_path / LOCK, os.getpid(), os.uname().nodename
-    mine = {"host": host, "pid": pid, "born": born(pid), "since": "2026-01-01 00:00:00"}
-    path.write_text("" if changes is None else json.dumps(mine | changes))
+    record = {"host": host, "pid": pid, "born": born(pid), "since": "2026-01-01 00:00:00"}
+    path.write_text("" if changes is None else json.dumps(record | changes))
     if not said:
         with working_on(tmp_path):
             assert read_json(path)["born"] == born(pid)
@@ -205,10 +207,10 @@ def test_commands_are_printed_of_the_runs_that_nobody_works_on(file, arguments):
     procedure = start(file, arguments[1:])
     runs = procedure.known()
     finish(runs[0], 5.0)
-    printed = lm("compare", str(file), *arguments[1:], "--commands").stdout.splitlines()
-    files = [shlex.split(line)[shlex.split(line).index("train") + 1] for line in printed]
-    assert [Path(one).stem for one in files] == [run.config.name for run in runs[1:]]
-    assert all(Path(one).exists() for one in files)
+    lines = lm("compare", str(file), *arguments[1:], "--commands").stdout.splitlines()
+    files = [shlex.split(line)[shlex.split(line).index("train") + 1] for line in lines]
+    assert [Path(path).stem for path in files] == [run.config.name for run in runs[1:]]
+    assert all(Path(path).exists() for path in files)
 
 
 def test_ways_to_work_exclude_each_other(file):
@@ -216,8 +218,8 @@ def test_ways_to_work_exclude_each_other(file):
     assert (result.returncode, result.stderr.strip()) == (2, "error: --plan and --commands exclude each other")
     for options in (("--workers", "4"), ("--job-options", "partition=gpu")):
         result = lm("compare", str(file), *options)
-        said = f"error: {options[0]} goes with --submit; how many runs train at a time on this machine is --jobs"
-        assert (result.returncode, result.stderr.strip()) == (2, said)
+        message = f"error: {options[0]} goes with --submit; how many runs train at a time on this machine is --jobs"
+        assert (result.returncode, result.stderr.strip()) == (2, message)
 
 
 @INSTALLED

@@ -71,10 +71,10 @@ def skipping(source: Files | Hub) -> tuple[list[str], list[Unreadable]]:
 
 
 def one_line_error(source: Files | Hub | Package) -> str:
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as error:
         list(documents(source))
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def start(script: str, source: Path | None, root: Path, **environment: str) -> subprocess.Popen:

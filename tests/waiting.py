@@ -11,23 +11,23 @@ IDLE_SECONDS = 600.0  # without a change below a folder, after which nothing is 
 
 def wait_until(condition: Callable[[], bool], folder: Path) -> None:
     """Wait until a condition holds; the test fails when nothing has changed below `folder` for `IDLE_SECONDS`."""
-    before, since = None, time.monotonic()
+    before, changed_at = None, time.monotonic()
     while not condition():
         state = _state(folder)
         if state != before:
-            before, since = state, time.monotonic()
-        elif time.monotonic() - since > IDLE_SECONDS:
+            before, changed_at = state, time.monotonic()
+        elif time.monotonic() - changed_at > IDLE_SECONDS:
             pytest.fail(f"nothing has happened in {folder} for {IDLE_SECONDS:.0f} s")
         time.sleep(0.05)
 
 
 def _state(folder: Path) -> dict[str, tuple[float, int]]:
     """Times and sizes of all files."""
-    found = {}
+    states = {}
     for path in folder.rglob("*"):
         try:
             status = path.stat()
         except FileNotFoundError:
             continue
-        found[str(path)] = status.st_mtime, status.st_size
-    return found
+        states[str(path)] = status.st_mtime, status.st_size
+    return states

@@ -41,8 +41,8 @@ class _NormalizerKind(Kind):
             raise Unavailable("is no normalizer: its `schema` is no dataclass of options with a full_formula", f"see {self.page}")
         if inspect.isabstract(code):
             raise Unavailable(f"is not whole: it has no {', '.join(sorted(code.__abstractmethods__))}", f"see {self.page}")
-        if elsewhere := misplaced(code, schema):
-            name, owner = elsewhere
+        if misplacement := misplaced(code, schema):
+            name, owner = misplacement
             raise Unavailable(f"sets {name} where it has no effect", f"set it on the class {owner.__name__}")
         return schema
 
@@ -91,9 +91,9 @@ OPTIONS = Table(NORMALIZERS, {**SINGLE, Layers.name: Layers})
 
 
 def misplaced(normalizer: type, schema: type[Options]) -> tuple[str, type] | None:
-    """An attribute that one of the two classes sets and only the other is asked for, and that other; None if there is none."""
-    of_options = ["full_formula", "sums_to_one", "over_sum", "fixed_by_training", "formula", "problems"]
-    of_normalizer = [
+    """An attribute that one class sets, though it has an effect on the other alone, with the other class; None: there is none."""
+    option_attributes = ["full_formula", "sums_to_one", "over_sum", "fixed_by_training", "formula", "problems"]
+    normalizer_attributes = [
         "score_map",
         "initialise",
         "define_scores",
@@ -104,9 +104,9 @@ def misplaced(normalizer: type, schema: type[Options]) -> tuple[str, type] | Non
         "forward",
         "decode",
     ]
-    elsewhere = [(name, schema) for name in of_options if hasattr(normalizer, name)]
-    elsewhere += [(name, normalizer) for name in of_normalizer if hasattr(schema, name)]
-    return elsewhere[0] if elsewhere else None
+    pairs = [(name, schema) for name in option_attributes if hasattr(normalizer, name)]
+    pairs += [(name, normalizer) for name in normalizer_attributes if hasattr(schema, name)]
+    return pairs[0] if pairs else None
 
 
 def implementation(name: str) -> type[Normalizer]:

@@ -32,7 +32,7 @@ def randomized(options: Options, dtype: torch.dtype = torch.float64, size: int =
     with torch.no_grad():
         for parameter in normalizer.parameters():
             if parameter.dim() == 2:
-                parameter.zero_()  # what is drawn by the decoder
+                parameter.zero_()  # the decoder draws it
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype))
     return normalizer
 
@@ -54,36 +54,36 @@ def with_features(heads: Tensor, features: Tensor | None) -> Tensor:
     return heads if features is None else torch.cat((heads, features.detach().to(heads.dtype)), -1)
 
 
-def gradients(out: Tensor, wanted: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
-    """Gradients by `torch.autograd.grad`; zeros for parameters that work through features, which are given here."""
-    return torch.autograd.grad(out, wanted, grad, allow_unused=True, materialize_grads=True)
+def gradients(output: Tensor, leaves: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of `leaves` by `torch.autograd.grad`; zeros for parameters that work through features, which are inputs here."""
+    return torch.autograd.grad(output, leaves, grad, allow_unused=True, materialize_grads=True)
 
 
-def require(kept: bool | Tensor, broken: str, axes: tuple[str, ...] = WEIGHTS) -> None:
-    """Raises AssertionError that says what is broken and, of a tensor with `axes`, at which entry first."""
-    if isinstance(kept, Tensor) and not kept.all():
-        raise AssertionError(f"{broken}, at {_entry(int(kept.logical_not().flatten().int().argmax()), kept, axes)}")
-    if not isinstance(kept, Tensor) and not kept:
-        raise AssertionError(broken)
+def require(condition: bool | Tensor, message: str, axes: tuple[str, ...] = WEIGHTS) -> None:
+    """Raises AssertionError with the message if the condition fails; of a tensor with `axes` it names the first entry that fails."""
+    if isinstance(condition, Tensor) and not condition.all():
+        raise AssertionError(f"{message}, at {_entry(int(condition.logical_not().flatten().int().argmax()), condition, axes)}")
+    if not isinstance(condition, Tensor) and not condition:
+        raise AssertionError(message)
 
 
-def assert_close(actual: Tensor, expected: Tensor, what: str, atol: float = 1e-10, axes: tuple[str, ...] = OUTPUT) -> None:
+def assert_close(actual: Tensor, expected: Tensor, name: str, atol: float = 1e-10, axes: tuple[str, ...] = OUTPUT) -> None:
     """Raises AssertionError if two tensors differ by more than `atol` somewhere; names the entry where they differ most."""
     kinds = [f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}" for x in (actual, expected)]
-    require(kinds[0] == kinds[1], f"the {what} is {kinds[0]}, not {kinds[1]}")
+    require(kinds[0] == kinds[1], f"the {name} is {kinds[0]}, not {kinds[1]}")
     actual, expected = actual.detach().flatten(), expected.detach()
     error = (actual - expected.flatten()).abs().nan_to_num(math.inf)
     if (error > atol).any():
-        worst = int(error.argmax())
-        place = _entry(worst, expected, axes)
-        raise AssertionError(f"the {what} is {actual[worst]:.6g}, not {expected.flatten()[worst]:.6g}, at {place}")
+        worst_index = int(error.argmax())
+        place = _entry(worst_index, expected, axes)
+        raise AssertionError(f"the {name} is {actual[worst_index]:.6g}, not {expected.flatten()[worst_index]:.6g}, at {place}")
 
 
 def _entry(index: int, tensor: Tensor, axes: tuple[str, ...]) -> str:
     """The entry of a tensor at an index of it flattened, in words if its axes are `axes`."""
     place = [int(coordinate) for coordinate in torch.unravel_index(torch.tensor(index), tensor.shape)]
-    named = zip(axes, place, strict=True) if len(place) == len(axes) else []
-    return ", ".join(f"{axis} {coordinate}" for axis, coordinate in named) or f"entry {place}"
+    coordinates = zip(axes, place, strict=True) if len(place) == len(axes) else []
+    return ", ".join(f"{axis} {coordinate}" for axis, coordinate in coordinates) or f"entry {place}"
 
 
 def assert_is_definition(
@@ -94,26 +94,26 @@ def assert_is_definition(
     atol: float = 1e-10,
 ) -> None:
     """Raises AssertionError unless `route` gives the definition's output, and its gradients of q, k, v (`leaves`) and parameters."""
-    computed, parameters = [], list(normalizer.parameters())
+    results, parameters = [], list(normalizer.parameters())
     for function in (route, lambda q, k, v, layout: normalizer.weights(q, k, layout) @ v):
         tensors = [x.detach().requires_grad_() for x in leaves]
-        out = function(*tensors, layout)
-        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out.dtype)
-        computed.append((out, *gradients(out, [*tensors, *parameters], grad)))
+        output = function(*tensors, layout)
+        grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(output.dtype)
+        results.append((output, *gradients(output, [*tensors, *parameters], grad)))
     names = ["output", "gradient of q", "gradient of k", "gradient of v"]
     names += [f"gradient of the parameter {name}" for name, _ in normalizer.named_parameters()]
-    for name, a, b in zip(names, *computed, strict=True):
+    for name, a, b in zip(names, *results, strict=True):
         assert_close(a, b, name, atol)
 
 
-def assert_decodes(normalizer: Normalizer, q: Tensor, k: Tensor, v: Tensor, whole: Tensor, steps: list[int]) -> None:
-    """Raises AssertionError unless decoding in `steps` of so many tokens gives what the whole sequence gave."""
-    seen, state, parts = 0, None, []
-    for new in steps:
-        part, layout = slice(seen, seen + new), AttentionLayout.continuing(seen, new, whole.size(2))
-        out, state = normalizer.decode(q[:, :, part], k[:, :, part], v[:, :, part], layout, state)
-        seen, parts = seen + new, [*parts, out]
-    assert_close(torch.cat(parts, 2), whole, f"output of `decode` in steps of {', '.join(map(str, steps[:5]))} ... tokens")
+def assert_decodes(normalizer: Normalizer, q: Tensor, k: Tensor, v: Tensor, expected: Tensor, steps: list[int]) -> None:
+    """Raises AssertionError unless decoding in `steps` of so many tokens gives `expected`, the output for the whole sequence."""
+    start, state, parts = 0, None, []
+    for step in steps:
+        part, layout = slice(start, start + step), AttentionLayout.continuing(start, step, expected.size(2))
+        output, state = normalizer.decode(q[:, :, part], k[:, :, part], v[:, :, part], layout, state)
+        start, parts = start + step, [*parts, output]
+    assert_close(torch.cat(parts, 2), expected, f"output of `decode` in steps of {', '.join(map(str, steps[:5]))} ... tokens")
 
 
 # ---------------------------------------------------------------- the promises
@@ -125,8 +125,8 @@ def initial_values(options: Options) -> None:
     draw nothing in `initialise`; a matrix that is to be drawn is named `hidden`
     """
     with torch.random.fork_rng():
-        first, other = (make_normalizer(options, LayerSpec(HEADS, SIZE, WIDTH, TRAIN_LENGTH)) for _ in range(2))
-    for (name, a), b in zip(first.named_parameters(), other.parameters(), strict=True):
+        first, second = (make_normalizer(options, LayerSpec(HEADS, SIZE, WIDTH, TRAIN_LENGTH)) for _ in range(2))
+    for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
         require(name.endswith("hidden.weight") or torch.equal(a, b), f"the parameter {name} is drawn")
 
 
@@ -156,8 +156,8 @@ def finite_differences(options: Options) -> None:
     tensors = [*inputs(6, batch=1, size=4, normalizer=normalizer), *(parameter.detach() for parameter in normalizer.parameters())]
     for index, name in enumerate(["q", "k", "v", *(f"the parameter {name}" for name in names)]):
         leaves = [x.clone().requires_grad_(place == index) for place, x in enumerate(tensors)]
-        right = torch.autograd.gradcheck(run, leaves, eps=1e-6, atol=1e-6, fast_mode=True, raise_exception=False)
-        require(right, f"the gradient of {name} is not that of finite differences")
+        is_right = torch.autograd.gradcheck(run, leaves, eps=1e-6, atol=1e-6, fast_mode=True, raise_exception=False)
+        require(is_right, f"the gradient of {name} is not that of finite differences")
 
 
 def own_row(options: Options) -> None:
@@ -165,19 +165,19 @@ def own_row(options: Options) -> None:
 
     n is a number for each query: `row_length(layout)`, (1, T) or (B, 1, T), has its axis of keys from `.unsqueeze(-1)`
     """
-    normalizer, length, moved = randomized(options), 6, 3
+    normalizer, length, moved_query = randomized(options), 6, 3
     q, k, _ = inputs(length, batch=1, normalizer=normalizer)
     positions = torch.arange(length) + length  # every query sees every key
-    further = positions + 7 * (positions == positions[moved])
-    layouts = (AttentionLayout(places, torch.arange(length), places + 9, causal=False) for places in (positions, further))
-    others = torch.arange(length) != moved
-    before, after = (normalizer.weights(q, k, layout)[:, :, others].nan_to_num() for layout in layouts)  # (B, H, T - 1, S); a window's: NaN
-    before_rest, after_rest = before[..., others], after[..., others]
+    shifted_positions = positions + 7 * (positions == positions[moved_query])
+    layouts = (AttentionLayout(places, torch.arange(length), places + 9, causal=False) for places in (positions, shifted_positions))
+    rest = torch.arange(length) != moved_query
+    before, after = (normalizer.weights(q, k, layout)[:, :, rest].nan_to_num() for layout in layouts)  # (B, H, T - 1, S); a window's: NaN
+    before_rest, after_rest = before[..., rest], after[..., rest]
     factor = (before_rest * after_rest).sum(-1, keepdim=True) / before_rest.square().sum(-1, keepdim=True).clamp(min=1e-300)
     along_keys = torch.allclose(after_rest, factor * before_rest, rtol=0, atol=1e-12)
-    broken = f"a number that belongs to query {moved} changes other queries' weights"
-    broken += f" of key {moved}: it lies along the axis of keys instead of queries, unnoticed where T = S" if along_keys else ""
-    require(torch.allclose(after, before, rtol=0, atol=1e-12), broken)
+    message = f"a number that belongs to query {moved_query} changes other queries' weights"
+    message += f" of key {moved_query}: it lies along the axis of keys instead of queries, unnoticed where T = S" if along_keys else ""
+    require(torch.allclose(after, before, rtol=0, atol=1e-12), message)
 
 
 def row_sums(options: Options) -> None:
@@ -189,9 +189,9 @@ def row_sums(options: Options) -> None:
     weights = normalizer.weights(*inputs(33, normalizer=normalizer)[:2], layout)
     require(weights.triu(1) == 0, "a key after the query has weight")
     sums = weights.sum(-1)
-    to_one = torch.allclose(sums[sums != 0], torch.ones((), dtype=sums.dtype))
-    declared = options.rows_sum_to_one
-    require(to_one == declared, f"`sums_to_one` is {declared}, the sums of rows go from {sums.min():.4g} to {sums.max():.4g}")
+    sums_to_one = torch.allclose(sums[sums != 0], torch.ones((), dtype=sums.dtype))
+    claim = options.rows_sum_to_one
+    require(sums_to_one == claim, f"`sums_to_one` is {claim}, the sums of rows go from {sums.min():.4g} to {sums.max():.4g}")
 
 
 def scores_apart(options: Options) -> None:
@@ -205,11 +205,11 @@ def scores_apart(options: Options) -> None:
     require(normalizer.normalize(scores, layout) == normalizer.weights(q, k, layout), "`weights` are not `normalize(scores)`")
     jacobian = torch.autograd.functional.jacobian(lambda z: normalizer.normalize(z, layout)[0, 0], scores)[:, :, 0, 0]  # (T, S, T, S)
     query = torch.arange(11)
-    own = jacobian[query, :, query].clone()  # (T, S, S)
+    row_jacobian = jacobian[query, :, query].clone()  # (T, S, S)
     jacobian[query, :, query] = 0
     require(jacobian == 0, "a weight depends on a score of another query", ("query", "key", "score of query", "score of key"))
-    hidden = own.masked_fill(layout.visible()[0, 0].unsqueeze(1), 0.0)
-    require(hidden == 0, "a weight depends on the score of a key that is not seen", ("query", "weight of key", "score of key"))
+    hidden_entries = row_jacobian.masked_fill(layout.visible()[0, 0].unsqueeze(1), 0.0)
+    require(hidden_entries == 0, "a weight depends on the score of a key that is not seen", ("query", "weight of key", "score of key"))
 
 
 def scale_by_position(options: Options) -> None:
@@ -234,9 +234,9 @@ def score_map(options: Options) -> None:
     weights, visible = normalizer.weights(q, k, layout), normalizer.visible(layout)
     require(weights.masked_fill(visible, 0.0) == 0, "a key that is not visible has weight")
     if normalizer.score_map:
-        mapped = SCORE_MAPS[normalizer.score_map](normalizer.scores(q, k, layout)).masked_fill(~visible, 0.0)
-        factor = (weights * mapped).sum(-1, keepdim=True) / mapped.square().sum(-1, keepdim=True).clamp(min=1e-300)
-        assert_close(weights, factor * mapped, f"weight, by `score_map` {normalizer.score_map} of its score,", 1e-12, WEIGHTS)
+        score_values = SCORE_MAPS[normalizer.score_map](normalizer.scores(q, k, layout)).masked_fill(~visible, 0.0)
+        factor = (weights * score_values).sum(-1, keepdim=True) / score_values.square().sum(-1, keepdim=True).clamp(min=1e-300)
+        assert_close(weights, factor * score_values, f"weight, by `score_map` {normalizer.score_map} of its score,", 1e-12, WEIGHTS)
 
 
 def causality(options: Options) -> None:
@@ -246,11 +246,11 @@ def causality(options: Options) -> None:
     """
     normalizer, layout = randomized(options), AttentionLayout.full(40)
     q, k, v = inputs(40, normalizer=normalizer)
-    before = normalizer(q, k, v, layout)
+    output = normalizer(q, k, v, layout)
     for x in (q, k, v):
         x[:, :, 25:] += 3.0
-    same = before[:, :, :25] == normalizer(q, k, v, layout)[:, :, :25]
-    require(same, "other tokens from 25 on change an earlier output", OUTPUT)
+    is_equal = output[:, :, :25] == normalizer(q, k, v, layout)[:, :, :25]
+    require(is_equal, "other tokens from 25 on change an earlier output", OUTPUT)
 
 
 def decoding(options: Options) -> None:
@@ -274,8 +274,8 @@ def shared_keys(options: Options) -> None:
     a `decode` of its own takes keys and values of fewer heads: `expand_kv_heads` makes them those of all
     """
     normalizer = randomized(options)
-    q, own, v = inputs(30, normalizer=normalizer)
-    k, v = torch.cat((own[:, ::2, :, :SIZE], group_key_features(own[..., SIZE:], HEADS // 2)), -1), v[:, ::2]
+    q, all_keys, v = inputs(30, normalizer=normalizer)
+    k, v = torch.cat((all_keys[:, ::2, :, :SIZE], group_key_features(all_keys[..., SIZE:], HEADS // 2)), -1), v[:, ::2]
     whole = normalizer(q, *normalizer.expand_kv_heads(k, v), AttentionLayout.full(30))
     assert_decodes(normalizer, q, k, v, whole, [5, 1, 17, 7])
 
@@ -287,9 +287,9 @@ def packed(options: Options) -> None:
     """
     normalizer, lengths = randomized(options), [5, 1, 19, 8]
     tensors = inputs(sum(lengths), normalizer=normalizer)
-    out = normalizer(*tensors, AttentionLayout.from_document_lengths(lengths))
-    for length, part, *alone in zip(lengths, *(x.split(lengths, 2) for x in (out, *tensors)), strict=True):
-        assert_close(part, normalizer(*alone, AttentionLayout.full(length)), f"output of a packed document of {length}")
+    output = normalizer(*tensors, AttentionLayout.from_document_lengths(lengths))
+    for length, part, *qkv in zip(lengths, *(x.split(lengths, 2) for x in (output, *tensors)), strict=True):
+        assert_close(part, normalizer(*qkv, AttentionLayout.full(length)), f"output of a packed document of {length}")
 
 
 def documents(options: Options) -> None:
@@ -308,12 +308,12 @@ def row_length(options: Options) -> None:
 
     n is `row_length(layout)` or `layout.n(policy)`, never a size of q, k or the scores
     """
-    normalizer, short, long = randomized(options), 9, 21
-    q, k, v = inputs(long, normalizer=normalizer)
-    alone = normalizer(q[:1, :, :short], k[:1, :, :short], v[:1, :, :short], AttentionLayout.full(short))
-    positions = torch.arange(long).expand(2, long)
-    batched = normalizer(q, k, v, AttentionLayout(positions, positions, torch.tensor([[short], [long]]), causal=True))
-    assert_close(batched[:1, :, :short], alone, "output of the shorter document", 1e-12)
+    normalizer, short_length, long_length = randomized(options), 9, 21
+    q, k, v = inputs(long_length, normalizer=normalizer)
+    expected = normalizer(q[:1, :, :short_length], k[:1, :, :short_length], v[:1, :, :short_length], AttentionLayout.full(short_length))
+    positions = torch.arange(long_length).expand(2, long_length)
+    batch_output = normalizer(q, k, v, AttentionLayout(positions, positions, torch.tensor([[short_length], [long_length]]), causal=True))
+    assert_close(batch_output[:1, :, :short_length], expected, "output of the shorter document", 1e-12)
 
 
 def one_device(options: Options) -> None:
@@ -329,11 +329,11 @@ def one_device(options: Options) -> None:
     positions = torch.empty(2, 20, dtype=torch.int64, device="meta")
     for layout in (AttentionLayout.full(20, "meta"), AttentionLayout(positions, positions, positions, False, positions, positions)):
         require(normalizer.weights(q, k, layout).is_meta, "weights are on another device")
-        out = normalizer(q, k, v, layout)
-        out.backward(torch.empty_like(out))
-    first, state = normalizer.decode(q, k, v, AttentionLayout.continuing(0, 20, 30, "meta"), None)
-    later, _ = normalizer.decode(q[:, :, :1], k[:, :, :1], v[:, :, :1], AttentionLayout.continuing(20, 1, 30, "meta"), state)
-    require(first.is_meta and later.is_meta, "the output of `decode` is on another device")
+        output = normalizer(q, k, v, layout)
+        output.backward(torch.empty_like(output))
+    first_output, state = normalizer.decode(q, k, v, AttentionLayout.continuing(0, 20, 30, "meta"), None)
+    next_output, _ = normalizer.decode(q[:, :, :1], k[:, :, :1], v[:, :, :1], AttentionLayout.continuing(20, 1, 30, "meta"), state)
+    require(first_output.is_meta and next_output.is_meta, "the output of `decode` is on another device")
 
 
 def extreme_scores(options: Options) -> None:
@@ -346,10 +346,10 @@ def extreme_scores(options: Options) -> None:
         q, k, v = (x.requires_grad_() for x in inputs(50, torch.float32, normalizer=normalizer))
         large_q = torch.cat((q[..., :SIZE] * 0 + (fill or 1.0), q[..., SIZE:]), -1)
         large_k = torch.cat((k[..., :SIZE] * (1e4 if fill else 0.0) + fill, k[..., SIZE:]), -1)
-        out = normalizer(large_q, large_k, v, AttentionLayout.full(50))
-        grads = gradients(out, [q, k, v, *normalizer.parameters()], torch.ones_like(out))
+        output = normalizer(large_q, large_k, v, AttentionLayout.full(50))
+        grads = gradients(output, [q, k, v, *normalizer.parameters()], torch.ones_like(output))
         names = ["output", *(f"gradient of {name}" for name in ("q", "k", "v", *(name for name, _ in normalizer.named_parameters())))]
-        for name, x in zip(names, (out, *grads), strict=True):
+        for name, x in zip(names, (output, *grads), strict=True):
             require(x.isfinite(), f"the {name} is not finite, with queries and keys about {fill:g}", OUTPUT)
 
 
@@ -360,11 +360,11 @@ def autocast_weights(options: Options) -> None:
     """
     normalizer, layout = randomized(options, torch.float32), AttentionLayout.full(20)
     q, k, _ = inputs(20, torch.float32, normalizer=normalizer)
-    plain = normalizer.weights(q, k, layout)
+    weights = normalizer.weights(q, k, layout)
     with torch.autocast("cpu", torch.bfloat16):
-        automatic, rounded = normalizer.weights(q, k, layout), normalizer.weights(q.bfloat16(), k.bfloat16(), layout)
-    require(automatic == plain, "a weight under autocast differs from that without")
-    require(rounded.dtype == torch.float32, f"the weights of bf16 inputs are in {str(rounded.dtype).removeprefix('torch.')}")
+        weights_in_autocast, bf16_weights = normalizer.weights(q, k, layout), normalizer.weights(q.bfloat16(), k.bfloat16(), layout)
+    require(weights_in_autocast == weights, "a weight under autocast differs from that without")
+    require(bf16_weights.dtype == torch.float32, f"the weights of bf16 inputs are in {str(bf16_weights.dtype).removeprefix('torch.')}")
 
 
 def autocast_errors(options: Options) -> None:
@@ -379,18 +379,18 @@ def autocast_errors(options: Options) -> None:
 
 def _autocast_errors(options: Options) -> dict[str, float]:
     """Relative errors, against fp64, of what training computes: q and k in fp32, values in bf16."""
-    length, computed = 256, []
+    length, results = 256, []
     for exact in (True, False):
         normalizer = randomized(options, torch.float64 if exact else torch.float32)
         q, k, v = (x.bfloat16() for x in inputs(length, normalizer=normalizer))
         q, k = ((x.double() if exact else x.float()).requires_grad_() for x in (q, k))
         v = (v.double() if exact else v).requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=not exact):
-            out = normalizer(q, k, v, AttentionLayout.full(length))
-        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(out.dtype)
-        computed.append([x.detach().double() for x in (out, *gradients(out, [q, k, v], grad))])
+            output = normalizer(q, k, v, AttentionLayout.full(length))
+        grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(output.dtype)
+        results.append([x.detach().double() for x in (output, *gradients(output, [q, k, v], grad))])
     names = ("output", "gradient of q", "gradient of k", "gradient of v")
-    return {name: float((b - a).norm() / a.norm()) for name, a, b in zip(names, *computed, strict=True) if a.norm() > 0}
+    return {name: float((b - a).norm() / a.norm()) for name, a, b in zip(names, *results, strict=True) if a.norm() > 0}
 
 
 CHECKS: tuple[Callable[[Options], None], ...] = (
@@ -402,22 +402,22 @@ CHECKS: tuple[Callable[[Options], None], ...] = (
 def used(options: Options) -> None:
     """it can be made, and gives an output"""
     q, k, v = inputs(4, normalizer=(normalizer := randomized(options)))
-    out = normalizer(q, k, v, AttentionLayout.full(4))
-    require(isinstance(out, Tensor), f"`forward` gives {type(out).__name__}, not a tensor")
+    output = normalizer(q, k, v, AttentionLayout.full(4))
+    require(isinstance(output, Tensor), f"`forward` gives {type(output).__name__}, not a tensor")
 
 
 def checked_promises(
     options: object, checks: Iterable[Callable[..., None]] = CHECKS, use: Callable[..., None] = used
 ) -> Iterator[tuple[str, str]]:
-    """Check each promise of code with these options (a normalizer's): its words, and how it is broken, with a hint; empty if it is kept.
-    Code that `use` can't use breaks that promise alone: others would repeat why."""
-    if how := _broken(use, options):
-        yield use.__doc__, how
+    """Check each promise of code with these options (a normalizer's): its words, and the problem, with a hint; empty if it is kept.
+    Code that `use` can't use breaks the promise of `use` alone: other checks would repeat the reason."""
+    if problem := _broken(use, options):
+        yield use.__doc__, problem
         return
     for check in checks:
         promise, _, hint = check.__doc__.partition("\n\n")
-        how = _broken(check, options)
-        yield promise, how and f"{how}; hint: {hint.strip()}"
+        problem = _broken(check, options)
+        yield promise, problem and f"{problem}; hint: {hint.strip()}"
 
 
 def _broken(check: Callable[..., None], options: object) -> str:
@@ -427,6 +427,6 @@ def _broken(check: Callable[..., None], options: object) -> str:
     except Exception as error:  # whatever code from outside raises
         if isinstance(error, AssertionError) and str(error):
             return one_line(error)
-        where, _ = PLUGINS.failure(error)
-        return f"stopped by {type(error).__name__}: {one_line(error)}" + (f"; {where}" if where else "")
+        place, _ = PLUGINS.failure(error)
+        return f"stopped by {type(error).__name__}: {one_line(error)}" + (f"; {place}" if place else "")
     return ""

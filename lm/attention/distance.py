@@ -30,13 +30,13 @@ class ALiBiNormalizer(SoftmaxNormalizer):
     schema = ALiBi
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        falls = self.log_decay(layout.distance()).view(-1, 1, 1) * layout.distance()
-        return logits(q, k) + falls.to(q.dtype)
+        penalty = self.log_decay(layout.distance()).view(-1, 1, 1) * layout.distance()
+        return logits(q, k) + penalty.to(q.dtype)
 
-    def log_decay(self, like: Tensor) -> Tensor:
+    def log_decay(self, reference: Tensor) -> Tensor:
         """-m_h."""
-        heads = torch.arange(1, self.layer.n_head + 1, device=like.device)
-        return -(2.0 ** (-8 * heads / self.layer.n_head)).to(like.dtype)
+        heads = torch.arange(1, self.layer.n_head + 1, device=reference.device)
+        return -(2.0 ** (-8 * heads / self.layer.n_head)).to(reference.dtype)
 
 
 @dataclass
@@ -67,23 +67,23 @@ class WindowNormalizer(SoftmaxNormalizer):
         if t <= w:
             return routes.fused_softmax(q, k, v, layout)
 
-        def blocks(x: Tensor, before: int) -> Tensor:
-            """(B, H, T, X) as blocks of w tokens, each after the `before` blocks before it: (B N, H, (before + 1) w, X)."""
-            cut = F.pad(x, (0, 0, before * w, -t % w)).unflatten(2, (-1, w))
-            count = cut.size(2) - before
-            return torch.cat([cut[:, :, i : i + count] for i in range(before + 1)], 3).transpose(1, 2).flatten(0, 1)
+        def blocks(x: Tensor, n_before: int) -> Tensor:
+            """(B, H, T, X) as blocks of w tokens, each after the `n_before` blocks before it: (B N, H, (n_before + 1) w, X)."""
+            pieces = F.pad(x, (0, 0, n_before * w, -t % w)).unflatten(2, (-1, w))
+            count = pieces.size(2) - n_before
+            return torch.cat([pieces[:, :, i : i + count] for i in range(n_before + 1)], 3).transpose(1, 2).flatten(0, 1)
 
-        at, seen = torch.arange(w, device=q.device).unsqueeze(1), torch.arange(2 * w, device=q.device)
-        mask = ((seen > at) & (seen <= at + w)).repeat(-(-t // w), 1, 1)  # (N, w, 2 w)
-        mask[0] &= seen >= w  # there is no block before the first
-        out = routes.fused_softmax(blocks(q, 0), blocks(k, 1), blocks(v, 1), layout, mask=mask.unsqueeze(1).repeat(b, 1, 1, 1))
-        return out.unflatten(0, (b, -1)).transpose(1, 2).flatten(2, 3)[:, :, :t]
+        query_index, key_index = torch.arange(w, device=q.device).unsqueeze(1), torch.arange(2 * w, device=q.device)
+        mask = ((key_index > query_index) & (key_index <= query_index + w)).repeat(-(-t // w), 1, 1)  # (N, w, 2 w)
+        mask[0] &= key_index >= w  # there is no block before the first
+        output = routes.fused_softmax(blocks(q, 0), blocks(k, 1), blocks(v, 1), layout, mask=mask.unsqueeze(1).repeat(b, 1, 1, 1))
+        return output.unflatten(0, (b, -1)).transpose(1, 2).flatten(2, 3)[:, :, :t]
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: object) -> tuple[Tensor, object]:
         """Remembers the latest w - 1 keys and values."""
-        out, (k, v) = super().decode(q, k, v, layout, state)
-        first = max(0, k.size(2) - self.options.size + 1)
-        return out, (k[:, :, first:], v[:, :, first:])
+        output, (k, v) = super().decode(q, k, v, layout, state)
+        start = max(0, k.size(2) - self.options.size + 1)
+        return output, (k[:, :, start:], v[:, :, start:])
 
     def kernel_description(self, device: str = "cpu") -> str:
         return f"SDPA on blocks of {self.options.size} queries and the keys of two blocks: a window of that many keys"
@@ -142,11 +142,11 @@ class ForgetNormalizer(SoftmaxNormalizer):
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         visible = layout.visible()
         k, log_f = k[..., :-1], k[..., -1]
-        so_far = log_f.cumsum(-1)  # (B, H, S), over documents, too: only differences within one count
-        shown = visible.expand(*q.shape[:2], *visible.shape[-2:])
-        first = shown.int().argmax(-1)  # (B, H, T), the first key of the query's document
-        own = (shown.to(log_f.dtype) @ log_f.unsqueeze(-1)).squeeze(-1) + (so_far - log_f).gather(-1, first)
-        return logits(q, k) + own.unsqueeze(-1) - so_far.unsqueeze(-2)
+        running_sum = log_f.cumsum(-1)  # (B, H, S), over documents, too: only differences within one count
+        mask = visible.expand(*q.shape[:2], *visible.shape[-2:])
+        first_key = mask.int().argmax(-1)  # (B, H, T), the first key of the query's document
+        query_sum = (mask.to(log_f.dtype) @ log_f.unsqueeze(-1)).squeeze(-1) + (running_sum - log_f).gather(-1, first_key)
+        return logits(q, k) + query_sum.unsqueeze(-1) - running_sum.unsqueeze(-2)
 
 
 @dataclass

@@ -34,12 +34,12 @@ class ElementwiseNormalizer(DividedNormalizer):
             return super().forward(q, k, v, layout)
         factor = self.factor(layout)
         q, k = q.to(v.dtype), k.to(v.dtype)
-        out = elementwise_sums.elementwise_attention(self.score_map, q, k, v, self.shift(layout), over_sum=factor is None)
-        return out if factor is None else (out * factor.unsqueeze(-1)).to(v.dtype)
+        output = elementwise_sums.elementwise_attention(self.score_map, q, k, v, self.shift(layout), over_sum=factor is None)
+        return output if factor is None else (output * factor.unsqueeze(-1)).to(v.dtype)
 
     def kernel_description(self, device: str = "cpu") -> str:
-        why = elementwise_sums.why_tiles(torch.device(device), torch.float32, self.layer.head_size)
-        kernel = f"causal tiles of keys and queries, backward by hand ({why})" if why else "Triton, tiles that stay on the chip"
+        reason = elementwise_sums.why_tiles(torch.device(device), torch.float32, self.layer.head_size)
+        kernel = f"causal tiles of keys and queries, backward by hand ({reason})" if reason else "Triton, tiles that stay on the chip"
         return f"{kernel}: elementwise attention needs no row statistics"
 
 

@@ -80,33 +80,33 @@ class _ElementwiseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, kind: str, over_sum: bool, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None) -> Tensor:
         wide = torch.promote_types(v.dtype, torch.float32)
-        out = torch.empty(v.shape, dtype=wide if over_sum else v.dtype, device=v.device)
+        output = torch.empty(v.shape, dtype=wide if over_sum else v.dtype, device=v.device)
         sums = torch.empty((*v.shape[:2], 1), dtype=wide, device=v.device) if over_sum else None
         qw, kw = q.to(wide), k.to(wide)
-        summed = v.to(out.dtype)  # rows divided by their sums stay unrounded: their gradients are small differences
+        values = v.to(output.dtype)  # rows divided by their sums stay unrounded: their gradients are small differences
         with without_autocast(v.device):  # as in the backward pass
             for a, b in _tiles(q.size(1)):
                 total = torch.zeros(v.size(0), b - a, v.size(2), dtype=wide, device=v.device)
                 row_sum = torch.zeros(v.size(0), b - a, 1, dtype=wide, device=v.device)
                 for c, d in _tiles(b):
                     w = SCORE_FUNCTIONS[kind].value_(_scores(qw, kw, shift, a, b, c, d))
-                    w = (w.tril_() if c == a else w).to(out.dtype)
-                    total += w @ summed[:, c:d]
+                    w = (w.tril_() if c == a else w).to(output.dtype)
+                    total += w @ values[:, c:d]
                     if over_sum:
                         row_sum += w.sum(-1, keepdim=True)
                 if over_sum:
                     sums[:, a:b] = row_sum.masked_fill_(row_sum < SMALLEST_SUM, torch.inf)
                     total /= row_sum
-                out[:, a:b] = total
-        ctx.save_for_backward(q, k, v, shift, *((out, sums) if over_sum else ()))
+                output[:, a:b] = total
+        ctx.save_for_backward(q, k, v, shift, *((output, sums) if over_sum else ()))
         ctx.kind = kind
-        return out.to(v.dtype)
+        return output.to(v.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, shift, *of_sums = ctx.saved_tensors
-        grad, mean = gradient_of_sums(grad, v.dtype, *of_sums) if of_sums else (grad, None)
+        q, k, v, shift, *saved_sums = ctx.saved_tensors
+        grad, mean = gradient_of_sums(grad, v.dtype, *saved_sums) if saved_sums else (grad, None)
         wide = torch.promote_types(v.dtype, torch.float32)
         qw, kw, vw, gw = (x.to(wide) for x in (q, k, v, grad))
         dq, dk, dv = (torch.zeros_like(x) for x in (qw, kw, vw))
@@ -179,7 +179,7 @@ def _unusable(device: torch.device) -> str:
 
 
 def _trial(device: torch.device) -> str:
-    """Run the Triton kernel on a device: what goes wrong, which is also a warning; empty if nothing.
+    """Run the Triton kernel on a device; returns what goes wrong, which is also a warning, or an empty text.
 
     Triton compiles at the first use, for which the machine may lack a C compiler or Python's headers.
     """
@@ -188,10 +188,10 @@ def _trial(device: torch.device) -> str:
             *x, grad = torch.arange(4 * 80 * 16.0, device=device).sin().bfloat16().view(4, 1, 1, 80, 16)
             shift = x[0][..., 0].float()
             cases = product(SCORE_FUNCTIONS, (None, shift), (False, True))
-            differing = [kind for kind, b, over_sum in cases if not _agree(kind, x, b, over_sum, grad)]
-        if not differing:
+            wrong_kinds = [kind for kind, b, over_sum in cases if not _agree(kind, x, b, over_sum, grad)]
+        if not wrong_kinds:
             return ""
-        problem = f"its results are not those of the tiles ({', '.join(dict.fromkeys(differing))})"
+        problem = f"its results are not those of the tiles ({', '.join(dict.fromkeys(wrong_kinds))})"
     except Exception as error:  # whatever Triton, the compilers it calls or the driver may raise
         problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     warnings.warn(f"the Triton kernel does not work on {device}, tiles take its place: {problem}", stacklevel=2)
@@ -203,9 +203,9 @@ def _agree(kind: str, x: list[Tensor], shift: Tensor | None, over_sum: bool, gra
     from lm.attention import triton_kernels
 
     leaves = [tensor.detach().requires_grad_() for tensor in (*x, *([] if shift is None else [shift]))]
-    outs = [route(kind, *leaves[:3], *(leaves[3:] or [None]), over_sum) for route in (triton_kernels.fused_attention, tiles)]
-    fused, expected = ((out, *torch.autograd.grad(out, leaves, grad)) for out in outs)
-    return all(bool((a - b).abs().max() <= b.abs().max() / 32) for a, b in zip(fused, expected, strict=True))
+    outputs = [route(kind, *leaves[:3], *(leaves[3:] or [None]), over_sum) for route in (triton_kernels.fused_attention, tiles)]
+    kernel_results, tile_results = ((output, *torch.autograd.grad(output, leaves, grad)) for output in outputs)
+    return all(bool((a - b).abs().max() <= b.abs().max() / 32) for a, b in zip(kernel_results, tile_results, strict=True))
 
 
 @torch.compiler.disable
@@ -215,7 +215,7 @@ def elementwise_attention(kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Ten
     1 / sqrt(D) is a factor on the scores in fp32: a scaled q would be rounded once more, to `q.dtype`.
 
     Args:
-        kind: of f, in `SCORE_FUNCTIONS`.
+        kind: the name of f in `SCORE_FUNCTIONS`.
         q, k, v: (B, H, T, D), (B, H, T, D) and (B, H, T, E), all of one dtype.
         shift: fp32, broadcastable to (B, H, T); None for 0.
         over_sum: divide each row by its sum of f, which must not be negative.

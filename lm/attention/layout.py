@@ -58,10 +58,10 @@ class AttentionLayout:
         return cls(positions, positions, sizes.gather(1, documents), False, documents, documents)
 
     @classmethod
-    def continuing(cls, seen: int, new: int, length: int, device: torch.device | str = "cpu") -> "AttentionLayout":
-        """Tokens `seen` to `seen + new` of a document that will have `length`: queries; keys are all up to there."""
-        keys = torch.arange(seen + new, device=device)
-        return cls(keys[seen:], keys, torch.full((new,), length, device=device), causal=seen == 0)
+    def continuing(cls, start: int, count: int, length: int, device: torch.device | str = "cpu") -> "AttentionLayout":
+        """Tokens `start` to `start + count` of a document that will have `length`, as queries; keys are all tokens up to the last query."""
+        keys = torch.arange(start + count, device=device)
+        return cls(keys[start:], keys, torch.full((count,), length, device=device), causal=start == 0)
 
     def select(self, queries: slice | Tensor, keys: int) -> "AttentionLayout":
         """The layout of some of the queries, by their index in the sequence, and of the first `keys` keys."""
@@ -111,12 +111,12 @@ def by_documents(
     if b not in layout.document_groups:  # the same for all layers
         layout.document_groups[b] = _document_groups(layout, b)
     index_in_outputs, groups = layout.document_groups[b]
-    flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # (B T, H, D)
-    outs = []
-    for index, alone in groups:
-        parts = (x.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2) for x in flat)
-        outs.append(attend(*parts, alone).transpose(1, 2).flatten(0, 1))
-    return torch.cat(outs).index_select(0, index_in_outputs).unflatten(0, (b, t)).transpose(1, 2)
+    flat_tensors = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # (B T, H, D)
+    outputs = []
+    for index, group_layout in groups:
+        parts = (x.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2) for x in flat_tensors)
+        outputs.append(attend(*parts, group_layout).transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, index_in_outputs).unflatten(0, (b, t)).transpose(1, 2)
 
 
 def _document_groups(layout: AttentionLayout, n_sequences: int) -> tuple[Tensor, list[tuple[Tensor, AttentionLayout]]]:
@@ -128,15 +128,15 @@ def _document_groups(layout: AttentionLayout, n_sequences: int) -> tuple[Tensor,
     starts = (positions == 0).nonzero().flatten()
     sizes = torch.diff(starts, append=torch.tensor([len(positions)]))
     classes = sizes.clamp(min=16).double().log2().ceil()
-    index_in_outputs, groups, before = torch.empty_like(positions), [], 0
+    index_in_outputs, groups, n_outputs = torch.empty_like(positions), [], 0
     for size_class in classes.unique():
-        first, size = starts[classes == size_class].unsqueeze(1), sizes[classes == size_class].unsqueeze(1)
+        first_token, size = starts[classes == size_class].unsqueeze(1), sizes[classes == size_class].unsqueeze(1)
         offset = torch.arange(int(size.max()))
-        index = first + torch.minimum(offset, size - 1)
-        real = offset < size
-        index_in_outputs[index[real]] = before + torch.arange(index.numel()).view_as(index)[real]
-        before += index.numel()
+        index = first_token + torch.minimum(offset, size - 1)
+        is_token = offset < size
+        index_in_outputs[index[is_token]] = n_outputs + torch.arange(index.numel()).view_as(index)[is_token]
+        n_outputs += index.numel()
         index = index.to(device)
-        at = offset.to(device).expand_as(index)
-        groups.append((index, AttentionLayout(at, at, lengths[index[:, :1]], causal=True)))
+        group_positions = offset.to(device).expand_as(index)
+        groups.append((index, AttentionLayout(group_positions, group_positions, lengths[index[:, :1]], causal=True)))
     return index_in_outputs.to(device), groups

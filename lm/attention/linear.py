@@ -60,13 +60,13 @@ class LinearNormalizer(DividedNormalizer):
         phi, root = maps[self.options.features], q.size(-1) ** 0.25
         return phi(q / root), phi(k / root)
 
-    def log_decay(self, like: Tensor) -> Tensor:
+    def log_decay(self, reference: Tensor) -> Tensor:
         """ln g of each head."""
-        heads = torch.arange(self.layer.n_head, device=like.device, dtype=like.dtype)
-        return (-(2.0 ** (-5 - heads))).log1p() if self.options.decay else super().log_decay(like)
+        heads = torch.arange(self.layer.n_head, device=reference.device, dtype=reference.dtype)
+        return (-(2.0 ** (-5 - heads))).log1p() if self.options.decay else super().log_decay(reference)
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        """The product of features with its decay: what is divided."""
+        """The product of features with its decay, which `normalize` divides."""
         q, k = self.features(q, k)
         decay = (self.log_decay(q).view(-1, 1, 1) * layout.distance().to(q.dtype).clamp(min=0)).exp()
         return q @ k.transpose(-2, -1) * decay
@@ -79,30 +79,30 @@ class LinearNormalizer(DividedNormalizer):
         k, v = self.expand_kv_heads(k, v)
         wide = torch.promote_types(v.dtype, torch.float32)
         q, k = self.features(q.to(wide), k.to(wide))
-        factor, width, dtype, asked = self.factor(layout), v.size(-1), v.dtype, q.size(2)
-        if asked < k.size(2):
-            q = F.pad(q, (0, 0, k.size(2) - asked, 0))
+        factor, width, dtype, n_queries = self.factor(layout), v.size(-1), v.dtype, q.size(2)
+        if n_queries < k.size(2):
+            q = F.pad(q, (0, 0, k.size(2) - n_queries, 0))
         v = v.to(wide)
         if factor is None:
             v = F.pad(v, (0, 1), value=1.0)  # a further value of 1 gives the row's sum
         with routes.without_autocast(q.device):  # the state sums over all tokens
-            out, state = self.chunks(q, k, v, state)
-        out = out[:, :, -asked:]
-        return routes.divided(out[..., :width], out[..., width:], factor).to(dtype), state
+            output, state = self.chunks(q, k, v, state)
+        output = output[:, :, -n_queries:]
+        return routes.divided(output[..., :width], output[..., width:], factor).to(dtype), state
 
     def chunks(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """sum_{j <= i} g^(i-j) q_i.k_j v_j chunk by chunk, weights within and a D x E state from before; and the state after."""
+        """sum_{j <= i} g^(i-j) q_i.k_j v_j by chunks, and the state after: weights within a chunk, a D x E state before it."""
         log_g = self.log_decay(q).view(-1, 1, 1)  # (H, 1, 1)
         index = torch.arange(CHUNK, device=q.device, dtype=q.dtype)
         decay = (log_g * (index.unsqueeze(1) - index).clamp(min=0)).exp().tril()  # (H, CHUNK, CHUNK)
-        from_before, to_end = (log_g * (index + 1).unsqueeze(1)).exp(), (log_g * index.flip(0).unsqueeze(1)).exp()  # (H, CHUNK, 1)
+        start_decay, end_decay = (log_g * (index + 1).unsqueeze(1)).exp(), (log_g * index.flip(0).unsqueeze(1)).exp()  # (H, CHUNK, 1)
         if state is None:
             state = q.new_zeros(*q.shape[:2], q.size(-1), v.size(-1))
         parts = []
         for qc, kc, vc in zip(q.split(CHUNK, 2), k.split(CHUNK, 2), v.split(CHUNK, 2), strict=True):
             t = qc.size(2)
-            parts.append((qc @ kc.transpose(-2, -1) * decay[:, :t, :t]) @ vc + (qc * from_before[:, :t]) @ state)
-            state = state * from_before[:, t - 1 : t] + (kc * to_end[:, CHUNK - t :]).transpose(-2, -1) @ vc
+            parts.append((qc @ kc.transpose(-2, -1) * decay[:, :t, :t]) @ vc + (qc * start_decay[:, :t]) @ state)
+            state = state * start_decay[:, t - 1 : t] + (kc * end_decay[:, CHUNK - t :]).transpose(-2, -1) @ vc
         return torch.cat(parts, 2), state
 
     def kernel_description(self, device: str = "cpu") -> str:

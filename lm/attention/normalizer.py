@@ -60,15 +60,15 @@ class Normalizer(ABC, Module):
     def initialise(self) -> None:
         """Create the parameters with their initial values."""
 
-    def parameter(self, first: float, *shape: int) -> torch.nn.Parameter:
-        """A parameter of fp32 numbers that start at `first`, one a head (H,) unless a shape is given."""
-        return torch.nn.Parameter(torch.full(shape or (self.layer.n_head,), float(first)))
+    def parameter(self, value: float, *shape: int) -> torch.nn.Parameter:
+        """A parameter of fp32 numbers that start at `value`, one a head (H,) unless a shape is given."""
+        return torch.nn.Parameter(torch.full(shape or (self.layer.n_head,), float(value)))
 
-    def tie_parameters(self, first: Normalizer) -> None:
-        """Take over the parameters that all layers share from those of the first layer."""
+    def tie_parameters(self, source: Normalizer) -> None:
+        """Take over the parameters that all layers share from `source`, the first layer's normalizer."""
 
-    def init_from(self, other: Normalizer) -> None:
-        """Set the parameters so that the weights stay as near as may be to those of `other`, which this one replaces.
+    def init_from(self, source: Normalizer) -> None:
+        """Set the parameters so that the weights stay as near as may be to those of `source`, which this one replaces.
 
         The closed form over sequences of the training length, where there is one; the initial values stay otherwise.
         """
@@ -84,17 +84,17 @@ class Normalizer(ABC, Module):
     def append_features(self, x: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q (B, H, T, D + F) and k (B, K, T, .) with the features computed from the layer's input x, in the wider of their dtypes: sums of
         a feature over all tokens would accumulate its rounding."""
-        of_queries, of_keys = self.query_features(x), group_key_features(self.key_features(x), k.size(1))
-        q = q if of_queries is None else torch.cat((q, of_queries), -1)
-        return q, k if of_keys is None else torch.cat((k, of_keys), -1)
+        query_features, key_features = self.query_features(x), group_key_features(self.key_features(x), k.size(1))
+        q = q if query_features is None else torch.cat((q, query_features), -1)
+        return q, k if key_features is None else torch.cat((k, key_features), -1)
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
         """Features of queries and keys whose products, but for a decay, are the scores, (B, H, T, F) and (B, H, S, F); None: none are."""
         return None
 
-    def log_decay(self, like: Tensor) -> Tensor:
-        """ln of the factor by which weights fall with each token back, whatever the tokens: (H,) <= 0, dtype of `like`; 0 for none."""
-        return like.new_zeros(self.layer.n_head)
+    def log_decay(self, reference: Tensor) -> Tensor:
+        """ln of the factor by which weights fall with each token back, whatever the tokens: (H,) <= 0, dtype of `reference`; 0 for none."""
+        return reference.new_zeros(self.layer.n_head)
 
     def constants(self) -> dict[str, float]:
         """Numbers fixed by the training length that no parameter holds, by the option that names them."""
@@ -165,8 +165,8 @@ class Normalizer(ABC, Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         """`forward`; of all queries of whole sequences document by document, where a sequence holds several."""
-        whole = q.size(2) == k.size(2)
-        return layouts.by_documents(self, q, k, v, layout) if whole and layout.documents is not None else self(q, k, v, layout)
+        is_whole = q.size(2) == k.size(2)
+        return layouts.by_documents(self, q, k, v, layout) if is_whole and layout.documents is not None else self(q, k, v, layout)
 
     def fused_inputs(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor] | None:
         """Queries and keys of which plain softmax of q.k / sqrt(D) gives the weights, q in fp32 or wider; None: there are no such."""
@@ -192,8 +192,8 @@ class Normalizer(ABC, Module):
         group, size = self.layer.n_head // k.size(1), self.layer.head_size
         if group == 1:
             return k, v
-        own = k[..., size:].unflatten(-1, (group, (k.size(-1) - size) // group)).transpose(2, 3).flatten(1, 2)  # (B, H, S, F)
-        return torch.cat((k[..., :size].repeat_interleave(group, 1), own), -1), v.repeat_interleave(group, 1)
+        key_features = k[..., size:].unflatten(-1, (group, (k.size(-1) - size) // group)).transpose(2, 3).flatten(1, 2)  # (B, H, S, F)
+        return torch.cat((k[..., :size].repeat_interleave(group, 1), key_features), -1), v.repeat_interleave(group, 1)
 
     def kernel_description(self, device: str = "cpu") -> str:
         """The kernel `forward` takes for whole sequences on a `device` (`cpu`, `cuda`), and why."""

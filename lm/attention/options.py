@@ -70,11 +70,15 @@ class Options:
 
     def with_changes(self, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> "Options":
         """Options of a trained normalizer with the `changes` that it has as options; what is wrong at `path` is appended to `problems`."""
-        own = {option: value for option, value in changes.items() if option in {spec.name for spec in fields(self)}}
-        late = [Problem(f"{path}.{option}", own[option], reason) for option, reason in self.fixed_by_training.items() if option in own]
-        changed = build(type(self), {**to_plain(self), **own}, path, late)
-        problems += late or own_problems(changed, path)
-        return changed
+        overrides = {option: value for option, value in changes.items() if option in {spec.name for spec in fields(self)}}
+        violations = [
+            Problem(f"{path}.{option}", overrides[option], reason)
+            for option, reason in self.fixed_by_training.items()
+            if option in overrides
+        ]
+        options = build(type(self), {**to_plain(self), **overrides}, path, violations)
+        problems += violations or own_problems(options, path)
+        return options
 
     def non_defaults(self) -> dict[str, Plain]:
         """The options that aren't their defaults."""
@@ -86,8 +90,8 @@ class Options:
 
     def swap_arguments(self) -> str:
         """The options as `lm swap --to` takes them: `ssmax model.normalizer.bias=true`; initial values left out."""
-        changed = {option: value for option, value in self.non_defaults().items() if option != "init"}
-        return " ".join([self.name, *(f"model.normalizer.{option}={yaml_scalar(value)}" for option, value in changed.items())])
+        overrides = {option: value for option, value in self.non_defaults().items() if option != "init"}
+        return " ".join([self.name, *(f"model.normalizer.{option}={yaml_scalar(value)}" for option, value in overrides.items())])
 
 
 def labelled(name: str, options: Mapping[str, Plain]) -> str:

@@ -86,8 +86,8 @@ class SoftmaxWithTemperature(QueryScale):
         return None if tau == 1 else layout.n("visible").new_full((1, 1), 1 / tau)
 
     def kernel_description(self, device: str = "cpu") -> str:
-        plain = f"{routes.softmax_route(device, self.layer.train_length)}: plain softmax"
-        return plain if self.options.temperature == 1 else super().kernel_description(device)
+        description = f"{routes.softmax_route(device, self.layer.train_length)}: plain softmax"
+        return description if self.options.temperature == 1 else super().kernel_description(device)
 
 
 @dataclass
@@ -146,13 +146,13 @@ class SSMaxNormalizer(QueryScale):
         """ln n at each position of a training sequence: (L,) float64."""
         return self.training_layout().n(self.options.n).double().log()
 
-    def init_from(self, other: Normalizer) -> None:
-        """Follow the factor c(n) of `other` over a training sequence, head by head, if `init` is `match`.
+    def init_from(self, source: Normalizer) -> None:
+        """Follow the factor c(n) of `source` over a training sequence, head by head, if `init` is `match`.
 
         s alone keeps the mean of the factor: s = mean c / mean ln n (1 / mean ln n after softmax). s and b are the
         least-squares line of c on ln n: s = 0, b = 1 after softmax, which is softmax to the bit.
         """
-        c, log_n = other.scale_by_position(), self.log_n()
+        c, log_n = source.scale_by_position(), self.log_n()
         if self.options.init != "match" or c is None:
             return
         c = c.detach().cpu()
@@ -160,8 +160,8 @@ class SSMaxNormalizer(QueryScale):
         if self.options.scale == "learned":
             s = c.mean(-1) / log_n.mean()
             if self.options.bias:
-                centred = log_n - log_n.mean()
-                s = (c - c.mean(-1, keepdim=True)) @ centred / centred.square().sum().clamp(min=1e-12)
+                centred_log_n = log_n - log_n.mean()
+                s = (c - c.mean(-1, keepdim=True)) @ centred_log_n / centred_log_n.square().sum().clamp(min=1e-12)
             self.s.data.copy_(s)
         if self.options.bias:
             self.b.data.copy_((c - s.unsqueeze(-1) * log_n).mean(-1))
@@ -371,9 +371,9 @@ class PNNormalizer(QueryScale):
         self.p = self.parameter(1.0, self.layer.train_length)
         self.s, self.b = self.parameter(1.0), self.parameter(0.0)
 
-    def tie_parameters(self, first: Normalizer) -> None:
-        if isinstance(first, PNNormalizer):
-            self.p = first.p
+    def tie_parameters(self, source: Normalizer) -> None:
+        if isinstance(source, PNNormalizer):
+            self.p = source.p
 
     def scale(self, layout: AttentionLayout) -> Tensor:
         p = self.p[layout.positions.clamp(max=len(self.p) - 1)].unsqueeze(-2)  # (1, T) or (B, 1, T)
@@ -414,12 +414,12 @@ class QASSMaxNormalizer(FusedSoftmax):
         return q * base * gate, k
 
 
-def _mlp(size: int, out: int, start: float) -> torch.nn.ModuleDict:
+def _mlp(size: int, n_outputs: int, start: float) -> torch.nn.ModuleDict:
     """Two layers, 64 hidden, that give `start` everywhere at first."""
     nn = torch.nn
-    layers = nn.ModuleDict({"hidden": nn.Linear(size, 64), "out": nn.Linear(64, out)})
-    for zero in (layers["hidden"].bias, layers["out"].weight):
-        nn.init.zeros_(zero)
+    layers = nn.ModuleDict({"hidden": nn.Linear(size, 64), "out": nn.Linear(64, n_outputs)})
+    for tensor in (layers["hidden"].bias, layers["out"].weight):
+        nn.init.zeros_(tensor)
     nn.init.constant_(layers["out"].bias, start)
     return layers
 

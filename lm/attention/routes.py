@@ -59,14 +59,14 @@ def divided(rows: Tensor, total: Tensor, factor: Tensor | None) -> Tensor:
     return rows * factor.unsqueeze(-1).to(wide)
 
 
-def gradient_of_sums(grad: Tensor, dtype: torch.dtype, out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+def gradient_of_sums(grad: Tensor, dtype: torch.dtype, output: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of the undivided output of rows that were divided by `sums` (N, T, 1), in `dtype`; and its mean over a row's weights,
     (N, T, 1), to be subtracted from each weight's own gradient.
 
-    Where one key has all the weight the two cancel, so both are made of the same rounded gradient and of `out` in fp32.
+    Where one key has all the weight the two cancel, so both are made of the same rounded gradient and of `output` in fp32.
     """
     grad = (grad / sums).to(dtype)
-    return grad, (grad.to(out.dtype) * out).sum(-1, keepdim=True)
+    return grad, (grad.to(output.dtype) * output).sum(-1, keepdim=True)
 
 
 # ---------------------------------------------------------------- softmax
@@ -95,8 +95,8 @@ def fused_softmax(
         q, k = q.repeat_interleave(pieces, 1), k.repeat_interleave(pieces, 1)
     causal = layout.causal and mask is None
     mask = None if causal else layout.visible() if mask is None else mask
-    out = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, attn_mask=mask, is_causal=causal, scale=scale)
-    return out if width == size else out.unflatten(1, (-1, pieces)).transpose(2, 3).flatten(-2)[..., :width]
+    output = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, attn_mask=mask, is_causal=causal, scale=scale)
+    return output if width == size else output.unflatten(1, (-1, pieces)).transpose(2, 3).flatten(-2)[..., :width]
 
 
 def softmax_route(device: str, length: int) -> str:
@@ -115,33 +115,33 @@ class _ShortAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        out, kept, train = v.new_empty(*q.shape[:2], v.size(2)), [], any(ctx.needs_input_grad)
+        output, saved_weights, train = v.new_empty(*q.shape[:2], v.size(2)), [], any(ctx.needs_input_grad)
         mask = q.new_full((SHORT_BLOCK, SHORT_BLOCK), -math.inf).triu_(1)
         with without_autocast(v.device):
             for heads, a, b, keys in _short_blocks(q, k):
                 scores = torch.baddbmm(q.new_zeros(1, 1, 1), q[heads, a:b], k[heads, :keys].mT, beta=0, alpha=scale)
                 scores[:, :, keys - (b - a) :] += mask[: b - a, : b - a]
                 weights = scores.softmax(-1).to(v.dtype)
-                out[heads, a:b] = weights @ v[heads, :keys]
+                output[heads, a:b] = weights @ v[heads, :keys]
                 if train:
-                    kept.append(weights)
+                    saved_weights.append(weights)
         if train:
-            ctx.save_for_backward(q.to(v.dtype), k.to(v.dtype), v, *kept)
+            ctx.save_for_backward(q.to(v.dtype), k.to(v.dtype), v, *saved_weights)
             ctx.scale = scale
-        return out
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, *kept = ctx.saved_tensors
+        q, k, v, *saved_weights = ctx.saved_tensors
         wide = torch.promote_types(v.dtype, torch.float32)
         dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
         grad = grad.contiguous()
-        scaled, v_wide = grad.to(wide) * ctx.scale, v.to(wide)
+        scaled_grad, v_wide = grad.to(wide) * ctx.scale, v.to(wide)
         with without_autocast(v.device):
-            for (heads, a, b, keys), weights in zip(_short_blocks(q, k), kept, strict=True):
+            for (heads, a, b, keys), weights in zip(_short_blocks(q, k), saved_weights, strict=True):
                 dv[heads, :keys] += weights.mT @ grad[heads, a:b]
-                dweights = scaled[heads, a:b] @ v_wide[heads, :keys].mT
+                dweights = scaled_grad[heads, a:b] @ v_wide[heads, :keys].mT
                 dscores = torch._softmax_backward_data(dweights, weights.to(wide), -1, wide).to(v.dtype)
                 dq[heads, a:b] = dscores @ k[heads, :keys]
                 dk[heads, :keys] += dscores.mT @ q[heads, a:b]
@@ -182,11 +182,11 @@ def block_weights(device: torch.device) -> int:
 
 @cache
 def _of_gpu(index: int | None) -> int:
-    """`block_weights` of a GPU, kept: blocks of other sizes would round sums otherwise. None: the current GPU."""
+    """`block_weights` of a GPU, cached: blocks of other sizes would round sums otherwise. None: the current GPU."""
     if index is None:
         return _of_gpu(torch.cuda.current_device())
-    free, _ = torch.cuda.mem_get_info(index)
-    weights = free // (MEMORY_PART * WEIGHT_BYTES)
+    free_bytes, _ = torch.cuda.mem_get_info(index)
+    weights = free_bytes // (MEMORY_PART * WEIGHT_BYTES)
     return min(max(2 ** (weights.bit_length() - 1) if weights else 0, BLOCK_WEIGHTS), MOST_WEIGHTS)
 
 
@@ -230,8 +230,8 @@ class _ByQueryBlocks(torch.autograd.Function):
             leaves = [x.detach().requires_grad_() for x in (q[:, :, a:b], k[:, :, :s], v[:, :, :s], *parameters)]
             with torch.enable_grad(), without_autocast(v.device):
                 values = dict(zip(names, leaves[3:], strict=True))
-                out = torch.func.functional_call(ctx.definition, values, (_mix, *leaves[:3], ctx.layout.select(slice(a, b), s)))
-                block_grads = torch.autograd.grad(out, leaves, grad[:, :, a:b], allow_unused=True)
+                output = torch.func.functional_call(ctx.definition, values, (_mix, *leaves[:3], ctx.layout.select(slice(a, b), s)))
+                block_grads = torch.autograd.grad(output, leaves, grad[:, :, a:b], allow_unused=True)
             slices = (grads[0][:, :, a:b], grads[1][:, :, :s], grads[2][:, :, :s], *grads[3:])
             for total, value in zip(slices, block_grads, strict=True):
                 if value is not None:
@@ -251,8 +251,8 @@ class AsModule(nn.Module):
         super().__init__()
         self.normalizer = normalizer
 
-    def forward(self, function: Callable, *given: object) -> Tensor | tuple[Tensor, Tensor]:
-        return function(self.normalizer, *given)
+    def forward(self, function: Callable, *arguments: object) -> Tensor | tuple[Tensor, Tensor]:
+        return function(self.normalizer, *arguments)
 
 
 @torch.compiler.disable

@@ -25,8 +25,8 @@ class SinkBase(SoftmaxNormalizer):
     logit: str  # b, as the run's description writes it
 
     @abstractmethod
-    def sink(self, like: Tensor) -> Tensor:
-        """b, (H,), on the device of `like`."""
+    def sink(self, reference: Tensor) -> Tensor:
+        """b, (H,), on the device of `reference`."""
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         z = scores.masked_fill(~layout.visible(), -math.inf)
@@ -39,9 +39,9 @@ class SinkBase(SoftmaxNormalizer):
         # in the sink.
         ones = F.pad(torch.ones_like(q[..., :2]), (0, 6))
         b = self.sink(q) * math.sqrt(size)
-        rest = b - b.detach().to(v.dtype)
-        both = torch.stack((b - rest.detach(), rest.detach()), -1).to(k)
-        sink = F.pad(both.view(1, -1, 1, 2), (size, 6)).expand(k.size(0), -1, -1, -1)
+        rounding = b - b.detach().to(v.dtype)
+        logit_parts = torch.stack((b - rounding.detach(), rounding.detach()), -1).to(k)
+        sink = F.pad(logit_parts.view(1, -1, 1, 2), (size, 6)).expand(k.size(0), -1, -1, -1)
         q, k = torch.cat((q, ones), -1), torch.cat((sink, F.pad(k, (0, 8))), 2)
         v = F.pad(v, (0, 0, 1, 0))
         if layout.causal:  # one more query in front keeps the triangle square
@@ -67,8 +67,8 @@ class Softmax1Normalizer(SinkBase):
     schema = Softmax1
     logit = "0"
 
-    def sink(self, like: Tensor) -> Tensor:
-        return like.new_zeros(self.layer.n_head)
+    def sink(self, reference: Tensor) -> Tensor:
+        return reference.new_zeros(self.layer.n_head)
 
 
 @dataclass
@@ -92,5 +92,5 @@ class SinkNormalizer(SinkBase):
     def initialise(self) -> None:
         self.b = self.parameter(self.options.init)
 
-    def sink(self, like: Tensor) -> Tensor:
+    def sink(self, reference: Tensor) -> Tensor:
         return self.b

@@ -35,11 +35,11 @@ class SparsemaxNormalizer(Normalizer):
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         z = relative_to_largest(scores, layout)
-        high = z.sort(-1, descending=True).values
+        sorted_scores = z.sort(-1, descending=True).values
         rank = torch.arange(1, z.size(-1) + 1, device=z.device, dtype=z.dtype)
-        above = high.cumsum(-1) - 1
-        size = (rank * high > above).sum(-1, keepdim=True)  # keys in the support
-        tau = above.gather(-1, size - 1) / size
+        partial_sums = sorted_scores.cumsum(-1) - 1
+        size = (rank * sorted_scores > partial_sums).sum(-1, keepdim=True)  # keys in the support
+        tau = partial_sums.gather(-1, size - 1) / size
         return (z - tau).relu()
 
 
@@ -59,12 +59,12 @@ class Entmax15Normalizer(Normalizer):
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         # From 0 to 1; what is 0 has no weight, so that sums of many such entries have nothing to cancel.
         z = 1 + relative_to_largest(scores, layout) / 2
-        below = entmax15_threshold(z.detach())
-        above = (z - below).relu()
-        # The quadratic equation for tau - below on the support that `below` leaves: exact, and with the gradient of tau.
-        total, excess = above.sum(-1, keepdim=True), above.square().sum(-1, keepdim=True) - 1
-        size = above.detach().sign().sum(-1, keepdim=True)
-        tau = below + excess / (total + (total.square() - size * excess).clamp(min=1e-30).sqrt())
+        lower_bound = entmax15_threshold(z.detach())
+        margin = (z - lower_bound).relu()
+        # The quadratic equation for tau - lower_bound on the support of `margin`: exact, and with the gradient of tau.
+        total, excess = margin.sum(-1, keepdim=True), margin.square().sum(-1, keepdim=True) - 1
+        size = margin.detach().sign().sum(-1, keepdim=True)
+        tau = lower_bound + excess / (total + (total.square() - size * excess).clamp(min=1e-30).sqrt())
         # Not clamp, whose gradient at 0, where rows of one key have tau, differs between releases of torch.
         return (z - tau.masked_fill(tau < 0, 0.0)).relu().square()
 
@@ -76,11 +76,11 @@ def entmax15_threshold(z: Tensor) -> Tensor:
     g x slope by 4 at least, as g_new / g + slope_new / slope <= 1. At the start g x slope is S at most, and no slope is below 1.
     z has no gradient.
     """
-    tau, above, bits = torch.zeros_like(z[..., :1]), torch.empty_like(z), -math.log2(torch.finfo(z.dtype).eps)
+    tau, margin, bits = torch.zeros_like(z[..., :1]), torch.empty_like(z), -math.log2(torch.finfo(z.dtype).eps)
     for _ in range(math.ceil((math.log2(z.size(-1)) + bits - 5) / 2)):
-        torch.sub(z, tau, out=above).relu_()
-        norm = torch.linalg.vector_norm(above, dim=-1, keepdim=True)
-        tau = tau + norm * (norm - 1) / above.sum(-1, keepdim=True)
+        torch.sub(z, tau, out=margin).relu_()
+        norm = torch.linalg.vector_norm(margin, dim=-1, keepdim=True)
+        tau = tau + norm * (norm - 1) / margin.sum(-1, keepdim=True)
     return tau
 
 
@@ -151,5 +151,5 @@ class SoftpickNormalizer(Normalizer):
         top = z.masked_fill(~visible, 0.0).amax(-1, keepdim=True).clamp(min=0.0).detach()  # keeps both terms below 1
         # e^z - 1 of small scores as such: as a difference of exponentials it would be rounded away.
         # Not clamp(max=top), whose gradient at the largest score differs between releases of torch.
-        large, small = (top.where(z > top, z) - top).exp() - (-top).exp(), z.clamp(max=1.0).expm1() * (-top).exp()
-        return small.where(z < 1, large).masked_fill(~visible, 0.0), top
+        large_terms, small_terms = (top.where(z > top, z) - top).exp() - (-top).exp(), z.clamp(max=1.0).expm1() * (-top).exp()
+        return small_terms.where(z < 1, large_terms).masked_fill(~visible, 0.0), top

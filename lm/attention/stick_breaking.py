@@ -32,6 +32,6 @@ class StickBreakingNormalizer(Normalizer):
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         """Sums of logarithms run from the latest key back, so that what comes after a key is summed without it, exactly."""
         visible = self.visible(layout)
-        remaining = F.logsigmoid(-scores).masked_fill(~visible, 0.0)  # ln of the part of the stick that a key leaves
-        of_later = F.pad(remaining[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
-        return (F.logsigmoid(scores) + of_later).exp().masked_fill(~visible, 0.0)
+        log_rest = F.logsigmoid(-scores).masked_fill(~visible, 0.0)  # ln of the part of the stick that a key leaves
+        later_sums = F.pad(log_rest[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
+        return (F.logsigmoid(scores) + later_sums).exp().masked_fill(~visible, 0.0)

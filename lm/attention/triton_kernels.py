@@ -49,15 +49,15 @@ def _dot(a, b, total):
 @triton.jit
 def _tile(x, rows, columns, height, WIDTH: tl.constexpr):
     """x[rows, columns] of a matrix (height, WIDTH), 0 outside of it."""
-    inside = (rows < height)[:, None] & (columns < WIDTH)[None, :]
-    return tl.load(x + rows[:, None] * WIDTH + columns[None, :], mask=inside, other=0.0)
+    mask = (rows < height)[:, None] & (columns < WIDTH)[None, :]
+    return tl.load(x + rows[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def _store(x, tile, rows, columns, height, WIDTH: tl.constexpr):
     """x[rows, columns] = tile, as `_tile`."""
-    inside = (rows < height)[:, None] & (columns < WIDTH)[None, :]
-    tl.store(x + rows[:, None] * WIDTH + columns[None, :], tile.to(x.dtype.element_ty), mask=inside)
+    mask = (rows < height)[:, None] & (columns < WIDTH)[None, :]
+    tl.store(x + rows[:, None] * WIDTH + columns[None, :], tile.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -78,17 +78,17 @@ def _block_start(T, BLOCK: tl.constexpr):
 
 @triton.jit
 def _forward(
-    q, k, v, b, out, sums, T,
+    q, k, v, b, outputs, sums, T,
     D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, SUMMED: tl.constexpr, KIND: tl.constexpr, FACTOR: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """A block of outputs, of one piece of the values: over the keys up to it."""
-    n, first = _block_start(T, BLOCK)
-    i, d, e = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    n, first_token = _block_start(T, BLOCK)
+    i, d, e = first_token + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     k, v = k + n * T * D, v + n * T * E
     q_i, b_i = _tile(q + n * T * D, i, d, T, D), _row(b + n * T, i, T, SHIFTED)
     total, row_sum = tl.zeros((BLOCK, BLOCK_E), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, first + BLOCK, BLOCK):
+    for start in range(0, first_token + BLOCK, BLOCK):
         j = start + tl.arange(0, BLOCK)
         z = _dot(q_i, tl.trans(_tile(k, j, d, T, D)), tl.zeros((BLOCK, BLOCK), tl.float32)) * FACTOR + b_i[:, None]
         w, _ = _function(z, KIND)
@@ -101,7 +101,7 @@ def _forward(
         total /= row_sum[:, None]
         if tl.program_id(1) == 0:
             tl.store(sums + n * T + i, row_sum, mask=i < T)
-    _store(out + n * T * E, total, i, e, T, E)
+    _store(outputs + n * T * E, total, i, e, T, E)
 
 
 @triton.jit
@@ -111,19 +111,19 @@ def _backward_queries(
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """A block of dq and db: over the keys up to it."""
-    n, first = _block_start(T, BLOCK)
-    i, d, e = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+    n, first_token = _block_start(T, BLOCK)
+    i, d, e = first_token + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     k, v, grad = k + n * T * D, v + n * T * E, grad + n * T * E
     q_i, b_i, g_i = _tile(q + n * T * D, i, d, T, D), _row(b + n * T, i, T, SHIFTED), _tile(grad, i, e, T, E)
     mean_i = _row(mean + n * T, i, T, SUMMED)
     dq_i, db_i = tl.zeros((BLOCK, BLOCK_D), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, first + BLOCK, BLOCK):
+    for start in range(0, first_token + BLOCK, BLOCK):
         j = start + tl.arange(0, BLOCK)
         k_j = _tile(k, j, d, T, D)
         z = _dot(q_i, tl.trans(k_j), tl.zeros((BLOCK, BLOCK), tl.float32)) * FACTOR + b_i[:, None]
         dw = _dot(g_i, tl.trans(_tile(v, j, e, T, E)), tl.zeros((BLOCK, BLOCK), tl.float32))
-        for more in range(BLOCK_E, E, BLOCK_E):
-            dw = _dot(_tile(grad, i, more + e, T, E), tl.trans(_tile(v, j, more + e, T, E)), dw)
+        for offset in range(BLOCK_E, E, BLOCK_E):
+            dw = _dot(_tile(grad, i, offset + e, T, E), tl.trans(_tile(v, j, offset + e, T, E)), dw)
         _, slope = _function(z, KIND)
         dz = tl.where(i[:, None] >= j[None, :], (dw - mean_i[:, None]) * slope, 0.0)
         dq_i = _dot(dz.to(k.dtype.element_ty), k_j, dq_i)
@@ -143,14 +143,14 @@ def _backward_keys(
 
     All tiles are (keys, queries), so that no tile of weights is ever transposed.
     """
-    n, first = _block_start(T, BLOCK)
-    j, d, e = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+    n, first_token = _block_start(T, BLOCK)
+    j, d, e = first_token + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     if not FIRST:
         e += (tl.program_id(1) + 1) * BLOCK_E
     q, b, v, grad, mean = q + n * T * D, b + n * T, v + n * T * E, grad + n * T * E, mean + n * T
     k_j, v_j = _tile(k + n * T * D, j, d, T, D), _tile(v, j, e, T, E)
     dk_j, dv_j = tl.zeros((BLOCK, BLOCK_D), tl.float32), tl.zeros((BLOCK, BLOCK_E), tl.float32)
-    for start in range(first, T, BLOCK):
+    for start in range(first_token, T, BLOCK):
         i = start + tl.arange(0, BLOCK)
         q_i, g_i = _tile(q, i, d, T, D), _tile(grad, i, e, T, E)
         z = _dot(k_j, tl.trans(q_i), tl.zeros((BLOCK, BLOCK), tl.float32)) * FACTOR + _row(b, i, T, SHIFTED)[None, :]
@@ -159,8 +159,8 @@ def _backward_keys(
         dv_j = _dot(tl.where(mask, w, 0.0).to(grad.dtype.element_ty), g_i, dv_j)
         if FIRST:
             dw = _dot(v_j, tl.trans(g_i), tl.zeros((BLOCK, BLOCK), tl.float32))
-            for more in range(BLOCK_E, E, BLOCK_E):
-                dw = _dot(_tile(v, j, more + e, T, E), tl.trans(_tile(grad, i, more + e, T, E)), dw)
+            for offset in range(BLOCK_E, E, BLOCK_E):
+                dw = _dot(_tile(v, j, offset + e, T, E), tl.trans(_tile(grad, i, offset + e, T, E)), dw)
             dz = tl.where(mask, (dw - _row(mean, i, T, SUMMED)[None, :]) * slope, 0.0)
             dk_j = _dot(dz.to(q.dtype.element_ty), q_i, dk_j)
     if FIRST:
@@ -198,20 +198,20 @@ class _ElementwiseAttention(torch.autograd.Function):
     def forward(ctx: FunctionCtx, kind: str, summed: bool, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None) -> Tensor:
         ctx.options = options(q.dtype, q.size(-1), v.size(-1), kind, shift is not None, summed)
         blocks = triton.cdiv(q.size(1), ctx.options["BLOCK"]) * q.size(0)
-        out = torch.empty_like(v, dtype=torch.float32 if summed else v.dtype)
+        output = torch.empty_like(v, dtype=torch.float32 if summed else v.dtype)
         sums = torch.empty((*v.shape[:2], 1), device=v.device) if summed else None
-        unused = q  # passed for arguments that the kernel does not read
-        arguments = q, k, v, unused if shift is None else shift, out, sums if summed else unused
+        placeholder = q  # passed for arguments that the kernel does not read
+        arguments = q, k, v, placeholder if shift is None else shift, output, sums if summed else placeholder
         with torch.cuda.device_of(q):
             _forward[(blocks, triton.cdiv(v.size(-1), PIECE))](*arguments, q.size(1), **ctx.options)
-        ctx.save_for_backward(q, k, v, shift, *((out, sums) if summed else ()))
-        return out.to(v.dtype)
+        ctx.save_for_backward(q, k, v, shift, *((output, sums) if summed else ()))
+        return output.to(v.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, shift, *of_sums = ctx.saved_tensors
-        grad, mean = gradient_of_sums(grad, v.dtype, *of_sums) if of_sums else (grad, q)
+        q, k, v, shift, *saved_sums = ctx.saved_tensors
+        grad, mean = gradient_of_sums(grad, v.dtype, *saved_sums) if saved_sums else (grad, q)
         blocks, pieces = triton.cdiv(q.size(1), ctx.options["BLOCK"]) * q.size(0), triton.cdiv(v.size(-1), PIECE)
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         b, db = (q, dq) if shift is None else (shift, torch.empty_like(shift))

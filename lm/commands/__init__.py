@@ -1,1 +1,1 @@
-"""The commands of `lm`, by subject: arguments and options read, and handed on to the package; heavy imports happen inside."""
+"""The commands of `lm`, by subject: they read arguments and options, and call the package; heavy imports happen inside functions."""

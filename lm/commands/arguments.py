@@ -15,7 +15,7 @@ New = Annotated[Path, typer.Option("--out", "-o", help="folder to create", show_
 
 
 def _allow(context: typer.Context, packages: list[str] | None) -> None:
-    """Allow plugins; at the end of a command that succeeds, say which of them nothing needed."""
+    """Allow plugins; at the end of a command that succeeds, print the packages that nothing needed."""
     from lm.plugins import PLUGINS
 
     def report_unneeded() -> None:
@@ -36,16 +36,16 @@ AllowPlugin = Annotated[
 
 
 def check_results(out: Path | None) -> None:
-    """Raises ConfigError if `out` names no kind of table."""
+    """Raises ConfigError if `out` is neither a .csv nor a .json file."""
     if out and out.suffix not in (".csv", ".json"):
         raise ConfigError(f"{out}: can't write results of this kind; name a .csv or .json file")
 
 
-def paths_and_overrides(arguments: list[str], missing: str) -> tuple[list[Path], list[str]]:
-    """The paths and the `KEY=VALUE` of a command line. Raises ConfigError of `missing` if there is no path."""
+def paths_and_overrides(arguments: list[str], message: str) -> tuple[list[Path], list[str]]:
+    """The paths and the `KEY=VALUE` of a command line. Raises ConfigError with `message` if there is no path."""
     paths, overrides = split_overrides(arguments)
     if not paths:
-        raise ConfigError(missing)
+        raise ConfigError(message)
     return paths, overrides
 
 

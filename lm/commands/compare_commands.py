@@ -61,10 +61,10 @@ def compare(
 
     modes = {"--plan": plan, "--report-only": report_only, "--commands": commands, "--submit": submit}
     modes |= {"--jobs": jobs, "--jobs-per-gpu": jobs_per_gpu > 1} if submit else {"--out": out} if commands else {}
-    if len(given := [name for name, on in modes.items() if on]) > 1:
-        raise ConfigError(f"{' and '.join(given)} exclude each other")
-    if not submit and (of_jobs := [name for name, given in {"--workers": workers > 1, "--job-options": job_options}.items() if given]):
-        raise ConfigError(f"{of_jobs[0]} goes with --submit; how many runs train at a time on this machine is --jobs")
+    if len(options := [name for name, is_on in modes.items() if is_on]) > 1:
+        raise ConfigError(f"{' and '.join(options)} exclude each other")
+    if not submit and (job_flags := [name for name, is_set in {"--workers": workers > 1, "--job-options": job_options}.items() if is_set]):
+        raise ConfigError(f"{job_flags[0]} goes with --submit; how many runs train at a time on this machine is --jobs")
     if as_json and not report_only:
         raise ConfigError("--json goes with --report-only: training prints its progress")
     if commands:
@@ -101,14 +101,14 @@ def judge(
     from lm.experiments.summary import print_verdicts
     from lm.runs.folder import json_bytes
 
-    asked = {"metric": metric, "better": better, "matters": matters, "spread": spread}
-    judged = judged_table(table, asked, baseline, where, by or ())
-    primary, lines = judged.primary, judged.lines()
+    question = {"metric": metric, "better": better, "matters": matters, "spread": spread}
+    judgement = judged_table(table, question, baseline, where, by or ())
+    primary, lines = judgement.primary, judgement.lines()
     if as_json:
         print(json_bytes({"primary": vars(primary), "arms": lines}).decode(), end="")
         return
-    print_verdicts(judged, lines, f"{primary.metric} of {table}")
-    print(*judged.power(len(judged.seeds)), sep="\n")
+    print_verdicts(judgement, lines, f"{primary.metric} of {table}")
+    print(*judgement.power(len(judgement.seeds)), sep="\n")
 
 
 def report(runs: Runs, out: Out = None, baseline: Baseline = None) -> None:

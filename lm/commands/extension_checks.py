@@ -35,7 +35,7 @@ from lm.schema import Plain, build, own_problems, to_plain, variants
 from lm.training.optimizers import load_named_state, make_optimizer, named_state, optimizer_mismatch
 
 VOCABULARY, LENGTH = 60, 32
-MOST_DOCUMENTS = 1000  # that are read of a source
+MOST_DOCUMENTS = 1000  # number of documents that are read from a source
 
 
 def _decoder(device: str = "cpu", vocabulary: int = VOCABULARY) -> Decoder:
@@ -83,10 +83,10 @@ def rate_of_zero(options: Optimizer) -> None:
 
     read `group["lr"]` at each step, and multiply weight decay by it, too
     """
-    decoder, before = _decoder(), dict(_decoder().named_parameters())
+    decoder, initial_parameters = _decoder(), dict(_decoder().named_parameters())
     _step(_optimizer(options, decoder, 0.0), decoder)
-    changed = [name for name, parameter in decoder.named_parameters() if not torch.equal(parameter, before[name])]
-    require(not changed, f"{len(changed)} parameters change, {', '.join(changed[:2])} among them")
+    changed_names = [name for name, parameter in decoder.named_parameters() if not torch.equal(parameter, initial_parameters[name])]
+    require(not changed_names, f"{len(changed_names)} parameters change, {', '.join(changed_names[:2])} among them")
 
 
 def resumed_state(options: Optimizer) -> None:
@@ -125,10 +125,10 @@ def same_documents(source: OutsideSource) -> None:
 
     read from files or a fixed seed, in a fixed order
     """
-    first, again = (list(islice(source.documents(), MOST_DOCUMENTS)) for _ in range(2))
+    first, second = (list(islice(source.documents(), MOST_DOCUMENTS)) for _ in range(2))
     require(all(isinstance(text, str) for text in first), "a document is no text")
     require(any(text.strip() for text in first), "all documents are blank")
-    require(first == again, "the second call gives other documents")
+    require(first == second, "the second call gives other documents")
 
 
 def plain_identity(source: OutsideSource) -> None:
@@ -149,10 +149,10 @@ def pure_sequences(task: Task) -> None:
         size = text.vocab_size if text else task.vocab_size
         for subset in ("train", "test"):
             for index in range(20):
-                first, again = (example(task, 1, index, 256, subset, text) for _ in range(2))
-                require(bool((first.tokens == again.tokens).all()), f"{subset} sequence {index} differs the second time")
-                inside = (first.tokens >= 0) & (first.tokens < size)
-                require(bool(inside.all()), f"{subset} sequence {index} has tokens outside 0 to {size - 1}")
+                first, second = (example(task, 1, index, 256, subset, text) for _ in range(2))
+                require(bool((first.tokens == second.tokens).all()), f"{subset} sequence {index} differs the second time")
+                is_valid = (first.tokens >= 0) & (first.tokens < size)
+                require(bool(is_valid.all()), f"{subset} sequence {index} has tokens outside 0 to {size - 1}")
 
 
 def answers_in_place(task: Task) -> None:
@@ -166,8 +166,8 @@ def answers_in_place(task: Task) -> None:
         require(len(sample.questions) == len(sample.evidence) == len(sample.needles) > 0, "questions, evidence and needles are not as many")
         for (start, stop), (first, last) in zip(sample.questions, sample.evidence, strict=True):
             require(0 < start < stop <= len(sample.tokens), f"the question [{start}, {stop}) is not in the sequence")
-            shown = last - first != stop - start or bool((sample.tokens[first:last] == sample.tokens[start:stop]).all())
-            require(shown, f"the evidence [{first}, {last}) is not the answer [{start}, {stop})")
+            is_answer = last - first != stop - start or bool((sample.tokens[first:last] == sample.tokens[start:stop]).all())
+            require(is_answer, f"the evidence [{first}, {last}) is not the answer [{start}, {stop})")
 
 
 def different_sequences(task: Task) -> None:
@@ -182,7 +182,7 @@ def different_sequences(task: Task) -> None:
 
 @contextlib.contextmanager
 def _text_of(task: Task) -> Iterator[Text | None]:
-    """Made-up text for a task in text; None for one over symbols of its own."""
+    """Made-up text for a task in text; None for a task over symbols of its own."""
     if task.vocab_size is not None:
         yield None
         return
@@ -192,7 +192,7 @@ def _text_of(task: Task) -> Iterator[Text | None]:
 
 @contextlib.contextmanager
 def _made_up_text(evaluations: list[EvaluationConfig]) -> Iterator[tuple[Config, Store]]:
-    """A configuration of made-up text with these evaluations, and its token store."""
+    """A configuration with made-up text and these evaluations, and its token store."""
     words = ["a short text", "of words that are made up", "for an evaluation", "to be measured on"]
     with tempfile.TemporaryDirectory() as folder:
         for number in range(12):
@@ -212,7 +212,7 @@ def _made_up_text(evaluations: list[EvaluationConfig]) -> Iterator[tuple[Config,
 
 
 def _measured(options: EvaluationConfig) -> Iterator[tuple[Decoder, list[Plain]]]:
-    """The decoder and what the evaluation gives on made-up text, twice."""
+    """The decoder and the series that the evaluation gives on made-up text, twice."""
     with _made_up_text([options]) as (config, store):
         decoder = _decoder(vocabulary=store.vocab_size).eval()
         (measurement,) = measurements(config, store, [options.kind])
@@ -229,9 +229,9 @@ def same_numbers(options: EvaluationConfig) -> None:
     give the options that switch it on; draw from a generator of a fixed seed
     """
     require(options.wanted(Config().data), "with these options it is not wanted")
-    (_, first), (_, again) = _measured(options)
+    (_, first), (_, second) = _measured(options)
     require(len(first) > 0, "it gives no series")
-    require(first == again, "the second time it gives other numbers")
+    require(first == second, "the second time it gives other numbers")
 
 
 def leaves_model(options: EvaluationConfig) -> None:
@@ -240,8 +240,11 @@ def leaves_model(options: EvaluationConfig) -> None:
     train a copy, if you train; lm restores the state of random numbers
     """
     for decoder, _ in _measured(options):
-        before = _decoder(vocabulary=decoder.vocab_size)
-        require(all(torch.equal(a, b) for a, b in zip(decoder.parameters(), before.parameters(), strict=True)), "weights have changed")
+        untouched_decoder = _decoder(vocabulary=decoder.vocab_size)
+        require(
+            all(torch.equal(a, b) for a, b in zip(decoder.parameters(), untouched_decoder.parameters(), strict=True)),
+            "weights have changed",
+        )
         require(not decoder.training, "the decoder is left in training mode")
 
 
@@ -269,7 +272,7 @@ def used_evaluation(options: EvaluationConfig) -> None:
 
 
 Check = Callable[..., None]
-KINDS: dict[str, tuple[Table, Check, tuple[Check, ...]]] = {  # the second is what all the others need
+KINDS: dict[str, tuple[Table, Check, tuple[Check, ...]]] = {  # table, the check that all other checks need, the other checks
     "optimizer": (OPTIMIZERS, used_optimizer, (lower_loss, rate_of_zero, resumed_state, implied_state)),
     "source": (SOURCES, used_source, (same_documents, plain_identity)),
     "task": (TASKS, used_task, (pure_sequences, answers_in_place, different_sequences)),
@@ -278,24 +281,24 @@ KINDS: dict[str, tuple[Table, Check, tuple[Check, ...]]] = {  # the second is wh
 
 
 def check_extension(noun: str, name: str, overrides: list[str]) -> Iterator[tuple[str, str]]:
-    """Each promise of code from outside in words, and how it is broken; empty if it is kept.
+    """Each promise of code from outside in words, and how the code breaks it; empty if the promise is kept.
 
     Args:
         noun: one of `KINDS`.
         name: `package.module:Class`, or an entry point's name.
-        overrides: `option=value`.
+        overrides: `option=value`, options of the class.
 
     Raises:
-        ConfigError: it can't be imported, is of another kind or lm's own, or has no such options.
+        ConfigError: the class can't be imported, is of another kind or lm's own, or has no such options.
     """
-    table, use, checks = KINDS[noun]
+    table, base_check, checks = KINDS[noun]
     problems = []
     with PLUGINS.trusted():
-        one_key = make_dataclass("Named", [(noun, list, variants(table, ""))])
-        named = build(one_key, {noun: {"name": name, **read_overrides(overrides)}}, "", problems)
-    if problems := problems or own_problems(named):
+        schema = make_dataclass("Named", [(noun, list, variants(table, ""))])
+        holder = build(schema, {noun: {"name": name, **read_overrides(overrides)}}, "", problems)
+    if problems := problems or own_problems(holder):
         raise ConfigError(problems)
-    (options,) = getattr(named, noun)
+    (options,) = getattr(holder, noun)
     if not isinstance(options, table.kind.base):
         raise ConfigError([Problem(noun, name, "is lm's own, and promises nothing to others", "name yours: package.module:Class")])
-    return checked_promises(options, checks, use)
+    return checked_promises(options, checks, base_check)

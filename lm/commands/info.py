@@ -47,8 +47,8 @@ def _devices() -> dict[str, Plain]:
     from lm.model.device import has_native_bf16
 
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    used = "gpu" if gpus else "cpu"
-    return {"cores": usable_cores(), "GPUs": gpus, "CUDA of torch": torch.version.cuda, "bf16": has_native_bf16(used) or "emulated"}
+    device = "gpu" if gpus else "cpu"
+    return {"cores": usable_cores(), "GPUs": gpus, "CUDA of torch": torch.version.cuda, "bf16": has_native_bf16(device) or "emulated"}
 
 
 def _kernels() -> dict[str, Plain]:
@@ -74,19 +74,27 @@ def _wandb() -> str:
 
 
 def missing_of_extras() -> dict[str, list[str]]:
-    """By extra of the distribution, the requirements that are not installed in a version that will do; {} outside an installation."""
+    """The requirements that are not installed in a suitable version, by extra of the distribution; {} outside an installation."""
     try:
         distribution = metadata.distribution(DISTRIBUTION)
     except metadata.PackageNotFoundError:
         return {}
     extras = distribution.metadata.get_all("Provides-Extra") or []
-    required = [Requirement(text) for text in distribution.requires or []]
-    missing: dict[str, list[str]] = {}
+    requirements = [Requirement(text) for text in distribution.requires or []]
+    missing_requirements: dict[str, list[str]] = {}
     for extra in extras:
-        marked = [need for need in required if need.marker and not need.marker.evaluate({"extra": ""}) and need.name != DISTRIBUTION]
-        own = [need for need in marked if need.marker.evaluate({"extra": extra})]
-        missing[extra] = [f"{need.name}{need.specifier}" for need in own if not _satisfied(need.name, need.specifier)]
-    return missing
+        optional_requirements = [
+            requirement
+            for requirement in requirements
+            if requirement.marker and not requirement.marker.evaluate({"extra": ""}) and requirement.name != DISTRIBUTION
+        ]
+        extra_requirements = [requirement for requirement in optional_requirements if requirement.marker.evaluate({"extra": extra})]
+        missing_requirements[extra] = [
+            f"{requirement.name}{requirement.specifier}"
+            for requirement in extra_requirements
+            if not _satisfied(requirement.name, requirement.specifier)
+        ]
+    return missing_requirements
 
 
 def _satisfied(name: str, specifier: SpecifierSet) -> bool:
@@ -94,16 +102,16 @@ def _satisfied(name: str, specifier: SpecifierSet) -> bool:
     return version is not None and specifier.contains(version, prereleases=True)
 
 
-def lines(known: Mapping[str, Plain]) -> list[str]:
+def lines(content: Mapping[str, Plain]) -> list[str]:
     """The facts as the lines of a terminal."""
-    printed = []
-    for title, block in known.items():
+    output = []
+    for title, block in content.items():
         if not isinstance(block, dict):
-            printed.append(f"{title}: {block}")
+            output.append(f"{title}: {block}")
             continue
-        printed.append(f"{title}:")
+        output.append(f"{title}:")
         for name, value in block.items():
             if title == "extras":
                 value = f"missing: {', '.join(value)}" if value else "installed"
-            printed.append(f"  {name}: {', '.join(value) or 'none' if isinstance(value, list) else 'none' if value is None else value}")
-    return printed
+            output.append(f"  {name}: {', '.join(value) or 'none' if isinstance(value, list) else 'none' if value is None else value}")
+    return output

@@ -36,7 +36,7 @@ from lm.training.mirror import send_report
 
 
 def send_to_wandb(experiment: Experiment, lines: list[dict[str, Plain]]) -> None:
-    """Send the lines of an experiment's verdicts and its report to wandb, where that is on."""
+    """Send the lines of an experiment's verdicts and its report to wandb, where wandb is on."""
     log, report = experiment.first_config.log, experiment.folder / REPORT / PAGE
     send_report(log, experiment.name, experiment.folder, lines, report)
 
@@ -46,7 +46,7 @@ class Compared:
     """An experiment that was judged.
 
     Attributes:
-        folder: its runs, verdicts and report.
+        folder: the folder of its runs, verdicts and report.
         verdicts: one line a size and arm, as in verdicts.csv: rate, mean, verdict, difference with the ends of its interval, p.
     """
 
@@ -60,7 +60,7 @@ class Compared:
 
     @cached_property
     def results(self) -> pd.DataFrame:
-        """Everything that its runs have measured (`lm.results`)."""
+        """All results of its runs (`lm.results`)."""
         return results(self.folder)
 
 
@@ -68,7 +68,7 @@ def train(*configuration: Given, verbose: bool = False) -> Path:
     """Train a run in a process of its own, as `lm train` does.
 
     Args:
-        configuration: YAML files or names of presets, overrides `KEY=VALUE`, and mappings of keys to values; later ones win.
+        configuration: YAML files or names of presets, overrides `KEY=VALUE`, and mappings of keys to values; later arguments win.
         verbose: whether the process prints what `lm train` prints.
 
     Returns:
@@ -76,7 +76,7 @@ def train(*configuration: Given, verbose: bool = False) -> Path:
 
     Raises:
         ConfigError: the configuration is wrong.
-        RunError: training failed; the message is that of `lm train`.
+        RunError: training failed; the message is the message of `lm train`.
     """
     config = load(_arguments(configuration))
     with tempfile.TemporaryDirectory() as folder:
@@ -92,42 +92,42 @@ def train(*configuration: Given, verbose: bool = False) -> Path:
     return config.run_folder
 
 
-def evaluate(*given: Given, checkpoint: str | int = "last", suite: str = "", verbose: bool = False) -> pd.DataFrame:
-    """Measure trained models as `lm eval` does; what was measured before is not measured again.
+def evaluate(*arguments: Given, checkpoint: str | int = "last", suite: str = "", verbose: bool = False) -> pd.DataFrame:
+    """Measure trained models as `lm eval` does; evaluations that were measured before are not measured again.
 
     Args:
-        given: run folders, or model folders and a configuration of the text to measure them on; then overrides as of `train`.
+        arguments: run folders, or model folders and a configuration of the text to measure them on; then overrides as in `train`.
         checkpoint: `last`, `best` or a step.
-        suite: quick, full, or a YAML file with an `eval` block; empty: the run's own.
+        suite: quick, full, or a YAML file with an `eval` block; empty: the run's own block.
         verbose: whether progress is printed.
 
     Returns:
-        The numbers that were asked for, with the columns of `lm.results`; of a model folder without those of a run.
+        The numbers that were asked for, with the columns of `lm.results`; without the columns of a run for a model folder.
 
     Raises:
-        LMError: as `lm eval`.
+        LMError: `lm eval` would end with this error.
     """
     from lm.evaluation.evaluate import evaluate_runs  # imports torch
 
-    folders, overrides = paths_and_overrides(_arguments(given), "no run folder given, e.g. runs/softmax")
+    folders, overrides = paths_and_overrides(_arguments(arguments), "no run folder given, e.g. runs/softmax")
     with _printing(verbose):
-        evaluated = evaluate_runs(folders, str(checkpoint), suite, overrides)
-    return frame(block for each in evaluated for block in evaluation_blocks(each.evaluation, _run(each.folder)))
+        records = evaluate_runs(folders, str(checkpoint), suite, overrides)
+    return frame(block for record in records for block in evaluation_blocks(record.evaluation, _run(record.folder)))
 
 
-def compare(*given: Given, jobs: int | None = None, train: bool = True, verbose: bool = False) -> Compared:
+def compare(*arguments: Given, jobs: int | None = None, train: bool = True, verbose: bool = False) -> Compared:
     """Train what an experiment needs and judge it, as `lm compare` does; a second call continues.
 
     Args:
-        given: the experiment's file or its name among the presets, and overrides of the base configuration as of `train`.
+        arguments: the experiment's file or its name among the presets, and overrides of the base configuration as in `train`.
         jobs: runs at a time; None: all GPUs, or one on a CPU.
-        train: False: judge what is there.
+        train: whether to train runs; False: judge the runs that are there.
         verbose: whether plan, progress and verdicts are printed.
 
     Raises:
-        LMError: as `lm compare`.
+        LMError: `lm compare` would end with this error.
     """
-    files, overrides = paths_and_overrides(_arguments(given), "no experiment file given, e.g. configs/experiments/ssmax.yaml")
+    files, overrides = paths_and_overrides(_arguments(arguments), "no experiment file given, e.g. configs/experiments/ssmax.yaml")
     if len(files) > 1:
         raise RunError(f"{files[1]}: lm.compare works on one experiment: call it for each")
     with _printing(verbose):
@@ -149,11 +149,11 @@ def judge(
 
     Args:
         table: a CSV file or a frame, one value a line: columns arm, seed and value, and any others of `lm.results`.
-        metric: of several in the column of this name.
+        metric: the metric to judge, where the column `metric` has several.
         better: `lower` or `higher`.
         matters: smallest difference of interest, in the metric's unit.
-        baseline: the arm that the others are compared with; None: the first.
-        where: a condition on columns, as of `pandas.DataFrame.query`.
+        baseline: the arm that other arms are compared with; None: the first arm.
+        where: a condition on columns, as in `pandas.DataFrame.query`.
         by: a column or columns by whose values runs are judged apart, in one family; by default `size`.
 
     Returns:
@@ -163,14 +163,14 @@ def judge(
         LMError: the question is wrong, or the table lacks a column, an arm, a seed or a number, or has a run twice.
     """
     columns = (by,) if isinstance(by, str) else by
-    judged = judged_table(table, {"metric": metric, "better": better, "matters": matters}, baseline, where, columns)
-    return _verdict_frame(io.StringIO(csv_text(judged.lines(), intervals=INTERVALS)))
+    judgement = judged_table(table, {"metric": metric, "better": better, "matters": matters}, baseline, where, columns)
+    return _verdict_frame(io.StringIO(csv_text(judgement.lines(), intervals=INTERVALS)))
 
 
 def judged_table(
     table: str | os.PathLike | pd.DataFrame, question: dict[str, Plain], baseline: str | None, where: str, by: Sequence[str]
 ) -> Judged:
-    """The verdicts on a table: arguments and errors of `judge`; `question`: keys of `primary`."""
+    """The verdicts on a table, with the arguments and errors of `judge`; `question`: keys of `primary` and their values."""
     problems: list[Problem] = []
     primary = build(Primary, question, "", problems)
     if problems:
@@ -202,15 +202,15 @@ def _run(folder: Path) -> dict[str, object]:
     return {"run": folder.resolve().name, "folder": str(folder)}
 
 
-def _arguments(given: Sequence[Given]) -> list[str]:
+def _arguments(values: Sequence[Given]) -> list[str]:
     """Arguments of a command: mappings become overrides, in JSON, which is YAML."""
-    arguments = []
-    for each in given:
-        if isinstance(each, Mapping):
-            arguments += [f"{name}={json.dumps(value)}" for name, value in each.items()]
+    texts = []
+    for value in values:
+        if isinstance(value, Mapping):
+            texts += [f"{name}={json.dumps(item)}" for name, item in value.items()]
         else:
-            arguments.append(os.fspath(each))
-    return arguments
+            texts.append(os.fspath(value))
+    return texts
 
 
 def _printing(verbose: bool) -> contextlib.AbstractContextManager:

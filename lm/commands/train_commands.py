@@ -54,10 +54,10 @@ def configs(
     if copy:
         print(presets.copy(copy))
         return
-    listed = list(presets.names())
-    width = max(len(name) for name, _ in listed)
-    for name, what in listed:
-        print(f"{name:{width}}  {shorten(what, max(20, get_terminal_size().columns - width - 2), placeholder=' ...')}".rstrip())
+    rows = list(presets.names())
+    width = max(len(name) for name, _ in rows)
+    for name, description in rows:
+        print(f"{name:{width}}  {shorten(description, max(20, get_terminal_size().columns - width - 2), placeholder=' ...')}".rstrip())
 
 
 def info(as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False) -> None:
@@ -67,8 +67,8 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = Fals
     """
     from lm.commands.info import facts, lines
 
-    known = facts()
-    print(json.dumps(known, indent=1) if as_json else "\n".join(lines(known)))
+    content = facts()
+    print(json.dumps(content, indent=1) if as_json else "\n".join(lines(content)))
 
 
 def normalizers() -> None:
@@ -116,12 +116,12 @@ def check_extension(
 
 
 def _print_promises(results: Iterable[tuple[str, str, str]]) -> None:
-    """Print a line for each (label, promise, how it is broken). Raises typer.Exit: one is broken."""
-    broken = 0
-    for label, promise, how in results:
-        broken += bool(how)
-        print(f"{label}: {'BROKEN' if how else 'kept'}: {promise}" + (f": {how}" if how else ""))
-    if broken:
+    """Print a line for each (label, promise, how it is broken). Raises typer.Exit if a promise is broken."""
+    broken_count = 0
+    for label, promise, breach in results:
+        broken_count += bool(breach)
+        print(f"{label}: {'BROKEN' if breach else 'kept'}: {promise}" + (f": {breach}" if breach else ""))
+    if broken_count:
         raise typer.Exit(1)
 
 
@@ -137,10 +137,10 @@ def prepare(arguments: Configuration) -> None:
     """
     from lm.config.load import load
 
-    loaded = load(arguments)
+    configuration = load(arguments)
     from lm.data.prepare import prepare
 
-    prepare(loaded.data, progress=True)
+    prepare(configuration.data, progress=True)
 
 
 def inspect_data(
@@ -158,12 +158,12 @@ def inspect_data(
     inspect(arguments, samples)
 
 
-def _with_shape_of(init_from: str, given: dict[str, "Plain"], own: dict[str, "Plain"]) -> dict[str, "Plain"]:
+def _with_shape_of(init_from: str, file_keys: dict[str, "Plain"], overrides: dict[str, "Plain"]) -> dict[str, "Plain"]:
     """`lm.runs.loading.with_shape_of`, imported where weights are named: torch takes seconds, and most typing errors don't need it."""
     with without_collection():
         from lm.runs.loading import with_shape_of
 
-    return with_shape_of(init_from, given, own)
+    return with_shape_of(init_from, file_keys, overrides)
 
 
 def train(arguments: Configuration, allow_plugin: AllowPlugin = None) -> None:
@@ -176,6 +176,6 @@ def train(arguments: Configuration, allow_plugin: AllowPlugin = None) -> None:
         from lm.config.load import load
         from lm.training.train import train
 
-    loaded = load(arguments, _with_shape_of)
+    configuration = load(arguments, _with_shape_of)
 
-    raise typer.Exit(train(loaded))
+    raise typer.Exit(train(configuration))

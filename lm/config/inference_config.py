@@ -1,4 +1,4 @@
-"""Inference settings of a trained model: RoPE's scaling and the normalizer's options, where they differ from training."""
+"""Inference settings of a trained model: RoPE's scaling, and the normalizer's options that differ from training."""
 
 import math
 from dataclasses import dataclass, fields
@@ -16,20 +16,20 @@ S_HELP = "s; null: the sequence's length in training lengths"
 
 
 class RopeScaling:
-    """A scaling of RoPE for sequences s times as long as in training: none, unless a class says more."""
+    """A scaling of RoPE for sequences s times as long as in training; this base class scales nothing."""
 
     name: ClassVar[str]
 
-    def s(self, trained: int, length: int) -> float:
-        """The factor that is set, or the length of the sequence in training lengths, at least 1."""
-        return getattr(self, "factor", None) or max(1.0, length / trained)
+    def s(self, trained_length: int, length: int) -> float:
+        """The factor that is set, or the length of the sequence in units of `trained_length`, at least 1."""
+        return getattr(self, "factor", None) or max(1.0, length / trained_length)
 
     def theta(self, theta: float, head_size: int, s: float) -> float:
-        """Base of the periods, from that of training."""
+        """Base of the periods, from the base in training, `theta`."""
         return theta
 
     def slowed(self, frequencies: "Tensor", turns: "Tensor", s: float) -> "Tensor":
-        """Radians per token of each pair (pairs,), from those that theta gives; `turns`: its periods in the training length."""
+        """Radians per token of each pair (pairs,), from the `frequencies` that theta gives; `turns`: its periods in the training length."""
         return frequencies
 
     def logit_factor(self, s: float) -> float:
@@ -116,32 +116,34 @@ class InferenceSetting:
         words = {"as_trained": "as trained", "theta": "theta x"}.get(rope.name, rope.name)
         if getattr(rope, "factor", None):
             words += f" {rope.factor:g}"
-        others = [
+        options = [
             f"{spec.name} {getattr(rope, spec.name):g}"
             for spec in fields(rope)
             if spec.name != "factor" and getattr(rope, spec.name) != spec.default
         ]
-        return ", ".join([words, *others, *(f"{name}={yaml_scalar(value)}" for name, value in self.normalizer.items())])
+        return ", ".join([words, *options, *(f"{name}={yaml_scalar(value)}" for name, value in self.normalizer.items())])
 
-    def normalizers(self, trained: list[Options], path: str) -> tuple[list[Options], list[Problem]]:
-        """The options of a model's normalizers as this setting uses them, and what is wrong with it (`path`: of its `normalizer`)."""
+    def normalizers(self, trained_normalizers: list[Options], path: str) -> tuple[list[Options], list[Problem]]:
+        """The options of a model's normalizers under this setting, and the setting's problems; `path`: of its `normalizer`."""
         problems: list[Problem] = []
-        used = [options.with_changes(self.normalizer, path, problems) for options in trained]
-        names = {spec.name for options in trained for single in options.layer_options() for spec in fields(single)}
+        normalizers = [options.with_changes(self.normalizer, path, problems) for options in trained_normalizers]
+        names = {spec.name for options in trained_normalizers for layer in options.layer_options() for spec in fields(layer)}
         problems += [
             Problem(f"{path}.{name}", value, "no normalizer of this model has this option", "drop it")
             for name, value in self.normalizer.items()
             if name not in names
         ]
-        return used, list({problem.path: problem for problem in problems}.values())
+        return normalizers, list({problem.path: problem for problem in problems}.values())
 
 
 def check_inference(settings: list[InferenceSetting], position: Position) -> list[Problem]:
-    """Problems of `settings`, by paths from there, of a model with this position encoding."""
+    """Problems of `settings` for a model with this position encoding, by paths relative to the evaluation's block."""
     problems = []
     if not settings or any(setting in settings[:index] for index, setting in enumerate(settings)):
         problems.append(
-            Problem("inference", [s.label for s in settings], "must be a list of different inference settings", "set it to [{}]")
+            Problem(
+                "inference", [setting.label for setting in settings], "must be a list of different inference settings", "set it to [{}]"
+            )
         )
     for index, setting in enumerate(settings):
         if setting.rope.name != "as_trained" and not position.rotates:

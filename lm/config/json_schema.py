@@ -14,21 +14,21 @@ Schema = dict[str, Plain]
 
 BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
 TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", dict: "object", types.NoneType: "null"}
-INTERPOLATED: Schema = {"type": "string", "pattern": r"\$\{"}  # `${...}` may stand for any value
+INTERPOLATED: Schema = {"type": "string", "pattern": r"\$\{"}  # `${...}` may take the place of any value
 OUTSIDE: Schema = {"type": "string", "pattern": ":"}  # an option of a package: `package.module:Class`
 
 
 def configuration_schema() -> Schema:
     """The schema of a configuration file, whose blocks are named under `$defs`. Contradictions between keys are not in it."""
     definitions: dict[str, Schema] = {}
-    whole = _block(Config, definitions)
+    root = _block(Config, definitions)
     base = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
-    whole["properties"] = {"base": {**base, "description": "files whose keys these are laid on"}, **whole["properties"]}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A configuration of lm", **whole, "$defs": definitions}
+    root["properties"] = {"base": {**base, "description": "files whose keys these are laid on"}, **root["properties"]}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A configuration of lm", **root, "$defs": definitions}
 
 
 def _block(schema: type, definitions: dict[str, Schema], name: str | None = None) -> Schema:
-    """The object of a block's keys; `name`: of the variant that its key `name` must give."""
+    """The object of a block's keys; `name`: the variant that its key `name` must give."""
     properties = {spec.name: _key(spec, definitions) for spec in fields(schema)}
     if name is not None:
         properties = {"name": {"const": name}, **properties}
@@ -39,7 +39,7 @@ def _reference(schema: type, definitions: dict[str, Schema], name: str | None = 
     """A reference to the definition of a block, which is written once."""
     title = f"{schema.__module__.rpartition('.')[2]}.{schema.__name__}"  # two options of one name are in different modules
     if title not in definitions:
-        definitions[title] = {}  # of a block that holds itself
+        definitions[title] = {}  # for a block that holds itself
         definitions[title] = _block(schema, definitions, name)
     return {"$ref": f"#/$defs/{title}"}
 
@@ -57,14 +57,14 @@ def _default(spec: Field) -> Schema:
 
 
 def _value(spec: Field, definitions: dict[str, Schema]) -> Schema:
-    table, block, many = (spec.metadata.get(name) for name in ("table", "schema", "many"))
+    table, block, container = (spec.metadata.get(name) for name in ("table", "schema", "many"))
     if table is None and block is None:
         value = _type(spec.type, spec.metadata["limits"])
         return value if value.get("type") == "string" else {"anyOf": [*value.get("anyOf", [value]), INTERPOLATED]}
     value = _variant(table, spec.metadata.get("default"), definitions) if block is None else _reference(block, definitions)
-    if many is dict:
+    if container is dict:
         return {"type": "object", "additionalProperties": value}
-    if many is list:
+    if container is list:
         items = {"type": "array", "items": value}
         return items if block else {"anyOf": [items, value]}
     if block is None:
@@ -79,9 +79,9 @@ def _variant(table: Mapping[str, type], default: str | None, definitions: dict[s
         reference = _reference(schema, definitions, name)
         options.append(reference if name == default else {**reference, "required": ["name"]})
     if Layers.name in table:
-        single = {name: schema for name, schema in table.items() if name != Layers.name}
-        options.append({"type": "array", "items": _variant(single, None, definitions), "minItems": 1})
-    if isinstance(table, Table) or Layers.name in table:  # there may be others, from outside
+        layer_table = {name: schema for name, schema in table.items() if name != Layers.name}
+        options.append({"type": "array", "items": _variant(layer_table, None, definitions), "minItems": 1})
+    if isinstance(table, Table) or Layers.name in table:  # there may be further options, from outside
         options += [OUTSIDE, {"type": "object", "properties": {"name": OUTSIDE}, "required": ["name"]}]
     return {"anyOf": options}
 

@@ -1,7 +1,7 @@
 """Configurations from YAML files and overrides, and back.
 
-`load` merges files (each may inherit with `base:`) and `key=value` overrides, and raises one
-`ConfigError` with every problem, those that involve several keys included. Nothing here imports torch.
+`load` merges files (each may inherit with `base:`) and `key=value` overrides, and raises one `ConfigError` with
+every problem, problems between several keys included. This module never imports torch.
 """
 
 import os
@@ -35,11 +35,11 @@ from lm.schema import (
 
 
 def check(config: Config) -> list[Problem]:
-    """Problems beyond those of single keys: missing values and contradictory pairs."""
+    """Problems of a configuration whose single keys are valid: missing values and contradictory pairs."""
     problems = own_problems(config)
 
-    def problem(wrong: bool, path: str, value: object, reason: str, remedy: str = "") -> None:
-        if wrong:
+    def problem(is_wrong: bool, path: str, value: object, reason: str, remedy: str = "") -> None:
+        if is_wrong:
             problems.append(Problem(path, value, reason, remedy))
 
     data, model, optim, trainer = config.data, config.model, config.optim, config.trainer
@@ -66,27 +66,27 @@ def check(config: Config) -> list[Problem]:
     )  # fmt: skip
 
     step_length, sequences = data.seq_len * config.world_size, optim.batch_tokens // data.seq_len
-    below, above = optim.batch_tokens // step_length * step_length, -(-optim.batch_tokens // step_length) * step_length
+    floor, ceiling = optim.batch_tokens // step_length * step_length, -(-optim.batch_tokens // step_length) * step_length
     problem(
         optim.batch_tokens % data.seq_len != 0,
         "optim.batch_tokens", optim.batch_tokens,
         f"is not a multiple of data.seq_len x devices x num_nodes = {step_length}",
-        "set it to " + " or ".join(str(fit) for fit in (below, above) if fit),
+        "set it to " + " or ".join(str(size) for size in (floor, ceiling) if size),
     )  # fmt: skip
     cores = os.cpu_count() or 1
-    here = f"; this machine has {cores} core{'s' * (cores > 1)}" * (trainer.devices > cores)  # runs may be meant for another
+    machine = f"; this machine has {cores} core{'s' * (cores > 1)}" * (trainer.devices > cores)  # runs may be meant for another
     problem(
         optim.batch_tokens % data.seq_len == 0 and sequences % config.world_size != 0,
         "trainer.devices", trainer.devices,
-        f"{config.world_size} processes can't share the {sequences} sequences of a step (optim.batch_tokens / data.seq_len){here}",
-        f"set it to a divisor of {sequences}, or optim.batch_tokens to " + " or ".join(str(fit) for fit in (below, above) if fit),
+        f"{config.world_size} processes can't share the {sequences} sequences of a step (optim.batch_tokens / data.seq_len){machine}",
+        f"set it to a divisor of {sequences}, or optim.batch_tokens to " + " or ".join(str(size) for size in (floor, ceiling) if size),
     )  # fmt: skip
     if trainer.micro_batch and optim.batch_tokens % step_length == 0:
-        fits = range(min(trainer.micro_batch, config.rank_sequences), 0, -1)
+        sizes = range(min(trainer.micro_batch, config.rank_sequences), 0, -1)
         problem(
             config.rank_sequences % trainer.micro_batch != 0,
             "trainer.micro_batch", trainer.micro_batch, f"does not divide the {config.rank_sequences} sequences of a process in a step",
-            f"e.g. {next(size for size in fits if config.rank_sequences % size == 0)}",
+            f"e.g. {next(size for size in sizes if config.rank_sequences % size == 0)}",
         )  # fmt: skip
     problem(
         trainer.max_steps is None and trainer.tokens_per_parameter is None,
@@ -112,8 +112,7 @@ def check(config: Config) -> list[Problem]:
 
 
 def check_steps(config: Config) -> list[Problem]:
-    """Problems of keys for which the number of steps, given or known by now, leaves no room: lengths, warm-up, decay, phases, a profile,
-    sources and tasks."""
+    """Problems of keys for which the number of steps leaves no room: lengths, warm-up, decay, phases, a profile, sources and tasks."""
     data, optim, steps, phases, ends = config.data, config.optim, config.trainer.max_steps, config.phases, config.phase_ends
     profile = config.trainer.profile
     problems = data.lengths.conflicts(data.seq_len, steps, one_source=len(data.sources) == 1 and not data.tasks)
@@ -124,15 +123,15 @@ def check_steps(config: Config) -> list[Problem]:
         reason = f"is after the last step, trainer.max_steps = {steps}: nothing would be recorded"
         problems.append(Problem("trainer.profile.first", profile.first, reason, "lower it"))
     for index, phase in enumerate(phases):
-        where, start = f"phases[{index}]", ends[index - 1] if index else 0
+        path, start = f"phases[{index}]", ends[index - 1] if index else 0
         if index and phase.until <= phases[index - 1].until:
             continue  # `check_phases` says so
         if ends[index] <= start:
             reason = f"leaves the phase no step of trainer.max_steps = {steps}"
-            problems.append(Problem(f"{where}.until", phase.until, reason, "raise it, or train for more steps"))
+            problems.append(Problem(f"{path}.until", phase.until, reason, "raise it, or train for more steps"))
         elif phase.warmup_steps > ends[index] - start:
             reason = f"is more than the {ends[index] - start} steps of the phase"
-            problems.append(Problem(f"{where}.warmup_steps", phase.warmup_steps, reason, "lower it"))
+            problems.append(Problem(f"{path}.warmup_steps", phase.warmup_steps, reason, "lower it"))
     return problems + check_weights(config)
 
 
@@ -157,11 +156,13 @@ def check_phases(config: Config) -> list[Problem]:
 
 
 def check_weights(config: Config) -> list[Problem]:
-    """Tasks and sources whose weights give less than one sequence of the run: they may never be drawn."""
-    data, text = config.data, config.data.text_weight
+    """Problems of tasks and sources whose weights give less than one sequence of the run: they may never be drawn."""
+    data, text_weight = config.data, config.data.text_weight
     weights = {f"data.tasks[{index}].weight": (weighted.weight, weighted.weight) for index, weighted in enumerate(data.tasks)}
-    if len(data.sources) > 1 and text > 1e-6:
-        weights |= {f"data.source.of[{index}].weight": (source.weight, source.weight * text) for index, source in enumerate(data.sources)}
+    if len(data.sources) > 1 and text_weight > 1e-6:
+        weights |= {
+            f"data.source.of[{index}].weight": (source.weight, source.weight * text_weight) for index, source in enumerate(data.sources)
+        }
     sequences = config.trainer.max_steps * (config.optim.batch_tokens // data.seq_len)
     remedy = "raise it, train for more steps, or leave it out"
     return [
@@ -180,9 +181,9 @@ def check_tasks(config: Config) -> list[Problem]:
         if data.symbolic and weighted.weight * config.eval.sequences < 1 - 1e-6:
             reason = f"gives less than one of eval.sequences = {config.eval.sequences} validation sequences: its loss would not be measured"
             problems.append(Problem(f"data.tasks[{index}].weight", weighted.weight, reason, "raise eval.sequences"))
-        different = weighted.task.distinct(data.seq_len, "test")
-        if data.symbolic and weighted.weight * config.eval.sequences > max(1, different):
-            reason = f"can't all differ: {weighted.task.name} has about {different:,.0f} test sequences of {data.seq_len} tokens"
+        n_distinct = weighted.task.distinct(data.seq_len, "test")
+        if data.symbolic and weighted.weight * config.eval.sequences > max(1, n_distinct):
+            reason = f"can't all differ: {weighted.task.name} has about {n_distinct:,.0f} test sequences of {data.seq_len} tokens"
             problems.append(Problem("eval.sequences", config.eval.sequences, reason, "lower it, or give the task more symbols or length"))
     weights = sum(weighted.weight for weighted in data.tasks)
     if weights > 1 + 1e-6:
@@ -198,22 +199,22 @@ def check_tasks(config: Config) -> list[Problem]:
 
 
 WithWeights = Callable[[str, dict[str, Plain], dict[str, Plain]], dict[str, Plain]]
-MAX_BASES = 50  # files that inherit from each other in a row
-# Keys that say the same in two ways: where one is laid on the other, it takes its place.
+MAX_BASES = 50  # files in a chain, each inheriting from the next
+# Keys that set one thing in two ways: where a configuration with one is laid on a configuration with the other, it replaces the other.
 ALTERNATIVES = {"trainer.max_steps": "tokens_per_parameter", "trainer.tokens_per_parameter": "max_steps"}
 
 
 def load(arguments: list[str], with_weights: WithWeights | None = None) -> Config:
     """The user's configuration from YAML files and `key=value` overrides, later ones winning; normalizers that it names are imported.
 
-    with_weights: (`init_from`, keys of the files, overrides) -> all keys, with what the weights say.
+    with_weights: (`init_from`, keys of the files, overrides) -> all keys, the keys of the weights included.
 
     Raises:
-        ConfigError: everything that is wrong, in one message.
+        ConfigError: all problems, in one message.
     """
     if not arguments:
         raise ConfigError("no configuration given: name a YAML file, e.g. configs/softmax.yaml")
-    merged: dict[str, Plain] = {}
+    tree: dict[str, Plain] = {}
     overrides = []
     name = ""
     for argument in arguments:
@@ -224,21 +225,21 @@ def load(arguments: list[str], with_weights: WithWeights | None = None) -> Confi
             plain = read_yaml(path if path.exists() else presets.find(argument, "experiments"))
             if "arms" in plain:
                 raise ConfigError(f"{argument}: an experiment, not the configuration of one run; it is for lm compare {argument} [--plan]")
-            merged = merge(merged, plain)
+            tree = merge(tree, plain)
             name = name or Path(argument).stem
-    own = read_overrides(overrides)
-    weights = own.get("init_from", merged.get("init_from"))
-    named = with_weights and weights and isinstance(weights, str)
-    merged = with_weights(weights, merged, own) if named else merge(merged, own)
+    changes = read_overrides(overrides)
+    weights = changes.get("init_from", tree.get("init_from"))
+    has_weights = with_weights and weights and isinstance(weights, str)
+    tree = with_weights(weights, tree, changes) if has_weights else merge(tree, changes)
     with PLUGINS.trusted():
-        return parse(interpolated({**merged, "name": merged.get("name") or name or "run"}))
+        return parse(interpolated({**tree, "name": tree.get("name") or name or "run"}))
 
 
 def load_normalizer(name: str, overrides: list[str]) -> Options:
-    """The options of a normalizer that the user names, with `option=value` texts; one from outside is imported.
+    """The options of a normalizer that the user names, with `option=value` texts; a normalizer from outside is imported.
 
     Raises:
-        ConfigError: everything that is wrong, in one message.
+        ConfigError: all problems, in one message.
     """
     problems: list[Problem] = []
     with PLUGINS.trusted():
@@ -253,7 +254,7 @@ def parse(plain: dict[str, Plain]) -> Config:
     """The checked configuration from plain data, without interpolation.
 
     Raises:
-        ConfigError: everything that is wrong, in one message.
+        ConfigError: all problems, in one message.
     """
     problems: list[Problem] = []
     config = build(Config, plain, "", problems)
@@ -261,8 +262,8 @@ def parse(plain: dict[str, Plain]) -> Config:
         config.trainer.max_steps = None  # the default gives way
     if config.phases and (not isinstance(plain.get("model"), dict) or "normalizer" not in plain["model"]):
         config.model.normalizer = config.phases[0].normalizer
-    failed = {problem.path for problem in problems}
-    problems += [problem for problem in check(config) if problem.path not in failed]
+    failed_paths = {problem.path for problem in problems}
+    problems += [problem for problem in check(config) if problem.path not in failed_paths]
     if problems:
         raise ConfigError(problems)
     return config
@@ -274,34 +275,34 @@ def to_yaml(config: Config) -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Plain]:
-    """The file's keys merged over those of its `base:` files (paths relative to the file, else names of presets).
+    """The file's keys merged over the keys of its `base:` files (paths relative to the file, else names of presets).
 
     Raises:
-        ConfigError: naming the file that can't be read or is not a configuration.
+        ConfigError: it names the file that can't be read or is not a configuration.
     """
     return _read(path, (), {})
 
 
-def _read(path: Path, heirs: tuple[Path, ...], known: dict[Path, dict[str, Plain]]) -> dict[str, Plain]:
-    """Read a file as `read_yaml` does; `heirs` inherit from the file, each from the next, and `known` holds the files read before."""
+def _read(path: Path, heirs: tuple[Path, ...], cache: dict[Path, dict[str, Plain]]) -> dict[str, Plain]:
+    """Read a file as `read_yaml` does; `heirs` inherit from the file, each from the next, and `cache` holds the files read before."""
     try:
-        where = path.resolve()
-        if where in known:
-            return known[where]
-        if where in heirs:
+        resolved_path = path.resolve()
+        if resolved_path in cache:
+            return cache[resolved_path]
+        if resolved_path in heirs:
             raise ConfigError(f"{path}: inherits from itself through `base:`")
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        near = suggest(path.stem, (p.stem for p in path.parent.glob("*.yaml"))) if path.parent.is_dir() else ""
-        remedy = "; " + near.replace("'?", ".yaml'?") if "did" in near else "" if heirs else presets.suggestion(path)
-        written = "" if path.suffix in (".yaml", ".yml") else " (overrides are key=value, without spaces)"
-        heir = f" (a base of {heirs[-1].name})" if heirs else written
+        suggestion = suggest(path.stem, (neighbour.stem for neighbour in path.parent.glob("*.yaml"))) if path.parent.is_dir() else ""
+        remedy = "; " + suggestion.replace("'?", ".yaml'?") if "did" in suggestion else "" if heirs else presets.suggestion(path)
+        remark = "" if path.suffix in (".yaml", ".yml") else " (overrides are key=value, without spaces)"
+        heir = f" (a base of {heirs[-1].name})" if heirs else remark
         raise ConfigError(f"{path}: no such configuration file{heir}{remedy}") from None
     except IsADirectoryError:
         remedy = f"to go on with this run, name {path / 'config.yaml'}" if (path / "config.yaml").is_file() else "name a YAML file"
         raise ConfigError(f"{path}: a folder, not a configuration file; {remedy}") from None
-    except (OSError, RuntimeError) as error:  # the second of a loop of links, before Python 3.13
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
         raise ConfigError(f"{abbreviated(str(path))}: {getattr(error, 'strerror', None) or one_line(error)}") from None
     hint = "" if heirs or path.suffix in (".yaml", ".yml") else "; text and token ids are named by data.source (lm prepare --help)"
     try:
@@ -317,16 +318,16 @@ def _read(path: Path, heirs: tuple[Path, ...], known: dict[Path, dict[str, Plain
         raise ConfigError([Problem("base", parents, f"must be a file or a list of files (in {path})")])
     if bases and len(heirs) >= MAX_BASES:
         raise ConfigError(f"{path}: is inherited from through more than {MAX_BASES} files by `base:`")
-    merged: dict[str, Plain] = {}
+    tree: dict[str, Plain] = {}
     for base in bases:
-        merged = merge(merged, _read(presets.base(path, base), (*heirs, where), known))
-    known[where] = merge(merged, plain)
-    return known[where]
+        tree = merge(tree, _read(presets.base(path, base), (*heirs, resolved_path), cache))
+    cache[resolved_path] = merge(tree, plain)
+    return cache[resolved_path]
 
 
 def read_overrides(overrides: list[str]) -> dict[str, Plain]:
     """`key.path=value` texts as nested plain data. Raises ConfigError for text of another form."""
-    merged: dict[str, Plain] = {}
+    tree: dict[str, Plain] = {}
     for override in overrides:
         path, sign, text = override.partition("=")
         names = path.split(".")
@@ -335,67 +336,73 @@ def read_overrides(overrides: list[str]) -> dict[str, Plain]:
         value = parse_yaml(text, abbreviated(override, 80))
         for name in reversed(names):
             value = {name: value}
-        merged = merge(merged, value)
-    return merged
+        tree = merge(tree, value)
+    return tree
 
 
 def overrides_in(command: str, overrides: list[str]) -> dict[str, Plain]:
     """`key=value` texts as nested plain data, for a command on a trained model: `eval`, `swap` or `diagnose`.
 
     Raises:
-        ConfigError: naming each key that has no effect there, since it belongs to the checkpoint or to training.
+        ConfigError: it names each key that has no effect in the command, since it belongs to the checkpoint or to training.
     """
     changes = interpolated(read_overrides(overrides))
     parts = [override.partition("=") for override in overrides]
-    refused = [(path, value) for path, _, value in parts if (declared := effect(Config, path)) and command not in declared.acts_in]
-    if refused:
+    refused_keys = [(path, value) for path, _, value in parts if (key_effect := effect(Config, path)) and command not in key_effect.acts_in]
+    if refused_keys:
         remedy = "free to change: " + ", ".join(acting_in(command))
-        raise ConfigError([Problem(path, value, f"can't be changed in lm {command}", remedy) for path, value in refused])
+        raise ConfigError([Problem(path, value, f"can't be changed in lm {command}", remedy) for path, value in refused_keys])
     return changes
 
 
-def acting_in(command: str, schema: type = Config, above: Effect | None = None, path: str = "") -> list[str]:
+def acting_in(command: str, schema: type = Config, block_effect: Effect | None = None, path: str = "") -> list[str]:
     """The keys that act in a command; a block, if all of its keys do."""
     paths = []
     for spec in fields(schema):
-        inherited, where = effect_within(above or Effect(), spec), f"{path}{spec.name}"
-        if command in inherited.acts_in:
-            paths.append(where)
+        key_effect, key_path = effect_within(block_effect or Effect(), spec), f"{path}{spec.name}"
+        if command in key_effect.acts_in:
+            paths.append(key_path)
         elif block := block_of(spec):
-            paths += acting_in(command, block, inherited, f"{where}.")
+            paths += acting_in(command, block, key_effect, f"{key_path}.")
     return paths
 
 
-def merge(under: dict[str, Plain], over: dict[str, Plain], at: str = "") -> dict[str, Plain]:
-    """`over` laid on `under`, both the block `at` (such as `optim.`). A block whose `name` changes replaces the old block whole,
-    so that options of one normalizer are never applied to another; of ALTERNATIVES the one in `over` stays.
+def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -> dict[str, Plain]:
+    """`changes` laid on `base`, both keys of the block `prefix` (such as `optim.`).
+
+    A block whose `name` changes replaces the old block whole, so that options of one normalizer are never applied to another. Of two
+    ALTERNATIVES the key in `changes` stays.
 
     Raises:
-        ConfigError: what would never be seen: null in place of a block that has keys, a number where keys of a block are laid on it.
+        ConfigError: a mistake that would leave no trace: null in place of a block that has keys, or keys of a block laid on a number.
     """
-    merged = dict(under)
-    for name, value in over.items():
-        old, other = merged.get(name), ALTERNATIVES.get(f"{at}{name}")
-        if other and value is not None and other not in over:
-            merged.pop(other, None)
-        if value is None and is_block(old) and not is_optional(Config, f"{at}{name}"):
-            raise ConfigError([Problem(f"{at}{name}", None, "must be a block of keys", "leave it out, or give keys: " + ", ".join(old))])
-        if isinstance(value, str) and is_block(old) and effect(Config, f"{at}{name}.name"):
+    result = dict(base)
+    for name, value in changes.items():
+        old, alternative = result.get(name), ALTERNATIVES.get(f"{prefix}{name}")
+        if alternative and value is not None and alternative not in changes:
+            result.pop(alternative, None)
+        if value is None and is_block(old) and not is_optional(Config, f"{prefix}{name}"):
+            raise ConfigError(
+                [Problem(f"{prefix}{name}", None, "must be a block of keys", "leave it out, or give keys: " + ", ".join(old))]
+            )
+        if isinstance(value, str) and is_block(old) and effect(Config, f"{prefix}{name}.name"):
             value = {"name": value}
         if isinstance(old, int | float) and isinstance(value, dict):
-            raise ConfigError([Problem(f"{at}{name}", old, "must be a block of keys", f"there is also {at}{name}.{next(iter(value), '')}")])
+            raise ConfigError(
+                [Problem(f"{prefix}{name}", old, "must be a block of keys", f"there is also {prefix}{name}.{next(iter(value), '')}")]
+            )
         if isinstance(old, str) and isinstance(value, dict):
             old = {"name": old}
         if isinstance(old, dict) and isinstance(value, dict):
-            renamed = "name" in old and value.get("name", old["name"]) != old["name"]
-            merged[name] = merge(old, value, f"{at}{name}.") if is_block(old) and is_block(value) and not renamed else value
+            is_renamed = "name" in old and value.get("name", old["name"]) != old["name"]
+            result[name] = merge(old, value, f"{prefix}{name}.") if is_block(old) and is_block(value) and not is_renamed else value
         else:
-            merged[name] = value
-    return merged
+            result[name] = value
+    return result
 
 
 def reference_markdown() -> str:
-    """docs/config.md: every key with its type, default and description."""
+    """The text of docs/config.md: every key with its type, default and description."""
     lines = [
         "# Configuration reference",
         "",
@@ -414,8 +421,8 @@ def reference_markdown() -> str:
         "|---|---|---|---|---|",
     ]
     for path, kind, default, text in reference(Config):
-        declared = effect(Config, path)
-        strict = declared.affects in ("model", "training", "seed")
-        affects = f"{declared.affects}, *{declared.on_resume}*" if strict and declared.on_resume != "same" else declared.affects
-        lines.append(f"| `{path}` | {kind.replace('|', '&#124;')} | `{default}` | {affects} | {text.replace('|', '&#124;')} |")
+        key_effect = effect(Config, path)
+        is_strict = key_effect.affects in ("model", "training", "seed")
+        cell = f"{key_effect.affects}, *{key_effect.on_resume}*" if is_strict and key_effect.on_resume != "same" else key_effect.affects
+        lines.append(f"| `{path}` | {kind.replace('|', '&#124;')} | `{default}` | {cell} | {text.replace('|', '&#124;')} |")
     return "\n".join(lines) + "\n"

@@ -16,12 +16,12 @@ ORIGINAL_HELP = "context length before the frequencies were rescaled, tokens"
 
 
 class TrainedScaling:
-    """A model's own rescaling of the frequencies that theta gives: none, unless a class says more."""
+    """A model's rescaling, in training, of the frequencies that theta gives; this base class rescales nothing."""
 
     name: ClassVar[str]
 
     def rescaled(self, frequencies: "Tensor", theta: float, head_size: int) -> "Tensor":
-        """Radians per token of each pair (pairs,), from those that an unscaled theta gives; `theta`: of training."""
+        """Radians per token of each pair (pairs,), from the `frequencies` that an unscaled theta gives; `theta`: the base in training."""
         return frequencies
 
     @property
@@ -50,7 +50,7 @@ class LinearScaling(TrainedScaling):
 
 @dataclass(frozen=True)
 class Llama3Scaling(TrainedScaling):
-    """Llama 3.1's: frequencies divided by `factor` but for pairs of many periods, linear in the number of periods between.
+    """Llama 3.1's rescaling: frequencies divided by `factor`, but for pairs of many periods; linear in the number of periods between.
 
     Source: `apply_scaling` of github.com/meta-llama/llama-models.
     """
@@ -71,7 +71,7 @@ class Llama3Scaling(TrainedScaling):
 
 @dataclass(frozen=True)
 class YarnScaling(TrainedScaling):
-    """YaRN, arXiv 2309.00071, as in its authors' code: linear in the index of the pair between those kept and those divided by `factor`.
+    """YaRN, arXiv 2309.00071, as in its authors' code: linear in a pair's index between unchanged pairs and pairs divided by `factor`.
 
     Source: `YaRNScaledRotaryEmbedding` of github.com/jquesnelle/yarn. The paper itself is linear in the number of periods, as the inference
     setting `yarn` is.
@@ -86,14 +86,14 @@ class YarnScaling(TrainedScaling):
     whole_pairs: bool = key(True, "the first and the last pair of the transition are rounded outwards")
 
     def rescaled(self, frequencies: "Tensor", theta: float, head_size: int) -> "Tensor":
-        # The pairs with so many periods, as real numbers.
+        # The indices of the pairs with `fast` and `slow` periods, as real numbers.
         ends = [head_size * math.log(self.original / (periods * 2 * math.pi)) / (2 * math.log(theta)) for periods in (self.fast, self.slow)]
         if self.whole_pairs:
             ends = [math.floor(ends[0]), math.ceil(ends[1])]
         first, last = max(ends[0], 0), min(ends[1], head_size - 1)
         pairs = frequencies.new_tensor(range(len(frequencies)))
-        divided = ((pairs - first) / (last - first or 0.001)).clamp(0, 1)
-        return frequencies * (1 - divided + divided / self.factor)
+        divided_fraction = ((pairs - first) / (last - first or 0.001)).clamp(0, 1)
+        return frequencies * (1 - divided_fraction + divided_fraction / self.factor)
 
     @property
     def amplitude(self) -> float:
@@ -104,9 +104,9 @@ class YarnScaling(TrainedScaling):
 
 
 def divided_below(frequencies: "Tensor", periods: "Tensor", slow: float, fast: float, factor: float) -> "Tensor":
-    """Frequencies divided by `factor` in pairs of at most `slow` periods, kept from `fast` periods on, linear in their number between."""
-    kept = ((periods - slow) / (fast - slow)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / factor)
+    """Frequencies divided by `factor` in pairs of at most `slow` periods, unchanged from `fast` periods on, and linear between."""
+    kept_fraction = ((periods - slow) / (fast - slow)).clamp(0, 1)
+    return frequencies * (kept_fraction + (1 - kept_fraction) / factor)
 
 
 def order_problems(slow: float, fast: float) -> list[Problem]:
@@ -167,7 +167,7 @@ class Rope(Position):
         return not self.layers or self.layers[layer % len(self.layers)]
 
     def problems(self) -> list[Problem]:
-        """A list that says what a word says."""
+        """The problem of a list whose layers are all alike, for which there is a shorter option."""
         if not self.layers or len(set(self.layers)) == 2:
             return []
         return [Problem("layers", self.layers, "is the same in all layers", "drop it" if self.layers[0] else "set model.position=none")]
@@ -211,7 +211,7 @@ class AttentionBlock:
         return model.head_size or model.n_embd // model.n_head
 
     def resolved(self, model: "ModelConfig") -> dict[str, int | bool | None]:
-        """One value for all ways to write each key of the model that may be null."""
+        """The values of the model's keys that may be null, the same for all ways to write them."""
         return {
             "n_kv_head": model.kv_heads,
             "head_size": model.value_dims,
@@ -240,10 +240,8 @@ class AttentionBlock:
                 )
             )
         if model.value_dims % model.maps:
-            where, value = self.dims_from(model)
-            problems.append(
-                Problem(where, value, f"gives heads of odd size {model.value_dims}, which two maps can't share", "make it even")
-            )
+            name, value = self.dims_from(model)
+            problems.append(Problem(name, value, f"gives heads of odd size {model.value_dims}, which two maps can't share", "make it even"))
         return problems
 
 
@@ -281,7 +279,7 @@ class GAUBlock:
             problems.append(Problem("block.expansion", self.expansion, reason, f"set it to {1 / model.n_embd:.2g} or more"))
         if model.n_head != 1:
             problems.append(Problem("n_head", model.n_head, "a gated attention unit has one head", "set model.n_head=1"))
-        without = {
+        parts = {
             "mlp": "no MLP",
             "n_mlp": "no MLP",
             "n_kv_head": "one head",
@@ -294,8 +292,8 @@ class GAUBlock:
         }
         defaults = {spec.name: spec.default for spec in fields(model)}
         return problems + [
-            Problem(name, value, f"a gated attention unit has {what}", "drop it")
-            for name, what in without.items()
+            Problem(name, value, f"a gated attention unit has {part}", "drop it")
+            for name, part in parts.items()
             if (value := getattr(model, name)) != defaults[name]
         ]
 
@@ -304,8 +302,8 @@ class GAUBlock:
 class Transfer:
     """The base model, whose learning rate, weight decay and epsilon a model is trained with (`lm.model.transfer`).
 
-    It has heads of the same size, and n_head, n_kv_head and n_mlp in proportion to its width; where n_mlp is null, as nearly as its rule
-    says (for swiglu it is rounded up to 64).
+    It has heads of the same size, and n_head, n_kv_head and n_mlp in proportion to its width. If n_mlp is null, the proportion is
+    approximate: the default for swiglu is rounded up to 64.
     """
 
     base_width: int | None = key(None, "n_embd of the base model; null: the model's own", ge=1, le=10**6)
@@ -388,7 +386,7 @@ class ModelConfig:
 
     @property
     def maps(self) -> int:
-        """Maps of weights that each head has."""
+        """The number of maps of weights of each head."""
         return 2 if self.differential else 1
 
     @property
@@ -417,8 +415,8 @@ class ModelConfig:
         """Problems that involve several keys."""
         problems, dims = self.block.problems_of(self), self.key_dims
         if self.position.rotates and dims % 2:
-            where, value = self.block.dims_from(self)
-            problems.append(Problem(where, value, f"gives heads of odd size {dims}, which RoPE can't rotate", "make it even"))
+            name, value = self.block.dims_from(self)
+            problems.append(Problem(name, value, f"gives heads of odd size {dims}, which RoPE can't rotate", "make it even"))
         if self.position.rotates and self.position.rotated(dims) == 0:
             reason = f"rotates nothing of a head of size {dims}"
             problems.append(Problem("position.fraction", self.position.fraction, reason, "set model.position=none"))
@@ -429,17 +427,17 @@ class ModelConfig:
         problems += self._transfer_problems()
         if self.value_residual == "first_layer" and self.n_layer == 1:
             problems.append(Problem("value_residual", self.value_residual, "has no other layer to act in: model.n_layer = 1", "drop it"))
-        if (listed := len(self.normalizer.layer_options())) > self.n_layer:
+        if (n_listed := len(self.normalizer.layer_options())) > self.n_layer:
             reason, remedy = (
                 f"lists more than the {self.n_layer} layers of model.n_layer",
                 "shorten the list: it is repeated over the layers",
             )
-            problems.append(Problem("normalizer", f"{listed} normalizers", reason, remedy))
+            problems.append(Problem("normalizer", f"{n_listed} normalizers", reason, remedy))
         return problems
 
     @property
     def base_shape(self) -> dict[str, int]:
-        """Width and depth of the base model that `transfer` names, by its keys; the model's own without one."""
+        """Width and depth of the base model, by the keys of `transfer`; without one, this model's width and depth."""
         base = self.transfer or Transfer()
         return {"base_width": base.base_width or self.n_embd, "base_depth": base.base_depth or self.n_layer}
 
@@ -460,8 +458,8 @@ class ModelConfig:
         counts = {"n_head": self.n_head, "n_kv_head": self.kv_heads} | ({"n_mlp": self.n_mlp} if self.n_mlp else {})
         for name, count in counts.items():
             if count * width % self.n_embd:
-                added = "n_mlp is in proportion to the width" if name == "n_mlp" else "width is added in heads of one size"
-                reason = f"gives a base model of {name} = {count * width / self.n_embd:.4g}: {added}"
+                rule = "n_mlp is in proportion to the width" if name == "n_mlp" else "width is added in heads of one size"
+                reason = f"gives a base model of {name} = {count * width / self.n_embd:.4g}: {rule}"
                 remedy = f"choose a multiple of {self.n_embd // math.gcd(count, self.n_embd)}"
                 return [Problem("transfer.base_width", width, reason, remedy)]
         return []

@@ -8,7 +8,7 @@ import lm
 from lm.errors import ConfigError
 from lm.schema import suggest
 
-_FIRST = {"experiments": ("experiments", ""), "": ("", "recipes", "models", "data")}  # where a name is looked up, by what it is to be
+_FIRST = {"experiments": ("experiments", ""), "": ("", "recipes", "models", "data")}  # folders in which a name is looked up, by kind
 
 
 def folder() -> Path:
@@ -18,54 +18,54 @@ def folder() -> Path:
 
 
 def find(argument: str | Path, kind: str = "") -> Path:
-    """The file that an argument of the command line names: one that is there, else the preset of that name; what names neither, as it is.
+    """The file that an argument of the command line names: an existing file, else the preset of that name, else the argument as a path.
 
     A folder hides no preset. A preset's name is its path within `configs`, with or without that folder and `.yaml`, as `recipes/modern` or
     `configs/softmax.yaml`.
 
     Args:
-        kind: `experiments` for one of these, empty for a configuration.
+        kind: `experiments` for an experiment, empty for a configuration.
     """
     return _or_preset(Path(argument), Path(argument), kind)
 
 
 def base(heir: Path, name: str) -> Path:
-    """The file that `base: name` in the file `heir` names: one relative to its folder, else the preset of that name, as `find`."""
+    """The file that `base: name` in the file `heir` names: a file relative to its folder, else the preset of that name, as in `find`."""
     return _or_preset(heir.parent / name, Path(name))
 
 
 def _or_preset(path: Path, name: Path, kind: str = "") -> Path:
-    """The file `path` if it is there, else the preset `name`; if that is none either, `path`."""
+    """The file `path` if it exists, else the preset `name` if it exists, else `path`."""
     if (path.exists() and not path.is_dir()) or name.is_absolute() or ".." in name.parts or not name.name:
         return path
-    below = Path(*name.parts[1:]) if len(name.parts) > 1 and name.parts[0] == "configs" else name
-    below = below if below.suffix in (".yaml", ".yml") else below.with_name(f"{below.name}.yaml")
-    return next((file for place in _FIRST[kind] if (file := folder() / place / below).is_file()), path)
+    relative_path = Path(*name.parts[1:]) if len(name.parts) > 1 and name.parts[0] == "configs" else name
+    relative_path = relative_path if relative_path.suffix in (".yaml", ".yml") else relative_path.with_name(f"{relative_path.name}.yaml")
+    return next((file for place in _FIRST[kind] if (file := folder() / place / relative_path).is_file()), path)
 
 
 def names() -> Iterator[tuple[str, str]]:
     """Each preset's name, with the beginning of the comment at the top of its file."""
     root = folder()
     for path in sorted(root.rglob("*.yaml"), key=lambda path: (len(path.relative_to(root).parts), str(path))):
-        first = path.read_text(encoding="utf-8").partition("\n")[0]
-        sentence = first.removeprefix("#").strip().partition(". ")[0].rstrip(".:") if first.startswith("#") else ""
+        line = path.read_text(encoding="utf-8").partition("\n")[0]
+        sentence = line.removeprefix("#").strip().partition(". ")[0].rstrip(".:") if line.startswith("#") else ""
         yield path.relative_to(root).with_suffix("").as_posix(), sentence
 
 
 def suggestion(path: Path) -> str:
-    """The preset whose name is nearest to that of a file which is not there, as a remedy; else where presets are listed."""
-    known = [name for name, _ in names()]
-    text = suggest(path.with_suffix("").as_posix(), [*known, *(name.rpartition("/")[2] for name in known)])
+    """A remedy for the missing file `path`: the preset with the most similar name, else the command that lists presets."""
+    known_names = [name for name, _ in names()]
+    text = suggest(path.with_suffix("").as_posix(), [*known_names, *(name.rpartition("/")[2] for name in known_names)])
     return f"; {text if text.startswith('did you mean') else 'lm configs lists presets'}"
 
 
-def copy(to: Path) -> Path:
-    """Copy all presets, with the tuning tables that they name, into the new folder `to`/configs and return it.
+def copy(parent: Path) -> Path:
+    """Copy all presets, with the tuning tables that they name, into the new folder `parent`/configs and return it.
 
     Raises:
-        ConfigError: it is there already, or can't be written.
+        ConfigError: the folder exists already, or can't be written.
     """
-    target = to / "configs"
+    target = parent / "configs"
     try:
         shutil.copytree(folder(), target)
     except FileExistsError:

@@ -1,4 +1,4 @@
-"""The options of synthetic tasks: what their sequences hold, what chance gives, and which options contradict each other.
+"""The options of synthetic tasks: the contents of their sequences, the accuracy of chance, and contradictions between options.
 
 The sequences themselves are made in lm/data/tasks.py.
 """
@@ -13,36 +13,36 @@ from lm.plugins import Kind, Table
 from lm.schema import Plain, key
 
 MAX_SYMBOLS, MAX_VOCABULARY = 2**16, 2**20  # symbols of one kind; tokens of all kinds, pairs of joined symbols included
-MAX_PAIRS_TIMES_VALUES = 2**22  # that may be checked one by one for a sequence
+MAX_PAIRS_TIMES_VALUES = 2**22  # pairs x values of a sequence, which may be checked one by one
 HELD_OUT = 8  # one content in so many is in test sequences only
 
 
 @dataclass(frozen=True)
 class Chance:
-    """Accuracy of chance: of picking among the answers that the sequence shows, without reading which one is asked for."""
+    """Accuracy of chance: of picks among the answers that the sequence shows, without regard to the question."""
 
     teacher_forced: float  # the right answers to earlier questions stand in the sequence, and are not picked again
     rollout: float  # the picks themselves stand there instead (greedy decoding)
 
     @classmethod
-    def among(cls, candidates: int, asked: int) -> "Chance | None":
-        """Chance for `asked` different ones of the `candidates` shown, none picked twice; None for a single one: finding it is the task.
+    def among(cls, candidates: int, questions: int) -> "Chance | None":
+        """Chance for `questions`, each on another candidate, without repeated picks; None for one candidate, which the task is to find.
 
-        Under teacher forcing question i has `candidates` - i answers left; if all k candidates are asked for, chance is H_k / k. In a
-        rollout the picks tell nothing of what is right: they are a random arrangement, each right with probability 1 / `candidates`.
+        Under teacher forcing question i has `candidates` - i answers left; with questions on all k candidates, chance is H_k / k. In a
+        rollout the picks tell nothing of the right answers: they are a random arrangement, each right with probability 1 / `candidates`.
         """
         if candidates == 1:
             return None
-        return cls(sum(1 / (candidates - earlier) for earlier in range(asked)) / asked, 1 / candidates)
+        return cls(sum(1 / (candidates - index) for index in range(questions)) / questions, 1 / candidates)
 
 
 class Task(ABC):
-    """Options of a synthetic task. Training sequences and test sequences have contents of their own; each task says which."""
+    """Options of a synthetic task. Training and test sequences have disjoint contents, which each task's docstring describes."""
 
     name: ClassVar[str]
 
     def make(self, draw: object, length: int, text: object) -> object:
-        """A sequence of `length` + 1 tokens of a task from outside, an `Example`; lm's own are made in lm.data.tasks.
+        """A sequence of `length` + 1 tokens of a task from outside, an `Example`; lm.data.tasks makes the sequences of lm's tasks.
 
         Args:
             draw: the random numbers, a `Draw`.
@@ -55,12 +55,12 @@ class Task(ABC):
 
     @property
     def vocab_size(self) -> int | None:
-        """Symbols 0 to V - 1 that sequences are made of; None: those of a tokenizer."""
+        """V: sequences consist of symbols 0 to V - 1; None: of a tokenizer's tokens."""
         return None
 
     @property
     def chance(self) -> Chance | None:
-        """Accuracy of chance in test sequences; None where that is not one number."""
+        """Accuracy of chance in test sequences; None if it is not one number."""
         return None
 
     @abstractmethod
@@ -68,13 +68,13 @@ class Task(ABC):
         """Entropy of sequences of `length` predicted tokens, or a lower bound: nats."""
 
     def distinct(self, length: int, subset: Literal["train", "test"]) -> float:
-        """About how many different training or test sequences there are: sequences are drawn independently and repeat if more are."""
+        """The approximate number of different training or test sequences. Draws are independent, and repeat if there are more of them."""
         fraction = 1 / HELD_OUT if subset == "test" else 1 - 1 / HELD_OUT
         return fraction * exp(min(self.entropy(length), 100.0))
 
 
 def _log_arrangements(n: int, k: int) -> float:
-    """ln of the number of ordered lists of `k` different ones of `n`."""
+    """ln of the number of ordered lists of `k` different items out of `n`."""
     return lgamma(n + 1) - lgamma(n - k + 1)
 
 
@@ -83,12 +83,12 @@ class MQAR(Task):
     """Multi-query associative recall (arXiv 2312.04927): pairs of key and value among filler, then keys: which value has each?
 
     Symbols: keys, then values, then filler, then, if `joined`, pairs: one for each key and value, by key. The queries are the
-    sequence's last 2 `queries` tokens, key and value by turns; keys and values of a sequence are all different, no key is asked for
+    sequence's last 2 `queries` tokens, key and value by turns. Keys and values of a sequence are all different, no key is asked for
     twice, and filler is neither: a value stands in its pair and in its answer, and nowhere else.
 
     Disjoint: lists of (key, value), by their hash; single pairs may be in sequences of either kind. With `held_out: pairs` a pair whose
-    key and value sum to a multiple of 8 is in test sequences only, any other in training sequences only: a model that knows which pairs
-    training has is then wrong in test sequences more often than chance.
+    key and value sum to a multiple of 8 is in test sequences only, any other pair in training sequences only. A model that has learned
+    the pairs of training is then wrong in test sequences more often than chance.
     """
 
     name: ClassVar[str] = "mqar"
@@ -136,7 +136,7 @@ class MQAR(Task):
 class Copy(Task):
     """Copying (after arXiv 2402.01032): a string among filler, a mark, and the string again, which is the answer.
 
-    Symbols: those of strings, then filler, then the mark. Filler is not of strings' symbols, so the string stands nowhere else.
+    Symbols: symbols of strings, then filler, then the mark. Filler has other symbols than strings, so the string stands nowhere else.
 
     Disjoint: strings, by their hash.
     """
@@ -160,8 +160,8 @@ class Copy(Task):
 class Induction(Task):
     """Induction heads (as in arXiv 2312.00752, sec. 4.1.2): a mark and a symbol among random ones; at the end the mark again: which symbol?
 
-    Symbols: the random ones, then the mark, which stands twice. The answer's symbol is as frequent elsewhere as any other:
-    leaving it out would tell it.
+    Symbols: the random symbols, then the mark, which stands twice. The answer's symbol is as frequent elsewhere as any other:
+    its absence would reveal it.
 
     Disjoint: whole sequences, by their hash.
     """
@@ -179,8 +179,8 @@ class Induction(Task):
 
     def entropy(self, length: int) -> float:
         """Entropy of the random symbols and the place of the first mark."""
-        free = max(1, length - 2)
-        return free * log(self.symbols) + log(free)
+        n_random = max(1, length - 2)
+        return n_random * log(self.symbols) + log(n_random)
 
 
 @dataclass
@@ -221,8 +221,8 @@ class Maximum(Task):
 class FlipFlop(Task):
     """Flip-flop (arXiv 2306.00946): write, ignore and read, each with a symbol; after a read comes what was written last.
 
-    Symbols: those written, then write, ignore, read, then a start that makes sequences of even `length` come out. The first
-    instruction is a write, the last a read. What is written is also among the ignored: nothing but the order tells.
+    Symbols: the written symbols, then write, ignore, read, then a start, with which sequences of even `length` begin. The first
+    instruction is a write, the last a read. Written symbols are also among the ignored: nothing but the order reveals the answer.
     Chance is not one number: half of the reads follow another read without a write between them and have its answer.
 
     Disjoint: whole sequences, by their hash.
@@ -238,17 +238,17 @@ class FlipFlop(Task):
 
     def entropy(self, length: int) -> float:
         """Entropy of the instructions, of which the first is a write and the last a read, whose symbol is known."""
-        other = (1 - self.ignored) / 2  # probability of a write, and of a read
-        verb = -sum(p * log(p) for p in (other, other, self.ignored) if p)
-        return log(self.symbols) + max(0, (length + 1) // 2 - 2) * (verb + (1 - other) * log(self.symbols))
+        probability = (1 - self.ignored) / 2  # probability of a write, and of a read
+        verb_entropy = -sum(p * log(p) for p in (probability, probability, self.ignored) if p)
+        return log(self.symbols) + max(0, (length + 1) // 2 - 2) * (verb_entropy + (1 - probability) * log(self.symbols))
 
 
 @dataclass
 class Needle(Task):
     """A needle in a haystack (arXiv 2501.19399, 2505.17083): sentences "The special magic CITY number is: NUMBER." in text of the corpus.
 
-    The sequence ends with a question for each needle and its number. Seven-digit numbers and cities of a sequence all differ; an asked
-    number stands in its needle and in its answer and nowhere else in the text, and is the same tokens in both.
+    The sequence ends with a question for each needle and its number. Seven-digit numbers and cities of a sequence all differ. An
+    answer's number stands in its needle and in its answer and nowhere else in the text, and is the same tokens in both.
 
     Disjoint: numbers, by their hash; filler, by the corpus's split into documents. Cities are shared.
     """
@@ -274,7 +274,7 @@ class Passkey(Task):
 
     The key stands twice in its sentence, in the answer, and nowhere else, as the same tokens each time.
 
-    Disjoint: keys, by their hash; with filler of the corpus, that too, by its split into documents.
+    Disjoint: keys, by their hash; filler of the corpus, too, by its split into documents.
     """
 
     name: ClassVar[str] = "passkey"
@@ -292,11 +292,11 @@ TASKS = Table(TASK, {task.name: task for task in (MQAR, Copy, Induction, Maximum
 
 
 def task_names(tasks: list[dict[str, Plain]]) -> list[str]:
-    """A name for each task, given as plain data; those of one name are told apart by the options in which they differ."""
+    """A name for each task, given as plain data; tasks of one name get the options in which they differ."""
     names = []
     for task in tasks:
-        alike = [other for other in tasks if other["name"] == task["name"]]
-        told = [key for key in task if any(other.get(key) != task[key] for other in alike)]
-        options = ", ".join(f"{key} {str(task[key]).lower() if isinstance(task[key], bool) else task[key]}" for key in told)
+        namesakes = [namesake for namesake in tasks if namesake["name"] == task["name"]]
+        differing_keys = [key for key in task if any(namesake.get(key) != task[key] for namesake in namesakes)]
+        options = ", ".join(f"{key} {str(task[key]).lower() if isinstance(task[key], bool) else task[key]}" for key in differing_keys)
         names.append(f"{task['name']} ({options})" if options else task["name"])
     return names

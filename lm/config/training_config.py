@@ -1,4 +1,4 @@
-"""The keys of `optim`, `phases`, `trainer` and `log`: how a model is trained."""
+"""The keys of `optim`, `phases`, `trainer` and `log`: the options of training."""
 
 import math
 from collections.abc import Callable
@@ -56,8 +56,8 @@ class Optimizer:
     """A rule by which gradients become updates.
 
     Attributes:
-        needs: a group of which a parameter must be trained; without one it is refused. "": none.
-        weight_decay: of matrices, embedding and head; 0 of an optimizer without that option.
+        needs: a group with at least one trained parameter, or the optimizer is refused; "": no such group.
+        weight_decay: of matrices, embedding and head; 0 for an optimizer without this option.
     """
 
     name: ClassVar[str]
@@ -65,7 +65,7 @@ class Optimizer:
     weight_decay: ClassVar[float] = 0.0
 
     def make(self, groups: list[dict[str, object]], decoder: "nn.Module") -> "torch.optim.Optimizer":
-        """The optimizer, of one from outside; lm's own are made in lm.training.optimizers.
+        """The torch optimizer, for an optimizer from outside; lm.training.optimizers makes lm's.
 
         Args:
             groups: torch's groups of named parameters, each with its `name`, `weight_decay` and, where `has_eps`, perhaps `eps`.
@@ -73,17 +73,17 @@ class Optimizer:
         raise NotImplementedError
 
     def has_eps(self, group: str) -> bool:
-        """Whether the update of this group has an epsilon, of the option `eps` or of `optim.groups`."""
+        """Whether the update of this group has an epsilon, from the option `eps` or from `optim.groups`."""
         return False
 
     def kept(self, group: str) -> int:
-        """Numbers of the state for each entry of a parameter of this group, for estimates of disk."""
+        """The count of state entries for each entry of a parameter of this group, for estimates of disk space."""
         return 2
 
     @property
     def width_exponent(self) -> float | None:
-        """The learning rate of the group `matrices` falls as 1 / width to this power where it is transferred (`model.transfer`); None: no
-        rule is known."""
+        """The power of 1 / width with which the learning rate of the group `matrices` falls in a transfer (`model.transfer`); None: no rule
+        is known."""
         return None
 
 
@@ -104,7 +104,7 @@ class AdamW(Optimizer):
 
     @property
     def width_exponent(self) -> float:
-        """A matrix whose entries change by a given amount changes its outputs by width times that."""
+        """1: a matrix whose entries change by some amount changes its outputs by width times this amount."""
         return 1.0
 
 
@@ -129,7 +129,7 @@ MUON_RATES = {
 
 @dataclass
 class Muon(AdamW):
-    """Muon (kellerjordan.github.io/posts/muon) for the group `matrices`, each projection apart; AdamW, with its options, for the others."""
+    """Muon (kellerjordan.github.io/posts/muon) for each projection in the group `matrices`; AdamW, with its options, for other groups."""
 
     name: ClassVar[str] = "muon"
     needs: ClassVar[str] = "matrices"
@@ -146,7 +146,7 @@ class Muon(AdamW):
         return group != "matrices"  # where AdamW makes the update
 
     def kept(self, group: str) -> int:
-        """One momentum where AdamW has two moments."""
+        """1 for a momentum of Muon, 2 for the moments of AdamW."""
         return 1 if group == "matrices" else 2
 
     @property
@@ -156,7 +156,7 @@ class Muon(AdamW):
 
 OPTIMIZER = Kind("lm.optimizers", "optimizer", Optimizer, ("make",))
 OPTIMIZERS = Table(OPTIMIZER, {v.name: v for v in (AdamW, Muon)})  # each of these has a builder in lm.training.optimizers
-DECAYED = ("matrices", "embedding", "head")  # where `groups.*.weight_decay` is null
+DECAYED = ("matrices", "embedding", "head")  # groups with the optimizer's weight decay if `groups.*.weight_decay` is null
 
 
 @dataclass
@@ -204,7 +204,7 @@ class OptimConfig:
     batch_tokens: int = key(8192, "tokens in one optimizer step, over all devices", ge=2, le=10**9)
 
     def lr_at(self, step: int, max_steps: int) -> float:
-        """Learning rate of optimizer step `step` (0-based). Warm-up is linear and ends at the peak: step 0 has lr / warmup_steps."""
+        """Rate of optimizer step `step` (0-based). Warm-up is linear and ends at the peak; the rate of step 0 is lr / warmup_steps."""
         warmup_steps = self.warmup(max_steps)
         factor = (step + 1) / warmup_steps if step < warmup_steps else self.schedule.factor(step, warmup_steps, max_steps)
         return self.lr * factor
@@ -215,8 +215,8 @@ class OptimConfig:
 
     def weight_decay(self, group: str) -> float:
         """The weight decay of a group: a step subtracts learning rate x weight decay x weight."""
-        rule, own = self.optimizer.weight_decay if group in DECAYED else 0.0, getattr(self.groups, group).weight_decay
-        return rule if own is None else own
+        optimizer_decay, group_decay = self.optimizer.weight_decay if group in DECAYED else 0.0, getattr(self.groups, group).weight_decay
+        return optimizer_decay if group_decay is None else group_decay
 
     def problems(self) -> list[Problem]:
         """Problems that involve several keys."""
@@ -228,12 +228,12 @@ class OptimConfig:
         return problems + list(self._excessive_decays().values())
 
     def _excessive_decays(self) -> dict[str, Problem]:
-        """Weight decays, by key, with which a step would take more than the whole of a weight."""
+        """Problems, by key, of weight decays with which a step would subtract more than the whole of a weight."""
         problems = {}
         for name, group in vars(self.groups).items():
             key = "optimizer.weight_decay" if group.weight_decay is None else f"groups.{name}.weight_decay"
-            if (decayed := self.lr * group.lr_factor * self.weight_decay(name)) > 1:
-                reason = f"times the learning rate of {name} is {decayed:.3g}: a step would take more than the whole of a weight"
+            if (product := self.lr * group.lr_factor * self.weight_decay(name)) > 1:
+                reason = f"times the learning rate of {name} is {product:.3g}: a step would take more than the whole of a weight"
                 problems.setdefault(key, Problem(key, self.weight_decay(name), reason, "lower either; the product must be at most 1"))
         return problems
 
@@ -325,9 +325,9 @@ class LogConfig:
     progress: Literal["auto", "bar", "lines", "none"] = key("auto", "`auto`: a bar on a terminal, else lines")
 
     def problems(self) -> list[Problem]:
-        """A name that is given twice."""
-        given = {"dynamics": self.dynamics, "to": self.to}
-        return [Problem(key, names, "names something twice", "name it once") for key, names in given.items() if len({*names}) < len(names)]
+        """Problems of repeated names."""
+        lists = {"dynamics": self.dynamics, "to": self.to}
+        return [Problem(key, names, "names something twice", "name it once") for key, names in lists.items() if len({*names}) < len(names)]
 
     def is_due(self, step: int, max_steps: int) -> bool:
         """Whether metrics are logged after optimizer step `step` (1-based)."""

@@ -1,4 +1,4 @@
-"""The configuration: one tree of dataclasses, without torch, its canonical form, and what each key affects.
+"""The configuration: one tree of dataclasses, without torch, its canonical form, and the effect of each key.
 
 `lm.config.load` reads and checks it.
 """
@@ -81,8 +81,8 @@ class Config:
     @property
     def micro_batch(self) -> int:
         """Sequences in one forward pass: as set, or the largest divisor of `rank_sequences` within 16,384 tokens."""
-        fitting = max(1, 16384 // self.data.seq_len)
-        divisors = [size for size in range(1, min(self.rank_sequences, fitting) + 1) if self.rank_sequences % size == 0]
+        max_sequences = max(1, 16384 // self.data.seq_len)
+        divisors = [size for size in range(1, min(self.rank_sequences, max_sequences) + 1) if self.rank_sequences % size == 0]
         return self.trainer.micro_batch or divisors[-1]
 
     @property
@@ -97,7 +97,7 @@ class Config:
 
     @property
     def plan(self) -> list[Phase]:
-        """The phases of training: those configured, or one with `model.normalizer`."""
+        """The phases of training: `phases`, or a single phase with `model.normalizer`."""
         return self.phases or [Phase(1.0, self.model.normalizer)]
 
     @property
@@ -108,8 +108,8 @@ class Config:
     @property
     def plugin_names(self) -> set[str]:
         """`package.module:Class` of all code from outside that is named anywhere."""
-        named = (value for path, value in flatten(to_plain(self)).items() if path.endswith(".name") and path != "experiment.name")
-        return {name for name in named if isinstance(name, str) and ":" in name}
+        names = (value for path, value in flatten(to_plain(self)).items() if path.endswith(".name") and path != "experiment.name")
+        return {name for name in names if isinstance(name, str) and ":" in name}
 
     @property
     def phase_ends(self) -> list[int]:
@@ -125,11 +125,11 @@ class Config:
         return replace(self.model, normalizer=self.plan[phase].normalizer)
 
 
-# ---------------------------------------------------------------- one form for all ways to write a configuration
+# ---------------------------------------------------------------- one form for equal configurations
 
 
 def canonical(config: dict[str, Plain]) -> dict[str, Plain]:
-    """A configuration (plain data, as in config.yaml) with each null of `model` resolved and each list of normalizers at its shortest.
+    """A configuration (plain data, as in config.yaml) with each null of `model` resolved and each list of normalizers as short as possible.
 
     Configurations of one model are equal in this form. Imports no plugin; a model that can't be read stays as it is.
     """
@@ -137,55 +137,55 @@ def canonical(config: dict[str, Plain]) -> dict[str, Plain]:
     if not isinstance(model, dict):
         return config
     problems = []
-    read = build(ModelConfig, {name: value for name, value in model.items() if name != "normalizer"}, "model", problems)
+    model_config = build(ModelConfig, {name: value for name, value in model.items() if name != "normalizer"}, "model", problems)
     if problems:
         return config
-    resolved = {name: value for name, value in read.block.resolved(read).items() if name in model}
-    result = {**config, "model": _with_shortest_list({**model, **resolved}, read.n_layer)}
+    resolved_values = {name: value for name, value in model_config.block.resolved(model_config).items() if name in model}
+    result = {**config, "model": _with_shortest_list({**model, **resolved_values}, model_config.n_layer)}
     if isinstance(phases := config.get("phases"), list):
-        result["phases"] = [_with_shortest_list(phase, read.n_layer) for phase in phases]
+        result["phases"] = [_with_shortest_list(phase, model_config.n_layer) for phase in phases]
     return result
 
 
-def differences(ours: dict[str, Plain], theirs: dict[str, Plain]) -> dict[str, tuple[Plain, Plain]]:
+def differences(config_a: dict[str, Plain], config_b: dict[str, Plain]) -> dict[str, tuple[Plain, Plain]]:
     """The dotted keys in which two configurations (plain data) differ, with the values of both; None where a key is absent.
 
-    Without those that are written alike and differ only because they follow from another key, e.g. `head_size: null` from `n_embd`, and
-    without the options of a block whose `name` differs.
+    Keys are left out that are written alike and differ only because they follow from another key, e.g. `head_size: null` from `n_embd`.
+    The options of a block whose `name` differs are left out, too.
     """
-    flat = [flatten(config) for config in (ours, theirs)]
-    resolved = [flatten(canonical(config)) for config in (ours, theirs)]
-    values = {key: tuple(config.get(key) for config in resolved) for key in (*resolved[0], *resolved[1])}
-    changes = {key: (a, b) for key, (a, b) in values.items() if a != b and flat[0].get(key, a) != flat[1].get(key, b)}
-    renamed = tuple(key.removesuffix("name") for key in changes if key.endswith(".name"))
-    return {key: both for key, both in changes.items() if key.endswith(".name") or not key.startswith(renamed)}
+    flat_configs = [flatten(config) for config in (config_a, config_b)]
+    resolved_configs = [flatten(canonical(config)) for config in (config_a, config_b)]
+    values = {key: tuple(config.get(key) for config in resolved_configs) for key in (*resolved_configs[0], *resolved_configs[1])}
+    changes = {key: (a, b) for key, (a, b) in values.items() if a != b and flat_configs[0].get(key, a) != flat_configs[1].get(key, b)}
+    renamed_blocks = tuple(key.removesuffix("name") for key in changes if key.endswith(".name"))
+    return {key: pair for key, pair in changes.items() if key.endswith(".name") or not key.startswith(renamed_blocks)}
 
 
 def _with_shortest_list(block: Plain, n_layer: int) -> Plain:
-    """A block whose `normalizer`, if it is a list that repeats itself over the layers, is the shortest list of that effect."""
+    """The block with the shortest list of normalizers that has the same effect, if its `normalizer` is a list for the layers."""
     normalizer = block.get("normalizer") if isinstance(block, dict) else None
-    listed = normalizer.get("of") if isinstance(normalizer, dict) and normalizer.get("name") == Layers.name else None
-    if not isinstance(listed, list) or not listed:
+    normalizers = normalizer.get("of") if isinstance(normalizer, dict) and normalizer.get("name") == Layers.name else None
+    if not isinstance(normalizers, list) or not normalizers:
         return block
-    by_layer = [listed[layer % len(listed)] for layer in range(n_layer)]
+    by_layer = [normalizers[layer % len(normalizers)] for layer in range(n_layer)]
     period = next(size for size in range(1, n_layer + 1) if by_layer == [by_layer[layer % size] for layer in range(n_layer)])
     return {**block, "normalizer": by_layer[0] if period == 1 else {**normalizer, "of": by_layer[:period]}}
 
 
-# ---------------------------------------------------------------- what a key affects
+# ---------------------------------------------------------------- the effect of a key
 
 
-LEARNED = ("model", "training", "numerics")  # effects on what a run learns, its seed aside
+LEARNED = ("model", "training", "numerics")  # effects on the weights that a run learns, except through its seed
 
 
 @lru_cache(maxsize=2**14)  # a report of many runs asks for the same keys of each
 def effect_of(path: str) -> Effect:
-    """The effect of the key at a dotted path; a key that this version does not know is taken to affect training."""
+    """The effect of the key at a dotted path; a key that this version does not know counts as one that affects training."""
     return effect(Config, path) or Effect()
 
 
 def is_learned(path: str) -> bool:
-    """True if the key affects what a run learns: runs that differ in it belong to different arms."""
+    """True if the key affects the weights that a run learns: runs that differ in it belong to different arms."""
     return effect_of(path).affects in LEARNED
 
 

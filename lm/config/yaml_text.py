@@ -1,6 +1,6 @@
 """YAML as plain data, and back, with its ${...}: the text of configuration files and of the values of overrides.
 
-A text may be anything, by mistake or by intent. It is bounded in size, depth and expansion while it is parsed, so that none
+A text may be anything, by mistake or by intent. Its size, depth and expansion are bounded while it is parsed, so that no text
 takes long, fills the memory or exceeds the interpreter's recursion limit.
 """
 
@@ -32,8 +32,8 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.1 restricted to plain data: no tags of objects, dates or base-60 numbers, no repeated keys; `1e-4` is a number."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
-        first: [(tag, pattern) for tag, pattern in known if tag.removeprefix(_TAG) in ("null", "bool", "merge")]
-        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        character: [(tag, pattern) for tag, pattern in resolvers if tag.removeprefix(_TAG) in ("null", "bool", "merge")]
+        for character, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     yaml_constructors = {  # noqa: RUF012
         tag: yaml.SafeLoader.yaml_constructors[tag] for tag in (None, *(_TAG + name for name in ("null", "bool", "float", "seq", "map")))
@@ -86,7 +86,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads: whatever it would read as a number is quoted, and nothing is abbreviated by an alias."""
+    """Writes text that `_Loader` reads back: texts that look like numbers are quoted, and no value is replaced by an alias."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -99,14 +99,14 @@ for kind in (_Loader, _Dumper):
     kind.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+0123456789."))
 
 
-def parse_yaml(text: str | bytes, where: str) -> Plain:
+def parse_yaml(text: str | bytes, source: str) -> Plain:
     """The plain data that a YAML text (in UTF-8) stands for; None if it is empty.
 
     Raises:
-        ConfigError: `where` is not valid YAML, holds more than plain data, or is too large or too deep.
+        ConfigError: the text is not valid YAML, holds more than plain data, or is too large or too deep; `source` names it.
     """
     if len(text) > MAX_BYTES:
-        raise ConfigError(f"{where}: larger than {MAX_BYTES:,} bytes, which is no configuration")
+        raise ConfigError(f"{source}: larger than {MAX_BYTES:,} bytes, which is no configuration")
     try:
         return yaml.load(text.decode("utf-8-sig") if isinstance(text, bytes) else text, Loader=_Loader)
     except UnicodeDecodeError as error:
@@ -117,20 +117,20 @@ def parse_yaml(text: str | bytes, where: str) -> Plain:
         reason += "; indent with spaces, not with a tab" if "'\\t'" in reason else ""
     except yaml.reader.ReaderError as error:
         reason = f"character {error.position} is no text: {error.reason}"
-    except (yaml.YAMLError, ValueError, LookupError) as error:  # the last two of tags on other text, such as !!int x
+    except (yaml.YAMLError, ValueError, LookupError) as error:  # ValueError and LookupError: tags on unsuitable text, such as !!int x
         reason = one_line(error)
-    raise ConfigError(f"{where}: not valid YAML: {reason}")
+    raise ConfigError(f"{source}: not valid YAML: {reason}")
 
 
 def dump_yaml(plain: Plain) -> str:
-    """Plain data as YAML: what `parse_yaml` reads back."""
+    """Plain data as YAML, which `parse_yaml` reads back."""
     return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 # ---------------------------------------------------------------- interpolation
 
 
-MAX_INTERPOLATIONS = 16  # in a configuration; OmegaConf expands each again wherever it is named: at most some 3^(16 / 3) times
+MAX_INTERPOLATIONS = 16  # in a configuration; OmegaConf expands each one again at every use: at most some 3^(16 / 3) times
 
 
 def interpolated(plain: dict[str, Plain]) -> dict[str, Plain]:
@@ -139,7 +139,7 @@ def interpolated(plain: dict[str, Plain]) -> dict[str, Plain]:
     Configurations of checkpoints and exports are data, and are never interpolated: they could read the user's environment.
 
     Raises:
-        ConfigError: an interpolation can't be resolved, or there are so many that expanding them could take for ever.
+        ConfigError: an interpolation can't be resolved, or there are too many to expand in a reasonable time.
     """
     texts = [text for text in _texts(plain) if "${" in text]
     if not texts:
@@ -147,20 +147,20 @@ def interpolated(plain: dict[str, Plain]) -> dict[str, Plain]:
     if sum(text.count("${") for text in texts) > MAX_INTERPOLATIONS:
         raise ConfigError(f"the configuration has more than {MAX_INTERPOLATIONS} interpolations ${{...}}: write some of the values out")
     try:
-        resolved = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
+        result = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
     except RecursionError:
         raise ConfigError(f"{abbreviated(texts[0], 80)}: an interpolation refers to itself") from None
     except (OmegaConfBaseException, ValueError) as error:
         raise ConfigError(one_line(error)) from None
-    if sum(1 for _ in _texts(resolved, every=True)) > MAX_NODES:
+    if sum(1 for _ in _texts(result, all_values=True)) > MAX_NODES:
         raise ConfigError(f"the configuration has more than {MAX_NODES:,} values once its interpolations are resolved")
-    return resolved
+    return result
 
 
-def _texts(value: Plain, every: bool = False):
-    """The texts among the values of nested data; `every`: all values."""
+def _texts(value: Plain, all_values: bool = False):
+    """The texts among the values of nested data; with `all_values`, all values."""
     if isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _texts(item, every)
-    elif every or isinstance(value, str):
+            yield from _texts(item, all_values)
+    elif all_values or isinstance(value, str):
         yield value

@@ -1,7 +1,7 @@
-"""Which tokens a run reads: the global batch of step t is a pure function of (store, seed, t).
+"""The tokens that a run reads: the global batch of step t is a pure function of (store, seed, t).
 
 It depends on nothing else: not on world size, workers, micro-batch or restarts. The only data state is t.
-That holds for the lengths of sequences and for the draws among several streams, too: the options are in lm/config/data_config.py.
+The lengths of sequences and the draws among several streams are such functions, too. Their options are in lm/config/data_config.py.
 """
 
 from abc import ABC, abstractmethod
@@ -33,24 +33,24 @@ def members(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return group, np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _cached(known: dict[int, T], number: int, draw: Callable[[], T]) -> T:
-    """The draws of block or epoch `number`. Those before are kept, as a step may straddle two."""
-    if number not in known:
-        for other in [other for other in known if other != number - 1]:
-            del known[other]
-        known[number] = draw()
-    return known[number]
+def _cached(draws: dict[int, T], number: int, draw: Callable[[], T]) -> T:
+    """The draws of block or epoch `number`. The draws before it stay cached, as a step may straddle two."""
+    if number not in draws:
+        for old_number in [old_number for old_number in draws if old_number != number - 1]:
+            del draws[old_number]
+        draws[number] = draw()
+    return draws[number]
 
 
 class StratifiedSampler:
-    """Assigns slots 0, 1, ... to streams by weight: a stream of weight w is due once in every 1 / w slots, at a random place in them.
+    """Assigns slots 0, 1, ... to streams by weight: a stream of weight w is due once in every 1 / w slots, at a random place among these.
 
-    Slots go to the streams in the order in which they are due. However long the run, a stream has had its weight's fraction of the
-    slots so far to within 1 + w x streams; and no period of the run, such as every tenth step, favours any.
+    Slots go to the streams in the order in which the streams are due. At any step of the run, a stream has had its weight's fraction of the
+    slots so far to within 1 + w x streams. No period of the run, such as every tenth step, favours a stream.
 
     Args:
-        weights: above 0, in any unit.
-        seed_words: of the draws.
+        weights: of the streams, above 0, in any unit.
+        seed_words: the seed of the draws.
     """
 
     def __init__(self, weights: list[float], seed_words: tuple[int, ...]):
@@ -58,32 +58,33 @@ class StratifiedSampler:
         self._blocks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def assign(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The stream of each of slots (k,) of the run, and which of its own slots that is: both int64 (k,)."""
+        """The stream of each of slots (k,) of the run, and the slot's number among the slots of this stream: both int64 (k,)."""
         blocks, places = np.divmod(slots, BLOCK)
-        streams, own = np.empty_like(slots), np.empty_like(slots)
+        streams, stream_slots = np.empty_like(slots), np.empty_like(slots)
         for block in np.unique(blocks):
-            here = blocks == block
-            streams[here], own[here] = (assigned[places[here]] for assigned in self.block(int(block)))
-        return streams, own
+            in_block = blocks == block
+            streams[in_block], stream_slots[in_block] = (values[places[in_block]] for values in self.block(int(block)))
+        return streams, stream_slots
 
     def block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """The assignment of the slots from block x BLOCK to (block + 1) x BLOCK."""
+        """The streams of the slots from block x BLOCK to (block + 1) x BLOCK, and their numbers within the streams, as in `assign`."""
         return _cached(self._blocks, block, lambda: self._drawn(block * BLOCK))
 
-    def _drawn(self, first: int) -> tuple[np.ndarray, np.ndarray]:
-        # Before slot t, as many are due as t, give or take one a stream: these slots are due between `begin` and `end`.
-        begin, end = first - len(self.weights) - 1, first + BLOCK + len(self.weights) + 1
-        firsts = np.maximum(0, np.floor(begin * self.weights).astype(np.int64) - 1)
-        counts = np.ceil(end * self.weights).astype(np.int64) + 1 - firsts
+    def _drawn(self, first_slot: int) -> tuple[np.ndarray, np.ndarray]:
+        # Before slot t, t slots are due, give or take one a stream: the slots of this block are due between `begin` and `end`.
+        begin, end = first_slot - len(self.weights) - 1, first_slot + BLOCK + len(self.weights) + 1
+        stream_starts = np.maximum(0, np.floor(begin * self.weights).astype(np.int64) - 1)
+        counts = np.ceil(end * self.weights).astype(np.int64) + 1 - stream_starts
         streams, place = members(counts)
-        own = place + firsts[streams]
-        shifts = []  # where in its 1 / w slots each slot of a stream is due, [0, 1]; raw PCG64 output never changes between NumPy versions
-        for stream, (start, count) in enumerate(zip(firsts.tolist(), counts.tolist(), strict=True)):
+        stream_slots = place + stream_starts[streams]
+        # Places in their 1 / w slots at which a stream's slots are due, [0, 1]; raw PCG64 output never changes between NumPy versions.
+        shifts = []
+        for stream, (start, count) in enumerate(zip(stream_starts.tolist(), counts.tolist(), strict=True)):
             random = np.random.PCG64(np.random.SeedSequence((*self.seed_words, _SAMPLER_SEED, stream)))
             shifts.append(random.advance(start).random_raw(count) / 2**64)
-        due = (own + np.concatenate(shifts)) / self.weights[streams]
-        order = np.argsort(due, kind="stable")[first - firsts.sum() :][:BLOCK]
-        return streams[order], own[order]
+        due_times = (stream_slots + np.concatenate(shifts)) / self.weights[streams]
+        order = np.argsort(due_times, kind="stable")[first_slot - stream_starts.sum() :][:BLOCK]
+        return streams[order], stream_slots[order]
 
 
 # ---------------------------------------------------------------- lengths of sequences
@@ -107,10 +108,10 @@ class Lengths(ABC):
 
     @abstractmethod
     def fractions(self, steps: int) -> dict[int, float]:
-        """By length, the fraction of the tokens of the first `steps` steps that is in sequences of it."""
+        """By length, the fraction of the tokens of the first `steps` steps that is in sequences of this length."""
 
     def note(self) -> str:
-        """Which tokens an epoch does not read, in words; empty if it reads all but fewer than a sequence."""
+        """The tokens that an epoch does not read, in words; empty if they are fewer than a sequence."""
         return ""
 
 
@@ -124,20 +125,20 @@ def lengths_of(
 ) -> Lengths:
     """The lengths that `data.lengths` describes, in steps of `batch_slots` x `seq_len` tokens.
 
-    Raises NoFullStep: pieces of documents of no length fill a step.
+    Raises NoFullStep: of no length do the documents' pieces fill a step.
     """
-    if begins := options.begins(seq_len, max_steps):
-        return StepwiseLengths(begins)
+    if length_by_step := options.begins(seq_len, max_steps):
+        return StepwiseLengths(length_by_step)
     if weights := options.drawn():
         return DrawnLengths(weights, seed_words)
     return DocumentPieces(split, seq_len, seq_len * batch_slots, seed_words)
 
 
 class StepwiseLengths(Lengths):
-    """Lengths one after the other, by the step that each begins at: 0 first, ascending."""
+    """Lengths one after the other, by the step at which each begins: 0 first, ascending."""
 
-    def __init__(self, begins: Mapping[int, int]):
-        self.steps, self.lengths, self.shortest = list(begins), list(begins.values()), min(begins.values())
+    def __init__(self, length_by_step: Mapping[int, int]):
+        self.steps, self.lengths, self.shortest = list(length_by_step), list(length_by_step.values()), min(length_by_step.values())
 
     def __call__(self, step: int) -> int:
         return self.lengths[bisect_right(self.steps, step) - 1]
@@ -150,7 +151,7 @@ class StepwiseLengths(Lengths):
 
 
 class DrawnLengths(Lengths):
-    """Lengths drawn for each step by weight: each length's weight is its fraction of the steps, and so of the tokens."""
+    """Lengths drawn for each step by weight. A length's weight is its fraction of the steps, and so of the tokens."""
 
     def __init__(self, weights: Mapping[int, float], seed_words: tuple[int, ...]):
         self.lengths = sorted(weights)
@@ -166,12 +167,12 @@ class DrawnLengths(Lengths):
 
 
 class DocumentPieces(Lengths):
-    """Sequences within documents: each document is cut into pieces of powers of two tokens (`DocumentLengths` says which).
+    """Sequences within documents: each document is cut into pieces of powers of two tokens (see `DocumentLengths`).
 
-    No piece is padded. The fewer than 16 tokens of a document that no piece has lie at its two ends, a random number at either in each
-    epoch. A piece shorter than 16 would predict next to nothing from context, so documents shorter than that are never read. The first
-    token of the text follows the last. In an epoch each length has as many steps as its pieces fill, in a random order; pieces that do
-    not fill a step are not read in this epoch: random ones, but for a length that fills no step at all, whose pieces are never read.
+    No piece is padded. Fewer than 16 tokens of a document are in no piece. They lie at its two ends, in each epoch a random number of them
+    at its beginning. A piece shorter than 16 would predict next to nothing from context, so documents shorter than 16 are never read. The
+    first token of the text follows the last. In an epoch each length has as many steps as its pieces fill, in a random order. The pieces
+    that are left over are not read in this epoch: random ones, but for a length that fills no step at all, whose pieces are never read.
 
     Args:
         longest: tokens of the longest sequence, a power of two.
@@ -186,14 +187,14 @@ class DocumentPieces(Lengths):
         offsets = np.asarray(split.offsets)
         sizes = np.diff(offsets)
         self.offsets, self.spare = offsets[:-1], sizes % SHORTEST_PIECE
-        self.pieces: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # length: document, place in it
-        begins = np.zeros_like(sizes)
+        self.pieces: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by length: each piece's document, and its place there
+        starts = np.zeros_like(sizes)
         length = longest
         while length >= SHORTEST_PIECE:
-            counts = (sizes - begins) // length
-            document, within = members(counts)
-            self.pieces[length] = document, begins[document] + within * length
-            begins += counts * length
+            counts = (sizes - starts) // length
+            document, piece = members(counts)
+            self.pieces[length] = document, starts[document] + piece * length
+            starts += counts * length
             length //= 2
         self.steps = {length: len(document) * length // step_tokens for length, (document, _) in self.pieces.items()}
         self.steps_per_epoch = sum(self.steps.values())
@@ -204,7 +205,7 @@ class DocumentPieces(Lengths):
         self._epoch, self._order, self._starts = -1, np.empty(0), {}
 
     def _enter(self, epoch: int) -> None:
-        """Draw the epoch: which length each step has, and which sequences."""
+        """Draw the epoch: the length and the sequences of each step."""
         if epoch == self._epoch:
             return
         random = np.random.PCG64(np.random.SeedSequence((*self.seed_words, epoch)))
@@ -223,12 +224,12 @@ class DocumentPieces(Lengths):
         return int(self._order[place])
 
     def fractions(self, steps: int) -> dict[int, float]:
-        """The same as `Lengths.fractions`, of whole epochs, whatever `steps`: an epoch's draws are large."""
+        """The same as `Lengths.fractions`, but of whole epochs, for any `steps`: an epoch's draws are large."""
         return _fractions(self.steps)
 
     def note(self) -> str:
-        never = f", {self.never_read:.1%} always: documents of fewer than {SHORTEST_PIECE}" if self.never_read else ""
-        return f"{self.left_out:.1%} of the tokens are left out of each epoch{never}"
+        short_documents = f", {self.never_read:.1%} always: documents of fewer than {SHORTEST_PIECE}" if self.never_read else ""
+        return f"{self.left_out:.1%} of the tokens are left out of each epoch{short_documents}"
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
         """The same as `lm.data.batches.Stream.read`, for slots of one step, whose sequences have `length` tokens."""
@@ -237,18 +238,18 @@ class DocumentPieces(Lengths):
         return self.split.around(starts.ravel(), length, 0, self.split.n_tokens), None
 
     def sequence_starts(self, step: int) -> np.ndarray:
-        """Where the sequences of a step begin: int64 (step_tokens / length,)."""
+        """The first tokens of a step's sequences, by index: int64 (step_tokens / length,)."""
         length = self(step)
         place = step % self.steps_per_epoch
-        before = int((self._order[:place] == length).sum())
+        number = int((self._order[:place] == length).sum())
         count = self.step_tokens // length
-        return self._starts[length][before * count : (before + 1) * count]
+        return self._starts[length][number * count : (number + 1) * count]
 
 
 # ---------------------------------------------------------------- batches
 
 
-IGNORED = -1  # the target where nothing is to be predicted
+IGNORED = -1  # the target of a token that is to predict nothing
 _SOURCE_SEED = 2**62  # keeps the draws of the sources of a mixture apart from those of epochs
 
 
@@ -256,16 +257,16 @@ class Batch(NamedTuple):
     """Sequences to train on or to evaluate."""
 
     tokens: Tensor  # (B, T) int64
-    targets: Tensor  # (B, T) int64, what each token is to predict; `IGNORED` where nothing
+    targets: Tensor  # (B, T) int64, the token that each is to predict, or `IGNORED`
     positions: Tensor | None  # (B, T) int64 within each document, where documents don't see each other; None: a sequence is one document
     first: int = 0  # no token before it has a target in any sequence
 
     @classmethod
     def of(cls, sequences: np.ndarray | Tensor, answers: np.ndarray | None = None, end_of_text: int | None = None) -> "Batch":
-        """From sequences (B, T + 1) of tokens.
+        """The batch of sequences (B, T + 1) of tokens.
 
         Args:
-            answers: (B, T) bool, which predictions count; None: all.
+            answers: (B, T) bool, true for predictions that count; None: all count.
             end_of_text: the token that begins a document, if documents are not to see each other.
         """
         sequences = torch.as_tensor(sequences)
@@ -275,7 +276,7 @@ class Batch(NamedTuple):
         return cls(tokens, targets, None if end_of_text is None else document_positions(tokens, end_of_text), first)
 
     def to(self, device: torch.device) -> "Batch":
-        """On another device."""
+        """The batch on another device."""
         return self._replace(**{name: x.to(device) for name, x in self._asdict().items() if isinstance(x, Tensor)})
 
 
@@ -292,19 +293,18 @@ class Stream(Protocol):
     """Endless slots of `seq_len` tokens, each filled by one sequence or by several shorter ones."""
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """The contents of slots (k,), in sequences of `length`: tokens int64 (k x seq_len / length, length + 1), and which predictions
-        count.
+        """The contents of slots (k,), in sequences of `length`: tokens int64 (k x seq_len / length, length + 1), and counted predictions.
 
-        The latter is bool (k x seq_len / length, length), or None for all.
+        These are bool (k x seq_len / length, length), or None if all count.
         """
 
 
 class TextStream:
-    """Sequences of a part of a split, the tokens from `first` to `first + n_tokens`, read as a circle: its first token follows its last.
+    """Sequences of a part of a split: the tokens from `first` to `first + n_tokens`, read as a circle, whose first token follows its last.
 
     Every document begins with the end-of-text token, so that this seam is a border of documents like any other. Each epoch cuts the
-    circle, from a random place, into `sequences_per_epoch` sequences of `seq_len` + 1 tokens (each sequence's last token is the next
-    one's first) and visits them in a random order. Every token is a target once an epoch, but for the fewer than `seq_len` before the cut.
+    circle, from a random place, into `sequences_per_epoch` sequences of `seq_len` + 1 tokens, and visits these in a random order. A
+    sequence's last token is the next sequence's first. Every token is a target once an epoch, but for fewer than `seq_len` before the cut.
 
     Raises ValueError: the part has no sequence of `seq_len` + 1 tokens (`lm.data.prepare.check_sequences` tells the user before).
     """
@@ -317,9 +317,9 @@ class TextStream:
         self._epochs: dict[int, np.ndarray] = {}
 
     def epoch_starts(self, epoch: int) -> np.ndarray:
-        """Where in the part the sequences of an epoch begin, in the order they are visited: int64 (sequences_per_epoch,).
+        """Places in the part at which an epoch's sequences begin, in the order of visits: int64 (sequences_per_epoch,).
 
-        Drawn from raw PCG64 output, which never changes between NumPy versions (those of `Generator` may).
+        Draws are of raw PCG64 output, which never changes between NumPy versions (the output of `Generator` may).
         """
 
         def drawn() -> np.ndarray:
@@ -329,7 +329,7 @@ class TextStream:
         return _cached(self._epochs, epoch, drawn)
 
     def starts(self, slots: np.ndarray) -> np.ndarray:
-        """Where in the part the sequences in slots (k,) begin: int64 (k,)."""
+        """Places in the part at which the sequences of slots (k,) begin: int64 (k,)."""
         epochs, places = np.divmod(slots, self.sequences_per_epoch)
         starts = np.empty_like(slots)
         for epoch in np.unique(epochs):
@@ -337,13 +337,13 @@ class TextStream:
         return starts
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
-        """The same as `Stream.read`: the tokens of a slot are the same whatever the length."""
-        cut = self.starts(slots)[:, None] + length * np.arange(self.seq_len // length)
-        return self.split.around(cut.ravel(), length, self.first, self.n_tokens), None
+        """The same as `Stream.read`. A slot has the same tokens for every length."""
+        starts = self.starts(slots)[:, None] + length * np.arange(self.seq_len // length)
+        return self.split.around(starts.ravel(), length, self.first, self.n_tokens), None
 
 
 class TaskStream:
-    """Sequences of a synthetic task, whose answers alone count, drawn independently: they repeat as often as `Task.distinct` lets expect.
+    """Sequences of a synthetic task, whose answers alone count. They are drawn independently, and may repeat (see `Task.distinct`).
 
     Raises TaskError: the task doesn't fit into sequences of `shortest` tokens, or has none for training.
     """
@@ -355,7 +355,7 @@ class TaskStream:
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         indices = (slots[:, None] * self.seq_len + np.arange(self.seq_len // length)).ravel()
         examples = [example(self.task, self.seed, int(index), length, "train", self.text) for index in indices]
-        return np.stack([each.tokens for each in examples]), np.stack([each.answers for each in examples])
+        return np.stack([sequence.tokens for sequence in examples]), np.stack([sequence.answers for sequence in examples])
 
 
 class TrainSequences:
@@ -363,9 +363,9 @@ class TrainSequences:
 
     Args:
         batch_slots: slots of `seq_len` tokens in one optimizer step, over all processes.
-        data: the sources' weights, tasks, and the lengths of sequences. The tokens of a step are the same whatever the
-            lengths (but for `documents`), and none is padding.
-        max_steps: steps of the run, of which a curriculum's lengths begin at fractions.
+        data: the sources' weights, tasks, and the lengths of sequences. A step has the same tokens for all lengths
+            (but for `documents`), and none is padding.
+        max_steps: steps of the run: a curriculum's lengths begin at fractions of them.
     """
 
     def __init__(self, store: Store, data: DataConfig, batch_slots: int, seed: int, max_steps: int = 1):
@@ -380,17 +380,17 @@ class TrainSequences:
         if isinstance(self.length, DocumentPieces):  # the lengths come with the text that is read
             return [1.0], [self.length]
         tasks = [weighted.task for weighted in self.data.tasks]
-        weights, streams, rest = [weighted.weight for weighted in self.data.tasks], [], self.data.text_weight
+        weights, streams, text_weight = [weighted.weight for weighted in self.data.tasks], [], self.data.text_weight
         text = Text(self.store) if any(task.vocab_size is None for task in tasks) else None
         for number, task in enumerate(tasks):
             streams.append(TaskStream(task, fold((seed, number)) % 2**32, self.seq_len, self.length.shortest, text))
-        if rest < 1e-6:  # tasks alone, of which the store may hold sequences as its parts
+        if text_weight < 1e-6:  # tasks alone, of which the store may hold sequences as its parts
             return weights, streams
         split, first = self.store.train, 0
-        for number, (source, asked) in enumerate(zip(split.sources, self.data.sources, strict=True)):
-            if asked.weight:
+        for number, (source, weighted_source) in enumerate(zip(split.sources, self.data.sources, strict=True)):
+            if weighted_source.weight:
                 seed_words = self.seed_words if len(split.sources) == 1 else (*self.seed_words, _SOURCE_SEED + number)
-                weights.append(rest * asked.weight)
+                weights.append(text_weight * weighted_source.weight)
                 streams.append(TextStream(split, first, source.n_tokens, self.seq_len, seed_words))
             first += source.n_tokens
         return weights, streams
@@ -405,26 +405,26 @@ class TrainSequences:
         return batch
 
     def _sequences(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-        """Tokens, which predictions count, and which sequences are text."""
+        """Tokens, predictions that count (None: all), and sequences that are text, by slot, as `Stream.read` gives them."""
         if self.sampler is None:
             sequences, answers = self.streams[0].read(slots, length)
             return sequences, answers, np.full(len(sequences), answers is None)
-        streams, own = self.sampler.assign(slots)
+        streams, stream_slots = self.sampler.assign(slots)
         per_slot = self.seq_len // length
         sequences = np.empty((len(slots), per_slot, length + 1), np.int64)
         answers = np.ones((len(slots), per_slot, length), bool)
         is_text = np.ones((len(slots), per_slot), bool)
         for number in np.unique(streams):
-            here = streams == number
-            tokens, counted = self.streams[number].read(own[here], length)
-            sequences[here] = tokens.reshape(-1, per_slot, length + 1)
-            if counted is not None:
-                answers[here], is_text[here] = counted.reshape(-1, per_slot, length), False
+            in_stream = streams == number
+            tokens, stream_answers = self.streams[number].read(stream_slots[in_stream], length)
+            sequences[in_stream] = tokens.reshape(-1, per_slot, length + 1)
+            if stream_answers is not None:
+                answers[in_stream], is_text[in_stream] = stream_answers.reshape(-1, per_slot, length), False
         return sequences.reshape(-1, length + 1), answers.reshape(-1, length), is_text.ravel()
 
 
 def train_sequences(store: Store, config: Config, batch_slots: int | None = None) -> TrainSequences:
-    """The sequences that a configuration trains on; with `batch_slots`, in steps of another size.
+    """The sequences that a configuration trains on; with `batch_slots`, in steps of this size.
 
     Raises ConfigError: the pieces of documents fill no step (`data.lengths=documents`), or a task can't make its sequences.
     """
@@ -453,8 +453,8 @@ class MicroBatches(Dataset[Batch]):
         self.accumulation = rank_slots // micro_batch
 
     def __getitem__(self, index: int) -> Batch:
-        step, micro = divmod(index, self.accumulation)
-        return self.source.batch(step, self.first + micro * self.micro_batch, self.micro_batch)
+        step, number = divmod(index, self.accumulation)
+        return self.source.batch(step, self.first + number * self.micro_batch, self.micro_batch)
 
 
 def train_loader(
@@ -487,22 +487,22 @@ def validation_starts(split: Split, seq_len: int, limit: int) -> np.ndarray:
 
     No token is a target twice; a sequence's last token may be the next sequence's first.
     """
-    fitting = max(0, split.n_tokens - 1) // seq_len
-    count = min(limit, fitting)
-    return np.arange(count, dtype=np.int64) * fitting // max(1, count) * seq_len
+    n_sequences = max(0, split.n_tokens - 1) // seq_len
+    count = min(limit, n_sequences)
+    return np.arange(count, dtype=np.int64) * n_sequences // max(1, count) * seq_len
 
 
 def long_starts(split: Split, length: int, limit: int) -> np.ndarray:
     """Starts of up to `limit` windows of `length` + 1 tokens, each within one document: int64 (k,).
 
-    A document of D tokens holds (D - 1) // length windows side by side in its middle; those taken are
-    evenly spread over all of them. Most then begin inside a document, as training sequences do, so that the
-    loss by position shows the position and not how documents begin.
+    A document of D tokens holds (D - 1) // length windows side by side in its middle. The starts are of
+    windows that are evenly spread over all of these. Most begin inside a document, as training sequences do,
+    so that the loss by position shows the effect of the position and not of documents' beginnings.
     """
     offsets = np.asarray(split.offsets)
     spans = np.diff(offsets) - 1
-    fitting = spans // length
-    document, within = members(fitting)
-    starts = offsets[:-1][document] + (spans - fitting * length)[document] // 2 + within * length
+    n_windows = spans // length
+    document, window = members(n_windows)
+    starts = offsets[:-1][document] + (spans - n_windows * length)[document] // 2 + window * length
     count = min(limit, len(starts))
     return starts[np.arange(count) * len(starts) // max(1, count)]

@@ -1,7 +1,7 @@
-"""Building a token store: scan, tokenizer, tokens, manifest, in a hidden folder that is renamed to the store's at the end.
+"""Building a token store: scan, tokenizer, tokens, manifest, in a hidden folder that gets the store's name at the end.
 
-An interrupted preparation leaves the scan, the tokenizer, the tokens and a journal of how many of them are complete. The same
-preparation continues from there, and the store has the same bytes as one prepared without interruption.
+An interrupted preparation leaves the scan, the tokenizer, the tokens and a journal of the number of complete documents. The same
+preparation continues from there, and the store has the same bytes as after a preparation without interruption.
 """
 
 import io
@@ -48,7 +48,7 @@ JOURNAL = "journal.json"
 
 
 class Journal:
-    """The parts that an interrupted preparation completed in `folder`; empty if it completed nothing, or if the journal is damaged."""
+    """The parts that an interrupted preparation completed in `folder`; empty without such parts, or if the journal is damaged."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -83,16 +83,16 @@ class Journal:
         self._write({"documents": n_documents} | {name: writer.progress() for name, writer in writers.items()})
 
     def writers(self, vocab_size: int, end_of_text: int) -> tuple[int, dict[str, SplitWriter]]:
-        """The number of documents done, and writers that continue the splits; from the start if files are not those of `advance`."""
-        resumed: dict[str, SplitWriter] = {}
+        """The number of documents on disk, and writers that continue the splits; both from the start if files differ from the journal."""
+        writers: dict[str, SplitWriter] = {}
         for name in SPLITS:
             progress = self.entry.get(name)
             # Too few tokens, ids beyond the vocabulary, or no such file.
             with suppress(EOFError, ValueError, FileNotFoundError, KeyError, TypeError):
-                resumed[name] = SplitWriter(self.folder, name, vocab_size, end_of_text, progress["n_tokens"])
-        if len(resumed) == len(SPLITS) and all(writer.progress() == self.entry[name] for name, writer in resumed.items()):
-            return self.n_documents, resumed
-        for writer in resumed.values():
+                writers[name] = SplitWriter(self.folder, name, vocab_size, end_of_text, progress["n_tokens"])
+        if len(writers) == len(SPLITS) and all(writer.progress() == self.entry[name] for name, writer in writers.items()):
+            return self.n_documents, writers
+        for writer in writers.values():
             writer.close()
         return 0, {name: SplitWriter(self.folder, name, vocab_size, end_of_text) for name in SPLITS}
 
@@ -109,18 +109,18 @@ class Restart(DataError):
 
 
 def spooled(texts: Iterator[tuple[str, int, int]], path: Path) -> Iterator[tuple[str, int, int]]:
-    """The items of `texts`, whose first fields are written to `path` (compressed), which appears when the last was given."""
+    """The items of `texts`, whose first fields are written to `path` (compressed). The file appears after the last item."""
     import pyarrow
 
-    temporary = path.with_name(f"{path.name}.new")
-    with pyarrow.OSFile(os.fsencode(temporary), "wb") as raw, pyarrow.CompressedOutputStream(raw, "zstd") as file:
+    new_path = path.with_name(f"{path.name}.new")
+    with pyarrow.OSFile(os.fsencode(new_path), "wb") as disk_file, pyarrow.CompressedOutputStream(disk_file, "zstd") as file:
         for item in texts:
             content = item[0].encode()
             file.write(_LENGTH.pack(len(content)))
             file.write(content)
             del content  # a long document is in memory once
             yield item
-    os.replace(temporary, path)
+    os.replace(new_path, path)
 
 
 def read_spool(path: Path) -> Iterator[str]:
@@ -128,7 +128,7 @@ def read_spool(path: Path) -> Iterator[str]:
     import pyarrow
 
     try:
-        with pyarrow.OSFile(os.fsencode(path)) as raw, pyarrow.CompressedInputStream(raw, "zstd") as file:
+        with pyarrow.OSFile(os.fsencode(path)) as disk_file, pyarrow.CompressedInputStream(disk_file, "zstd") as file:
             while head := file.read(_LENGTH.size):
                 (size,) = _LENGTH.unpack(head)
                 yield file.read(size).decode()
@@ -165,11 +165,11 @@ class Scan:
         return np.repeat(self.sources, np.diff(self.ends, prepend=0))
 
 
-ARRAYS = tuple(each.name for each in fields(Scan)[:5])
+ARRAYS = tuple(field.name for field in fields(Scan)[:5])
 
 
 class LeftOut:
-    """Counts of what a pass over the documents leaves out, by reason, and of what can't be read, which `data.on_error` may refuse."""
+    """Counts of documents that a pass leaves out, by reason, and of unreadable ones, which `data.on_error` may refuse."""
 
     def __init__(self, on_error: str):
         self.fails = on_error == "fail"
@@ -199,79 +199,80 @@ class Reading:
     index: int  # the source's place in `DataConfig.sources`
     source: Source
     held_out: bool
-    spool: Path | None  # where the documents of a stream are kept after the first pass
+    spool: Path | None  # file that keeps the documents of a stream after the first pass
     vocabulary: Vocabulary | None  # the ids that the tokenizer knows, for a source of ids
 
 
-def build(data: DataConfig, spec: dict[str, Plain], target: Path, shown: Progress) -> None:
+def build(data: DataConfig, spec: dict[str, Plain], target: Path, progress: Progress) -> None:
     """Build the store `target`, or finish an interrupted preparation.
 
     Raises:
-        DataError: a source is too small, changed meanwhile or can't be read. Once the journal has an entry, what is done is kept for
-            the next call.
+        DataError: a source is too small, changed meanwhile or can't be read. Once the journal has an entry, the complete parts stay on
+            disk for the next call.
     """
-    partial = target.with_name(f".{target.name}.partial")
+    folder = target.with_name(f".{target.name}.partial")
     try:
-        partial.mkdir(exist_ok=True)
-        facts = _build_symbol_store(data, partial) if data.symbolic else _build_text_store(data, partial, shown)
-        write_manifest(partial, spec | facts)
-        for path in (partial / SCAN, partial / JOURNAL, *partial.glob(f"{SPOOL}-*"), *partial.glob("*.new")):
+        folder.mkdir(exist_ok=True)
+        facts = _build_symbol_store(data, folder) if data.symbolic else _build_text_store(data, folder, progress)
+        write_manifest(folder, spec | facts)
+        for path in (folder / SCAN, folder / JOURNAL, *folder.glob(f"{SPOOL}-*"), *folder.glob("*.new")):
             path.unlink(missing_ok=True)
-        sync_folder(partial)
-        os.rename(partial, target)
+        sync_folder(folder)
+        os.rename(folder, target)
         sync_folder(target.parent)
     except (DataError, OSError) as error:
         # With documents on disk the next call continues: the cause may be a network or a full disk.
-        if isinstance(error, Restart) or not Journal(partial).n_documents:
-            shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, Restart) or not Journal(folder).n_documents:
+            shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def _build_text_store(data: DataConfig, partial: Path, shown: Progress) -> dict[str, Plain]:
+def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> dict[str, Plain]:
     """Write all files of a store of text except the manifest, which is returned."""
-    journal = Journal(partial)
-    licences = [reader(each.source).licence(each.source) for each in data.sources]  # first: the hub may be out of reach hours later
+    journal = Journal(folder)
+    # The licences first: the hub may be out of reach hours later.
+    licences = [reader(weighted.source).licence(weighted.source) for weighted in data.sources]
     tokenizer_origin = origin(data.tokenizer)
-    scan = _scanned(data, journal, shown)
-    kept = scan.assignment != COPY
-    total = int(scan.n_bytes[kept].sum())
-    end = data.tokenizer.end_of_text
+    scan = _scanned(data, journal, progress)
+    is_stored = scan.assignment != COPY
+    total = int(scan.n_bytes[is_stored].sum())
+    end_of_text = data.tokenizer.end_of_text
     if not journal.holds(TOKENIZER):
         if data.tokenizer.files:
             tokenizer = tokenizer_of(data.tokenizer)
         else:
-            with shown.bytes("tokenizer", int(scan.n_bytes[scan.assignment == TRAIN].sum())) as advance:
+            with progress.bytes("tokenizer", int(scan.n_bytes[scan.assignment == TRAIN].sum())) as advance:
                 tokenizer = train_tokenizer(_training_texts(data, journal.folder, scan, advance), data.tokenizer)
         journal.keep(TOKENIZER, tokenizer.to_str(pretty=True).encode())
-    tokenizer = load_tokenizer(partial / TOKENIZER, end)
-    size, end_id = vocab_size(tokenizer), tokenizer.token_to_id(end)
-    done, writers = journal.writers(size, end_id)
-    with ExitStack() as files:
+    tokenizer = load_tokenizer(folder / TOKENIZER, end_of_text)
+    size, end_id = vocab_size(tokenizer), tokenizer.token_to_id(end_of_text)
+    n_encoded, writers = journal.writers(size, end_id)
+    with ExitStack() as stack:
         for writer in writers.values():
-            files.callback(writer.close)
-        before = int(scan.n_bytes[:done][kept[:done]].sum())
-        texts = ~np.array([isinstance(each.source, Tokens) for each in data.sources])[scan.source[done:]]
-        workers = data.prepare_workers or default_workers(int(scan.n_bytes[done:][kept[done:] & texts].sum()))
-        unsaved = 0
-        with shown.bytes("encode", total, before) as advance:
-            for batch in encode_all(_documents_from(data, journal.folder, scan, done), tokenizer, end, workers):
+            stack.callback(writer.close)
+        encoded_bytes = int(scan.n_bytes[:n_encoded][is_stored[:n_encoded]].sum())
+        is_text = ~np.array([isinstance(weighted.source, Tokens) for weighted in data.sources])[scan.source[n_encoded:]]
+        workers = data.prepare_workers or default_workers(int(scan.n_bytes[n_encoded:][is_stored[n_encoded:] & is_text].sum()))
+        unsaved_bytes = 0
+        with progress.bytes("encode", total, encoded_bytes) as advance:
+            for batch in encode_all(_documents_from(data, journal.folder, scan, n_encoded), tokenizer, end_of_text, workers):
                 in_val = np.repeat([document.held_out for document in batch.documents], batch.lengths)
                 writers["train"].add(batch.tokens[~in_val])
                 writers["val"].add(batch.tokens[in_val])
                 n_bytes = sum(document.n_bytes for document in batch.documents)
                 advance(n_bytes)
-                unsaved += n_bytes
-                if unsaved >= JOURNAL_BYTES and batch.documents[-1].ends:
+                unsaved_bytes += n_bytes
+                if unsaved_bytes >= JOURNAL_BYTES and batch.documents[-1].ends:
                     journal.advance(batch.documents[-1].end, writers)
-                    unsaved = 0
+                    unsaved_bytes = 0
         counts = {name: writer.counts for name, writer in writers.items()}
         all_counts, bytes_per_token = sum(counts.values()), token_bytes(tokenizer)
         exact = bytes_per_token is not None and int(all_counts @ bytes_per_token.astype(np.int64)) == total
         if not exact:
             bytes_per_token = np.full(size, total / max(1, all_counts.sum() - all_counts[end_id]), np.float32)
             bytes_per_token[end_id] = 0
-        sources = {name: _source_counts(labels(data), licences, scan, place) for name, place in (("train", TRAIN), ("val", VAL))}
-        facts = _finished(partial, writers, sources, counts, end, bytes_per_token, "exact" if exact else "corpus mean")
+        sources = {name: _source_counts(labels(data), licences, scan, assignment) for name, assignment in (("train", TRAIN), ("val", VAL))}
+        facts = _finished(folder, writers, sources, counts, end_of_text, bytes_per_token, "exact" if exact else "corpus mean")
     return {
         "licence": "; ".join(dict.fromkeys(licences)),
         "left_out": scan.left_out | {"copies": int((scan.assignment == COPY).sum())},
@@ -282,9 +283,9 @@ def _build_text_store(data: DataConfig, partial: Path, shown: Progress) -> dict[
     }
 
 
-def _build_symbol_store(data: DataConfig, partial: Path) -> dict[str, Plain]:
-    """The same for a store of tasks over symbols, whose unigram cross-entropy is that of the answers."""
-    tasks, terms, length = [weighted.task for weighted in data.tasks], "none needed: made up", data.seq_len
+def _build_symbol_store(data: DataConfig, folder: Path) -> dict[str, Plain]:
+    """Write all files of a store of tasks over symbols except the manifest, which is returned. The unigram cross-entropy is of answers."""
+    tasks, licence, length = [weighted.task for weighted in data.tasks], "none needed: made up", data.seq_len
     for task in tasks:
         try:
             for subset in SUBSETS:
@@ -293,46 +294,46 @@ def _build_symbol_store(data: DataConfig, partial: Path) -> dict[str, Plain]:
             raise DataError(f"data.tasks: {task.name}: {error}; change data.seq_len or the task's options") from None
     tokenizer = symbol_tokenizer(tasks)
     size = vocab_size(tokenizer)
-    write_file(partial / TOKENIZER, tokenizer.to_str(pretty=True).encode())
-    sources, counts = [SourceCounts(task.name, terms, 0, SHOWN, SHOWN * (length + 1)) for task in tasks], {}  # a byte a symbol
-    with ExitStack() as files:
-        writers = {name: files.enter_context(closing(SplitWriter(partial, name, size, size - 1))) for name in SPLITS}
+    write_file(folder / TOKENIZER, tokenizer.to_str(pretty=True).encode())
+    sources, counts = [SourceCounts(task.name, licence, 0, SHOWN, SHOWN * (length + 1)) for task in tasks], {}  # a byte a symbol
+    with ExitStack() as stack:
+        writers = {name: stack.enter_context(closing(SplitWriter(folder, name, size, size - 1))) for name in SPLITS}
         for subset, (name, writer) in zip(SUBSETS, writers.items(), strict=True):
             sequences = [example(task, STORE_SEED, index, length, subset) for task in tasks for index in range(SHOWN)]
             for sequence in sequences:
                 writer.add(np.array([size - 1, *sequence.tokens], writer.dtype))
-            counts[name] = np.bincount(np.concatenate([each.tokens[1:][each.answers] for each in sequences]), minlength=size)
-        shared = dict.fromkeys(SPLITS, sources)
-        facts = _finished(partial, writers, shared, counts, END_OF_TEXT, np.ones(size, np.float32), "one a symbol")
-    return {"licence": terms, "left_out": {}, "unreadable": {"count": 0, "bytes": 0, "first": []}, **facts}
+            counts[name] = np.bincount(np.concatenate([sequence.tokens[1:][sequence.answers] for sequence in sequences]), minlength=size)
+        sources_by_split = dict.fromkeys(SPLITS, sources)
+        facts = _finished(folder, writers, sources_by_split, counts, END_OF_TEXT, np.ones(size, np.float32), "one a symbol")
+    return {"licence": licence, "left_out": {}, "unreadable": {"count": 0, "bytes": 0, "first": []}, **facts}
 
 
 def _finished(
-    partial: Path,
+    folder: Path,
     writers: dict[str, SplitWriter],
     sources: dict[str, list[SourceCounts]],
     counts: dict[str, np.ndarray],
-    end: str,
+    end_of_text: str,
     bytes_per_token: np.ndarray,
     origin: str,
 ) -> dict[str, Plain]:
-    """Finish the splits and write the last files: what the manifest says of vocabulary, splits and files.
+    """Finish the splits and write the last files. Returns the manifest's entries on vocabulary, splits and files.
 
-    counts: how often each token is predicted in each split, (V,); origin: where `bytes_per_token` come from.
+    counts: by split, the number of times that each token is predicted, (V,); origin: the source of `bytes_per_token`, in words.
     """
-    splits, files, train = {}, write_file(partial / TOKENIZER, (partial / TOKENIZER).read_bytes()), writers["train"]
+    splits, files, train = {}, write_file(folder / TOKENIZER, (folder / TOKENIZER).read_bytes()), writers["train"]
     for name, writer in writers.items():
-        splits[name], written = writer.finish(sources[name])
+        splits[name], entries = writer.finish(sources[name])
         splits[name]["unigram_cross_entropy"] = unigram_cross_entropy(counts[name], counts["train"])
-        files |= written
+        files |= entries
     return {
         "vocab_size": len(train.counts),
-        "end_of_text": {"token": end, "id": train.end_of_text},
+        "end_of_text": {"token": end_of_text, "id": train.end_of_text},
         "dtype": token_dtype(len(train.counts)),
         "shard_tokens": train.shard_tokens,
         "token_bytes": origin,
         "splits": splits,
-        "files": files | write_file(partial / TOKEN_BYTES, npy(bytes_per_token)),
+        "files": files | write_file(folder / TOKEN_BYTES, npy(bytes_per_token)),
     }
 
 
@@ -347,145 +348,146 @@ def _source_counts(names: list[str], licences: list[str], scan: Scan, assignment
 # ---------------------------------------------------------------- reading the sources
 
 
-def _scanned(data: DataConfig, journal: Journal, shown: Progress) -> Scan:
+def _scanned(data: DataConfig, journal: Journal, progress: Progress) -> Scan:
     """The scan of an interrupted preparation, or a new one, which is saved."""
     if not journal.holds(SCAN):
-        scan = _scan(data, journal.folder, shown)
+        scan = _scan(data, journal.folder, progress)
         buffer = io.BytesIO()
         facts = np.frombuffer(json.dumps([scan.left_out, scan.unreadable, scan.ids]).encode(), np.uint8)
         np.savez(buffer, **{name: getattr(scan, name) for name in ARRAYS}, facts=facts)
         journal.keep(SCAN, buffer.getvalue())
-    with np.load(journal.folder / SCAN) as kept:
-        left_out, unreadable, *ids = json.loads(kept["facts"].tobytes())  # an earlier version kept nothing of ids
-        return Scan(*(kept[name] for name in ARRAYS), left_out, unreadable, ids[0] if ids else {})
+    with np.load(journal.folder / SCAN) as arrays:
+        omissions, unreadable, *ids = json.loads(arrays["facts"].tobytes())  # an earlier version wrote nothing on ids
+        return Scan(*(arrays[name] for name in ARRAYS), omissions, unreadable, ids[0] if ids else {})
 
 
-def _scan(data: DataConfig, partial: Path, shown: Progress) -> Scan:
+def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
     """Hash every document, find copies, and hold out the documents with the smallest hashes of each source.
 
-    Equal texts have equal hashes: a document that is held out of one source is in the training split of none. A source with a
-    validation split of its own has that held out, whole; without `data.deduplicate`, its training split stays whole, too. A text that is
+    Equal texts have equal hashes: a document that is held out of one source is in the training split of none. If a source has a
+    validation split, this split is held out, whole; without `data.deduplicate`, its training split stays whole, too. A text that is
     read for evaluation alone (`data.val_fraction` is 1, which no run can have) is held out whole.
     """
-    hashes, sizes, ends, left_out = array("Q"), array("q"), [], LeftOut(data.on_error)
-    with shown.bytes("scan", None) as advance:
-        readings = _readings(data, partial)
+    hashes, sizes, ends, omissions = array("Q"), array("q"), [], LeftOut(data.on_error)
+    with progress.bytes("scan", None) as advance:
+        readings = _readings(data, folder)
         for reading in readings:
             if reading.spool:
                 reading.spool.unlink(missing_ok=True)
-            accepted = _accepted(data, reading, left_out)
+            accepted = _accepted(data, reading, omissions)
             for _, digest, n_bytes in spooled(accepted, reading.spool) if reading.spool else accepted:
                 hashes.append(digest)
                 sizes.append(n_bytes)
                 advance(n_bytes)
             ends.append(len(hashes))
-    where = ", ".join(labels(data))
+    source_names = ", ".join(labels(data))
     if not hashes:
-        raise DataError(f"data.source: {where}: holds no documents{left_out.words()}")
+        raise DataError(f"data.source: {source_names}: holds no documents{omissions.words()}")
     hash_array, size_array, end_array = np.array(hashes, np.uint64), np.array(sizes, np.int64), np.array(ends, np.int64)
     source_array = np.array([reading.index for reading in readings])
     assignment = np.full(len(hash_array), TRAIN, np.uint8)
-    own = np.repeat([reading.held_out for reading in readings], np.diff(end_array, prepend=0))  # validation splits, which stay whole
+    # Documents of the sources' validation splits, which stay whole.
+    is_validation = np.repeat([reading.held_out for reading in readings], np.diff(end_array, prepend=0))
     if data.deduplicate:
-        candidates = np.flatnonzero(~own)
-        first = candidates[np.unique(hash_array[candidates], return_index=True)[1]]
+        candidates = np.flatnonzero(~is_validation)
+        originals = candidates[np.unique(hash_array[candidates], return_index=True)[1]]
         assignment[:] = COPY
-        assignment[first[~np.isin(hash_array[first], hash_array[own])]] = TRAIN
-    assignment[own] = VAL
-    with_own = {reading.index for reading in readings if reading.held_out}
-    spans = [slice(*edge) for edge, reading in zip(pairwise([0, *ends]), readings, strict=True) if reading.index not in with_own]
-    training = [(hash_array[part][assignment[part] == TRAIN], size_array[part][assignment[part] == TRAIN]) for part in spans]
-    assignment[np.isin(hash_array, _held_out(training, data.val_fraction)) & (assignment == TRAIN)] = VAL
+        assignment[originals[~np.isin(hash_array[originals], hash_array[is_validation])]] = TRAIN
+    assignment[is_validation] = VAL
+    sources_with_split = {reading.index for reading in readings if reading.held_out}
+    spans = [slice(*edge) for edge, reading in zip(pairwise([0, *ends]), readings, strict=True) if reading.index not in sources_with_split]
+    training_documents = [(hash_array[part][assignment[part] == TRAIN], size_array[part][assignment[part] == TRAIN]) for part in spans]
+    assignment[np.isin(hash_array, _held_out(training_documents, data.val_fraction)) & (assignment == TRAIN)] = VAL
     if data.val_fraction == 1:
         assignment[assignment == TRAIN] = VAL
     elif not (assignment == VAL).any() or not (assignment == TRAIN).any():
         is_text = any(weighted.source.name == Files.name for weighted in data.sources)
-        split = ", or set data.source.separator to split .txt files into documents" if is_text else ""
-        words = left_out.words(int((assignment == COPY).sum()))
+        remedy = ", or set data.source.separator to split .txt files into documents" if is_text else ""
+        words = omissions.words(int((assignment == COPY).sum()))
         raise DataError(
-            f"data.source: {where}: {len(hashes)} document(s), none of which can be held out{words}; "
-            f"two different ones of a source are needed: add text{split}"
+            f"data.source: {source_names}: {len(hashes)} document(s), none of which can be held out{words}; "
+            f"two different ones of a source are needed: add text{remedy}"
         )
     ids = next((reading.vocabulary.seen for reading in readings if reading.vocabulary), {})
-    return Scan(hash_array, size_array, assignment, end_array, source_array, left_out.by_reason, left_out.unreadable, ids)
+    return Scan(hash_array, size_array, assignment, end_array, source_array, omissions.by_reason, omissions.unreadable, ids)
 
 
 def _held_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: float) -> np.ndarray:
     """The hashes to hold out: each source's smallest, with at least `fraction` of its text, but never all of it.
 
-    A hash with more than half of a source's text (or more than `fraction`, if that is larger) stays in training; then at most half of
-    the source's other text is held out.
+    A hash with more than half of a source's text stays in training, or with more than `fraction` of it, if `fraction` is larger than a
+    half. Then at most half of the source's other text is held out.
 
     Args:
         sources: the hashes and bytes of each source's documents.
     """
-    by_hash, large, smallest = [], [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
+    by_hash, large_hashes, smallest_hashes = [], [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
     for hashes, sizes in sources:
-        different, which = np.unique(hashes, return_inverse=True)
-        by_hash.append((different, np.bincount(which, sizes)))  # bytes of a document, or of all its copies
-        large.append(different[by_hash[-1][1] > max(fraction, 0.5) * sizes.sum()])
+        distinct_hashes, inverse = np.unique(hashes, return_inverse=True)
+        by_hash.append((distinct_hashes, np.bincount(inverse, sizes)))  # bytes of a document, or of all its copies
+        large_hashes.append(distinct_hashes[by_hash[-1][1] > max(fraction, 0.5) * sizes.sum()])
     for hashes, sizes in by_hash:
-        wanted, most, is_small = fraction * sizes.sum(), len(hashes) - 1, ~np.isin(hashes, np.concatenate(large))
+        target_bytes, limit, is_small = fraction * sizes.sum(), len(hashes) - 1, ~np.isin(hashes, np.concatenate(large_hashes))
         if not is_small.all():
             hashes, sizes = hashes[is_small], sizes[is_small]
-            wanted, most = min(wanted, sizes.sum() / 2), len(hashes)
-        smallest.append(hashes[: max(0, min(most, 1 + np.searchsorted(np.cumsum(sizes), wanted)))])
-    return np.concatenate(smallest)
+            target_bytes, limit = min(target_bytes, sizes.sum() / 2), len(hashes)
+        smallest_hashes.append(hashes[: max(0, min(limit, 1 + np.searchsorted(np.cumsum(sizes), target_bytes)))])
+    return np.concatenate(smallest_hashes)
 
 
-def _readings(data: DataConfig, partial: Path) -> list[Reading]:
-    """The sources in order, each followed by its own validation split, if it has one."""
+def _readings(data: DataConfig, folder: Path) -> list[Reading]:
+    """The sources in order, each followed by its validation split, if it has one."""
     readings: list[Reading] = []
     any_ids = any(isinstance(weighted.source, Tokens) for weighted in data.sources)
     vocabulary = Vocabulary(data.tokenizer) if any_ids else None
     for index, weighted in enumerate(data.sources):
         for source, is_held_out in ((weighted.source, False), (reader(weighted.source).held_out(weighted.source), True)):
             if source:
-                spool = partial / f"{SPOOL}-{len(readings)}" if reader(source).streamed(source) else None
+                spool = folder / f"{SPOOL}-{len(readings)}" if reader(source).streamed(source) else None
                 readings.append(Reading(index, source, is_held_out, spool, vocabulary if isinstance(source, Tokens) else None))
     return readings
 
 
-def _accepted(data: DataConfig, reading: Reading, left_out: LeftOut) -> Iterator[tuple[str | np.ndarray, int, int]]:
-    """(text or ids, 64 bits of its hash, UTF-8 bytes) of a source's documents, without blank, too short and too long ones."""
+def _accepted(data: DataConfig, reading: Reading, omissions: LeftOut) -> Iterator[tuple[str | np.ndarray, int, int]]:
+    """(text or ids, 64 bits of the hash, UTF-8 bytes) of a source's documents, without blank, too short and too long ones."""
     spool, vocabulary = reading.spool, reading.vocabulary
     for document in (
-        read_spool(spool) if spool and spool.exists() else documents(reading.source, Path(data.root), left_out.skip, vocabulary)
+        read_spool(spool) if spool and spool.exists() else documents(reading.source, Path(data.root), omissions.skip, vocabulary)
     ):
         content = document.data if vocabulary else document.encode()
         n_bytes = vocabulary.n_bytes(document) if vocabulary else len(content)
         digest = int.from_bytes(blake2b(content, digest_size=8).digest(), "big")
         del content  # a long document is in memory once
         if not n_bytes or (not vocabulary and document.isspace()):
-            left_out.by_reason["blank"] += 1
+            omissions.by_reason["blank"] += 1
         elif n_bytes < data.min_document_bytes:
-            left_out.by_reason["short"] += 1
+            omissions.by_reason["short"] += 1
         elif data.max_document_bytes is not None and n_bytes > data.max_document_bytes:
-            left_out.by_reason["long"] += 1
+            omissions.by_reason["long"] += 1
         else:
             yield document, digest, n_bytes
 
 
-def _documents_from(data: DataConfig, partial: Path, scan: Scan, done: int) -> Iterator[Document]:
-    """The scan's documents after the first `done`, without copies. Raises DataError if the sources changed since the scan."""
-    seen = 0
-    for reading, end in zip(_readings(data, partial), scan.ends, strict=True):
+def _documents_from(data: DataConfig, folder: Path, scan: Scan, n_skipped: int) -> Iterator[Document]:
+    """The scan's documents after the first `n_skipped`, without copies. Raises DataError if the sources changed since the scan."""
+    n_read = 0
+    for reading, end in zip(_readings(data, folder), scan.ends, strict=True):
         for content, digest, n_bytes in _accepted(data, reading, LeftOut(data.on_error)):
-            if seen == end or digest != scan.hashes[seen]:
-                raise _changed(data, seen)
-            seen += 1
-            if seen > done and scan.assignment[seen - 1] != COPY:
-                yield Document(content, n_bytes, bool(scan.assignment[seen - 1] == VAL), seen)
-        if seen != end:
-            raise _changed(data, seen)
+            if n_read == end or digest != scan.hashes[n_read]:
+                raise _changed(data, n_read)
+            n_read += 1
+            if n_read > n_skipped and scan.assignment[n_read - 1] != COPY:
+                yield Document(content, n_bytes, bool(scan.assignment[n_read - 1] == VAL), n_read)
+        if n_read != end:
+            raise _changed(data, n_read)
 
 
-def _changed(data: DataConfig, seen: int) -> Restart:
-    return Restart(f"data.source: {', '.join(labels(data))}: changed while it was read (document {seen + 1}); run again")
+def _changed(data: DataConfig, n_read: int) -> Restart:
+    return Restart(f"data.source: {', '.join(labels(data))}: changed while it was read (document {n_read + 1}); run again")
 
 
-def _training_texts(data: DataConfig, partial: Path, scan: Scan, advance: Callable[[int], None]) -> Iterator[str]:
-    for document in _documents_from(data, partial, scan, 0):
+def _training_texts(data: DataConfig, folder: Path, scan: Scan, advance: Callable[[int], None]) -> Iterator[str]:
+    for document in _documents_from(data, folder, scan, 0):
         if not document.held_out:
             advance(document.n_bytes)
             yield from pieces(document.content)

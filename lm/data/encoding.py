@@ -1,4 +1,4 @@
-"""Documents to tokens: whole, checked, and in as many processes as there are cores."""
+"""Documents to tokens, in as many processes as there are cores; each document's tokens are checked to stand for its text."""
 
 import multiprocessing
 import os
@@ -43,7 +43,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A batch of documents, or of pieces, and their tokens; each document's begin with the end-of-text token."""
+    """A batch of documents, or of pieces, and their tokens. A document's tokens begin with the end-of-text token."""
 
     documents: list[Document]
     tokens: np.ndarray  # token ids of the whole batch, in the store's dtype
@@ -62,20 +62,21 @@ class Encoder:
         self.dtype = np.dtype(token_dtype(vocab_size(self.tokenizer)))
         self.bytes = token_bytes(self.tokenizer)
         self.special = special_tokens(self.tokenizer)
-        plain = self.tokenizer.normalizer is None and getattr(self.tokenizer.model, "unk_token", None) is None
-        added = self.tokenizer.get_added_tokens_decoder().items()
-        back = all(token.special or decode(self.tokenizer, [index]) == token.content for index, token in added)
-        self.byte_count_suffices = self.bytes is not None and plain and back  # tokens with the text's number of bytes decode to the text
+        is_plain = self.tokenizer.normalizer is None and getattr(self.tokenizer.model, "unk_token", None) is None
+        added_tokens = self.tokenizer.get_added_tokens_decoder().items()
+        is_reversible = all(token.special or decode(self.tokenizer, [index]) == token.content for index, token in added_tokens)
+        # Tokens with the text's number of bytes decode to the text.
+        self.byte_count_suffices = self.bytes is not None and is_plain and is_reversible
 
-    def __call__(self, contents: list[str | np.ndarray], begins: list[bool]) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of all contents in one array, with end of text before each that `begins` a document; and the tokens of each."""
-        encoded, texts = [], self._encoded([content for content in contents if isinstance(content, str)])
-        for content, first in zip(contents, begins, strict=True):
-            tokens = next(texts) if isinstance(content, str) else content.astype(self.dtype)
+    def __call__(self, contents: list[str | np.ndarray], document_starts: list[bool]) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of all contents in one array, with end of text before each `document_starts`; and the number of tokens of each."""
+        token_arrays, text_tokens = [], self._encoded([content for content in contents if isinstance(content, str)])
+        for content, is_start in zip(contents, document_starts, strict=True):
+            tokens = next(text_tokens) if isinstance(content, str) else content.astype(self.dtype)
             if isinstance(content, str):
                 self._check(content, tokens)
-            encoded.append(np.append(np.array([self.end], self.dtype), tokens) if first else tokens)
-        return np.concatenate(encoded), np.array([len(tokens) for tokens in encoded])
+            token_arrays.append(np.append(np.array([self.end], self.dtype), tokens) if is_start else tokens)
+        return np.concatenate(token_arrays), np.array([len(tokens) for tokens in token_arrays])
 
     def _encoded(self, texts: list[str]) -> Iterator[np.ndarray]:
         """The token ids of each text, a few at a time."""
@@ -87,19 +88,19 @@ class Encoder:
     def _check(self, text: str, tokens: np.ndarray) -> None:
         if self.byte_count_suffices and self.bytes[tokens].sum(dtype=np.float64) == len(text.encode()):
             return
-        back = decode(self.tokenizer, tokens.tolist(), special=True)
-        if back != text:
-            place = next((n for n, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back)))
-            before, after = (repr(each[max(0, place - 10) : place + 20]) for each in (text, back))
+        decoded_text = decode(self.tokenizer, tokens.tolist(), special=True)
+        if decoded_text != text:
+            place = next((n for n, (a, b) in enumerate(zip(text, decoded_text, strict=False)) if a != b), min(len(text), len(decoded_text)))
+            before, after = (repr(string[max(0, place - 10) : place + 20]) for string in (text, decoded_text))
             raise DataError(
                 f"data.tokenizer: does not give text back unchanged: {before} is decoded as {after}; "
                 "use a byte-level tokenizer, or one with byte fallback, without a normalizer or prefix space"
             )
         if self.special[tokens].any():
             place = int(np.flatnonzero(self.special[tokens])[0])
-            around = decode(self.tokenizer, tokens[max(0, place - 3) : place + 4].tolist(), special=True)
+            context = decode(self.tokenizer, tokens[max(0, place - 3) : place + 4].tolist(), special=True)
             raise DataError(
-                f"data.tokenizer: the text {around!r} has the special token {self.tokenizer.id_to_token(int(tokens[place]))!r} in it as a "
+                f"data.tokenizer: the text {context!r} has the special token {self.tokenizer.id_to_token(int(tokens[place]))!r} in it as a "
                 "word; use a tokenizer whose special tokens text can't become, such as <|endoftext|>"
             )
 
@@ -108,11 +109,11 @@ def cuts_between_words(tokenizer: "Tokenizer") -> bool:
     """True if splitting a text between words and encoding the pieces gives the tokens of the whole text."""
     if tokenizer.normalizer is not None or tokenizer.pre_tokenizer is None:
         return False
-    added = tokenizer.get_added_tokens_decoder().values()
+    added_tokens = tokenizer.get_added_tokens_decoder().values()
     text = "ab cd 12 Ef. gh, ij\nkl.\nmn"
-    begins = {begin for _, (begin, _) in words(tokenizer, text)}
+    word_starts = {begin for _, (begin, _) in words(tokenizer, text)}
     cuts = {cut.start() for cut in _BETWEEN_WORDS.finditer(text)}
-    return cuts <= begins and not any(re.search(r"\s", token.content) or token.lstrip or token.rstrip for token in added)
+    return cuts <= word_starts and not any(re.search(r"\s", token.content) or token.lstrip or token.rstrip for token in added_tokens)
 
 
 def pieces(text: str) -> Iterator[str]:
@@ -127,11 +128,11 @@ def pieces(text: str) -> Iterator[str]:
 def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_text: str, workers: int) -> Iterator[Encoded]:
     """The documents in batches, in order, encoded by `workers` processes; one worker is this process itself.
 
-    Long documents are cut into pieces, if a decoder of bytes gives back each by itself: memory holds the tokens of a few pieces only.
+    Long documents are cut into pieces, if each piece decodes to bytes by itself: memory holds the tokens of a few pieces only.
     """
-    json, cut = tokenizer.to_str(), token_bytes(tokenizer) is not None and cuts_between_words(tokenizer)
-    divided = (_in_pieces(document) if cut and isinstance(document.content, str) else [document] for document in documents)
-    batches = _batches(chain.from_iterable(divided))
+    json, is_divisible = tokenizer.to_str(), token_bytes(tokenizer) is not None and cuts_between_words(tokenizer)
+    parts = (_in_pieces(document) if is_divisible and isinstance(document.content, str) else [document] for document in documents)
+    batches = _batches(chain.from_iterable(parts))
     if workers == 1:
         encoder = Encoder(json, end_of_text)
         for batch in batches:
@@ -140,20 +141,20 @@ def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_tex
     context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of the tokenizer and pyarrow may hold
     executor = ProcessPoolExecutor(workers, context, _start, (json, end_of_text))
     try:
-        pending = deque()
+        queue = deque()
         for batch in batches:
-            pending.append((batch, executor.submit(_work, *_contents(batch))))
-            if len(pending) > 2 * workers:
-                batch, future = pending.popleft()
+            queue.append((batch, executor.submit(_work, *_contents(batch))))
+            if len(queue) > 2 * workers:
+                batch, future = queue.popleft()
                 yield Encoded(batch, *future.result())
-        for batch, future in pending:
+        for batch, future in queue:
             yield Encoded(batch, *future.result())
     finally:
         executor.shutdown(cancel_futures=True)
 
 
 def default_workers(n_bytes: int) -> int:
-    """One process per core, fewer for small texts."""
+    """The number of processes: one per core, fewer for small texts."""
     return max(1, min(usable_cores(), n_bytes // WORTH_BYTES))
 
 
@@ -167,8 +168,8 @@ def _start(json: str, end_of_text: str) -> None:
     _encoder = Encoder(json, end_of_text)
 
 
-def _work(contents: list[str | np.ndarray], begins: list[bool]) -> tuple[np.ndarray, np.ndarray]:
-    return _encoder(contents, begins)
+def _work(contents: list[str | np.ndarray], document_starts: list[bool]) -> tuple[np.ndarray, np.ndarray]:
+    return _encoder(contents, document_starts)
 
 
 def _contents(batch: list[Document]) -> tuple[list[str | np.ndarray], list[bool]]:

@@ -1,4 +1,4 @@
-"""`lm data inspect`: what is in a token store and which held-out text its training text repeats, in the terminal."""
+"""`lm data inspect`: in the terminal, the contents of a token store, and the held-out text that its training text repeats."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from lm.data.tokenizer import decode
 N_GRAM = 13  # tokens, as in GPT-3's study of contamination (arXiv 2005.14165, appendix C)
 SAMPLED = 2**17  # held-out n-grams of each source that are looked up
 _BLOCK = 2**22  # training tokens hashed at a time
-_FILTER_BITS = 24  # a table of 16 MB, which most training n-grams don't get past
+_FILTER_BITS = 24  # index into a table of 16 MB, which rules out most training n-grams
 _BASE = 0x9E3779B97F4A7C15  # odd: hashes are polynomials in it, modulo 2^64
 
 
@@ -29,20 +29,20 @@ def overlap(store: Store) -> list[tuple[str, int, float]]:
         first += source.n_tokens
         if len(hashes):
             by_source.append((source.label, hashes))
-    wanted = np.unique(np.concatenate([hashes for _, hashes in by_source])) if by_source else np.empty(0, np.uint64)
-    shared = _occurring(store.train, wanted)
-    return [(label, len(hashes), float(np.isin(hashes, shared).mean())) for label, hashes in by_source]
+    held_out_hashes = np.unique(np.concatenate([hashes for _, hashes in by_source])) if by_source else np.empty(0, np.uint64)
+    shared_hashes = _occurring(store.train, held_out_hashes)
+    return [(label, len(hashes), float(np.isin(hashes, shared_hashes).mean())) for label, hashes in by_source]
 
 
 def n_gram_hashes(tokens: np.ndarray) -> np.ndarray:
     """Hashes of all windows of `N_GRAM` tokens: uint64 (tokens - N_GRAM + 1,)."""
-    first = tokens.astype(np.uint64) + np.uint64(1)
-    hashes, length = first, 1
-    for bit in f"{N_GRAM:b}"[1:]:  # the hash of a window is that of its first half, times a power of the base, plus that of its second
+    token_hashes = tokens.astype(np.uint64) + np.uint64(1)
+    hashes, length = token_hashes, 1
+    for bit in f"{N_GRAM:b}"[1:]:  # the hash of a window: its first half's, times a power of the base, plus its second half's
         hashes = hashes[: len(hashes) - length] * np.uint64(pow(_BASE, length, 2**64)) + hashes[length:]
         length *= 2
         if bit == "1":
-            hashes = hashes[:-1] * np.uint64(_BASE) + first[length:]
+            hashes = hashes[:-1] * np.uint64(_BASE) + token_hashes[length:]
             length += 1
     return hashes ^ (hashes >> np.uint64(29))
 
@@ -58,19 +58,19 @@ def _held_out_hashes(split: Split, end_of_text: int, first: int, n_tokens: int) 
     return n_gram_hashes(windows.ravel())[::N_GRAM]
 
 
-def _occurring(split: Split, wanted: np.ndarray) -> np.ndarray:
-    """The subset of the sorted hashes `wanted` that n-grams of the split have."""
-    if not len(wanted):
-        return wanted
+def _occurring(split: Split, held_out_hashes: np.ndarray) -> np.ndarray:
+    """The subset of the sorted `held_out_hashes` that n-grams of the split have."""
+    if not len(held_out_hashes):
+        return held_out_hashes
     table = np.zeros(2**_FILTER_BITS, bool)
-    table[wanted >> np.uint64(64 - _FILTER_BITS)] = True
-    occurs = np.zeros(len(wanted), bool)
+    table[held_out_hashes >> np.uint64(64 - _FILTER_BITS)] = True
+    occurs = np.zeros(len(held_out_hashes), bool)
     for begin in range(0, split.n_tokens - N_GRAM + 1, _BLOCK):
         hashes = n_gram_hashes(split.at(np.arange(begin, min(split.n_tokens, begin + _BLOCK + N_GRAM - 1))))
         hashes = hashes[table[hashes >> np.uint64(64 - _FILTER_BITS)]]
-        place = np.minimum(np.searchsorted(wanted, hashes), len(wanted) - 1)
-        occurs[place[wanted[place] == hashes]] = True
-    return wanted[occurs]
+        place = np.minimum(np.searchsorted(held_out_hashes, hashes), len(held_out_hashes) - 1)
+        occurs[place[held_out_hashes[place] == hashes]] = True
+    return held_out_hashes[occurs]
 
 
 # ---------------------------------------------------------------- printing
@@ -94,22 +94,22 @@ def inspect(arguments: list[str], samples: int) -> Store:
 
 
 def describe(store: Store, samples: int) -> Iterator[str]:
-    """Lines: facts, counts by split and source, histogram of lengths, samples."""
+    """Lines on the store: facts, counts by split and source, histogram of lengths, samples."""
     manifest = store.manifest
     n_bytes = sum(file["bytes"] for file in manifest["files"].values())
     shards = sum(len(getattr(store, name).shards) for name in SPLITS)
     yield f"{store.path}"
     yield f"fingerprint  {store.fingerprint}; the sha256 of all {len(manifest['files'])} files ({n_bytes / 1e6:,.1f} MB) is verified"
-    exact = f"vocabulary of {store.vocab_size:,}, bytes per token: {manifest['token_bytes']}"
-    yield f"tokens       {np.dtype(store.train.dtype)} in {shards} shard(s), {exact}"
+    vocabulary = f"vocabulary of {store.vocab_size:,}, bytes per token: {manifest['token_bytes']}"
+    yield f"tokens       {np.dtype(store.train.dtype)} in {shards} shard(s), {vocabulary}"
     yield f"left out     {', '.join(f'{name} {count:,}' for name, count in manifest['left_out'].items())}"
     yield f"unreadable   {manifest['unreadable']['count']:,} files, documents or rows, {manifest['unreadable']['bytes']:,} bytes"
     yield from (f"             {line}" for line in manifest["unreadable"]["first"])
     if origin := manifest.get("tokenizer_origin"):
         yield f"tokenizer    {origin['model']} at {origin['commit']}"
     if ids := manifest.get("ids"):
-        first, last, largest = ids["end_of_text_first"], ids["end_of_text_last"], ids["largest_id"]
-        yield f"ids          {ids['documents']:,} documents, largest id {largest:,}; end of text first in {first:,}, last in {last:,}"
+        n_first, n_last, max_id = ids["end_of_text_first"], ids["end_of_text_last"], ids["largest_id"]
+        yield f"ids          {ids['documents']:,} documents, largest id {max_id:,}; end of text first in {n_first:,}, last in {n_last:,}"
     yield ""
     yield f"{'':<6} {'source':<24} {'documents':>12} {'tokens':>16} {'bytes':>18} {'bytes/token':>12}  licence"
     for name in SPLITS:
@@ -123,8 +123,8 @@ def describe(store: Store, samples: int) -> Iterator[str]:
     yield f"held-out {N_GRAM}-grams of tokens that also occur in training text:"
     fractions = overlap(store)
     yield from (f"  {label[:24]:<24} {fraction:>7.1%} of {count:,} looked up" for label, count, fraction in fractions)
-    means = "such text is quoted, copied or near-duplicate: a model can recall it, and its loss there says nothing about new text"
-    yield f"  {means}" if fractions else f"  none: no held-out document has {N_GRAM} tokens"
+    meaning = "such text is quoted, copied or near-duplicate: a model can recall it, and its loss there says nothing about new text"
+    yield f"  {meaning}" if fractions else f"  none: no held-out document has {N_GRAM} tokens"
     for name in SPLITS:
         yield ""
         yield from histogram(name, getattr(store, name))
@@ -137,7 +137,7 @@ def describe(store: Store, samples: int) -> Iterator[str]:
 
 
 def histogram(name: str, split: Split) -> Iterator[str]:
-    """Lines: the number of documents, and the fraction of tokens, with lengths from one power of two to the next."""
+    """Lines: the number of documents with lengths from one power of two to the next, and their fraction of the tokens."""
     if not split.n_documents:
         yield f"{name}: no documents"
         return
@@ -150,7 +150,7 @@ def histogram(name: str, split: Split) -> Iterator[str]:
 
 
 def length_histogram(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Edges at powers of two, the documents between each two of them, and their tokens."""
+    """Edges at powers of two, the numbers of documents between neighbouring edges, and of their tokens."""
     powers = np.floor(np.log2(lengths)).astype(int)
     first, last = powers.min(), powers.max()
     documents = np.bincount(powers - first, minlength=last - first + 1)

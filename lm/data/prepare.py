@@ -20,9 +20,11 @@ def prepare(data: DataConfig, progress: bool = False, wanted: str = "") -> Store
     """The token store of a configuration: opened if it exists, else built, or an interrupted preparation finished.
 
     The folder is `data.root/LABEL-KEY`, KEY a hash of all that determines its content: sources, tokenizer, filters and format.
-    It appears complete or not at all; processes that need it at the same time wait for the one that builds it.
-    `progress`: print progress (stderr) and a summary (stdout). `wanted`: a fingerprint: the store in `data.root` that has it is
-    taken, if there is one, whether or not its sources still exist.
+    It appears complete or not at all; processes that need it at the same time wait for the process that builds it.
+
+    Args:
+        progress: print progress (stderr) and a summary (stdout).
+        wanted: a fingerprint. If a store in `data.root` has it, this store is opened, whether or not its sources still exist.
 
     Raises DataError: a source can't be read, is too small, or the store can't be written or is damaged.
     """
@@ -34,25 +36,25 @@ def prepare(data: DataConfig, progress: bool = False, wanted: str = "") -> Store
     return store
 
 
-def _prepared(data: DataConfig, shown: Progress) -> Path:
-    """The folder of a configuration's store, which is built if need be."""
+def _prepared(data: DataConfig, progress: Progress) -> Path:
+    """The folder of a configuration's store, which is built if it does not exist."""
     spec = _spec(data)
     target = _folder(data, spec)
     try:
         if not target.exists():
-            root, wait = target.parent, "waiting for another process that prepares a token store"
+            root, notice = target.parent, "waiting for another process that prepares a token store"
             root.mkdir(parents=True, exist_ok=True)
-            with locked(root / ".lock", lambda: shown.say(f"{root}: {wait}")) as unlocked:
-                if unlocked:
+            with locked(root / ".lock", lambda: progress.say(f"{root}: {notice}")) as lock_problem:
+                if lock_problem:
                     remedy = "set data.root to a folder on another one; a store that was prepared there may be moved here"
-                    raise DataError(f"{unlocked}, which keep processes from preparing one store at the same time; {remedy}")
+                    raise DataError(f"{lock_problem}, which keep processes from preparing one store at the same time; {remedy}")
                 if not target.exists():  # another process may have made it meanwhile
-                    _announce(data, target, spec, shown)
-                    build(data, spec, target, shown)
+                    _announce(data, target, spec, progress)
+                    build(data, spec, target, progress)
     except KeyboardInterrupt:
-        shown.say("stopped; the same command continues from what is done")
+        progress.say("stopped; the same command continues from what is done")
         raise
-    except OSError as error:  # those of reading the source are DataErrors already
+    except OSError as error:  # an error in reading the source is a DataError already
         reason = error.strerror or one_line(error)
         raise DataError(f"{target}: can't write the token store: {reason}; make room, or set data.root to another folder") from None
     except BrokenProcessPool:
@@ -71,7 +73,7 @@ def open_prepared(data: DataConfig) -> Store:
 
 
 def vocabulary(data: DataConfig) -> int | None:
-    """Size of the vocabulary: of the token store if it is prepared, else by the configuration; None if that takes what isn't there."""
+    """Size of the vocabulary: of the token store if it is prepared, else by the configuration; None if its tokenizer can't be read."""
     if data.symbolic:
         return max(weighted.task.vocab_size for weighted in data.tasks) + 1  # and the end of text
     try:
@@ -85,11 +87,11 @@ def vocabulary(data: DataConfig) -> int | None:
         return None
 
 
-def store_of(data: DataConfig, wanted: str) -> Store | None:
-    """The store in `data.root` with this fingerprint, whether or not its sources still exist; None if there is none."""
+def store_of(data: DataConfig, store_fingerprint: str) -> Store | None:
+    """The store in `data.root` with this fingerprint, whether or not its sources still exist; None without such a store."""
     for path, manifest in manifests(Path(data.root)):
-        with suppress(KeyError, TypeError, AttributeError):  # damaged, or something else
-            if manifest["format"] == FORMAT and fingerprint(manifest["files"]) == wanted:
+        with suppress(KeyError, TypeError, AttributeError):  # a damaged manifest, or a file of another kind
+            if manifest["format"] == FORMAT and fingerprint(manifest["files"]) == store_fingerprint:
                 return Store.open(path.parent)
     return None
 
@@ -104,42 +106,42 @@ def summary(store: Store) -> str:
     words = {"blank": "empty ones skipped", "copies": "copies left out", "short": "too short", "long": "too long"}
     counts = [f"{manifest['left_out'][name]:,} {text}" for name, text in words.items() if manifest["left_out"].get(name)]
     if (unreadable := manifest["unreadable"])["count"]:
-        lost = f"{unreadable['count']:,} files, documents or rows ({unreadable['bytes']:,} bytes)"
-        counts.append(f"{lost} unreadable, the first: {unreadable['first'][0]}")
-    left_out = f" ({', '.join(counts)})" if counts else ""
-    asked = manifest["val_fraction"]
-    own = any(source.get("validation_split") or source.get("validation_files") for source in manifest["source"])
-    near = own or asked / 2 <= val.n_bytes / n_bytes <= 2 * asked
-    far = "" if near else f" (data.val_fraction = {asked:g}: documents are held out whole, and theirs are too large for that)"
+        amount = f"{unreadable['count']:,} files, documents or rows ({unreadable['bytes']:,} bytes)"
+        counts.append(f"{amount} unreadable, the first: {unreadable['first'][0]}")
+    omissions = f" ({', '.join(counts)})" if counts else ""
+    val_fraction = manifest["val_fraction"]
+    has_split = any(source.get("validation_split") or source.get("validation_files") for source in manifest["source"])
+    is_near = has_split or val_fraction / 2 <= val.n_bytes / n_bytes <= 2 * val_fraction
+    remark = "" if is_near else f" (data.val_fraction = {val_fraction:g}: documents are held out whole, and theirs are too large for that)"
     return (
-        f"{store.path}: {train.n_documents + val.n_documents:,} documents{left_out}, {n_tokens:,} tokens of a vocabulary of "
+        f"{store.path}: {train.n_documents + val.n_documents:,} documents{omissions}, {n_tokens:,} tokens of a vocabulary of "
         f"{store.vocab_size:,}, {n_bytes / n_tokens:.2f} bytes a token; held out: {val.n_documents:,} documents, "
-        f"{val.n_bytes / n_bytes:.1%} of the text{far}; licence: {manifest['licence']}"
+        f"{val.n_bytes / n_bytes:.1%} of the text{remark}; licence: {manifest['licence']}"
     )
 
 
 def check_sequences(store: Store, config: Config, fixed: str = "") -> None:
     """Check that the store's text is long enough for the sequences that `config` asks for.
 
-    fixed: the model whose training length that is, if it can't be another.
+    fixed: the model whose training length `data.seq_len` is, if it can't be changed.
 
     Raises ConfigError: a training or validation sequence does not fit.
     """
     seq_len = config.data.seq_len
-    name, shortest = min(("training", store.train.n_tokens), ("held-out", store.val.n_tokens), key=lambda split: split[1])
-    if shortest <= seq_len:
-        reason = f"a sequence needs {seq_len + 1:,} tokens, the {name} text has {shortest:,}"
+    name, n_tokens = min(("training", store.train.n_tokens), ("held-out", store.val.n_tokens), key=lambda split: split[1])
+    if n_tokens <= seq_len:
+        reason = f"a sequence needs {seq_len + 1:,} tokens, the {name} text has {n_tokens:,}"
         if fixed:
             raise ConfigError([Problem("data.source", store.path.name, f"too little text for {fixed}: {reason}", "name more text")])
-        raise ConfigError([Problem("data.seq_len", seq_len, reason, f"set it to {shortest - 1} or less, or add text")])
+        raise ConfigError([Problem("data.seq_len", seq_len, reason, f"set it to {n_tokens - 1} or less, or add text")])
     for index, (weighted, source) in enumerate(zip(config.data.sources, store.train.sources, strict=False)):
         if len(config.data.sources) > 1 and weighted.weight and source.n_tokens <= seq_len:
-            has = f"its training text has {source.n_tokens:,} tokens"
-            reason = f"its weight is {weighted.weight:g}, but {has}, and a sequence needs {seq_len + 1:,}"
+            size = f"its training text has {source.n_tokens:,} tokens"
+            reason = f"its weight is {weighted.weight:g}, but {size}, and a sequence needs {seq_len + 1:,}"
             raise ConfigError([Problem(f"data.source.of[{index}]", source.label, reason, "add text, leave it out, or lower data.seq_len")])
 
 
-# ---------------------------------------------------------------- which store
+# ---------------------------------------------------------------- the store of a configuration
 
 
 def _spec(data: DataConfig) -> dict[str, Plain]:
@@ -165,25 +167,27 @@ def _folder(data: DataConfig, spec: dict[str, Plain]) -> Path:
     return Path(data.root) / f"{name[:60]}-{plain_sha256(spec)[:12]}"
 
 
-def _announce(data: DataConfig, target: Path, spec: dict[str, Plain], shown: Progress) -> None:
-    """Print what is going to be prepared and why, and which other preparations are unfinished."""
+def _announce(data: DataConfig, target: Path, spec: dict[str, Plain], progress: Progress) -> None:
+    """Print what is going to be prepared, the reason, and other preparations that are unfinished."""
     root = target.parent
-    own = root / f".{target.name}.partial"
-    action = "finishing an interrupted token store" if own.exists() else f"preparing a new token store ({_difference(root, target, spec)})"
-    shown.say(f"{target}: {action}")
+    folder = root / f".{target.name}.partial"
+    action = (
+        "finishing an interrupted token store" if folder.exists() else f"preparing a new token store ({_difference(root, target, spec)})"
+    )
+    progress.say(f"{target}: {action}")
     for name, weighted in zip(labels(data), data.sources, strict=True):
         if description := reader(weighted.source).description(weighted.source):
-            shown.say(f"{name}: {description}")
+            progress.say(f"{name}: {description}")
     for path in sorted(root.glob(".*.partial")):
-        if path != own:
-            shown.say(f"note: {path} is an unfinished store of another configuration; delete it if it is not wanted")
+        if path != folder:
+            progress.say(f"note: {path} is an unfinished store of another configuration; delete it if it is not wanted")
 
 
 def _difference(root: Path, target: Path, spec: dict[str, Plain]) -> str:
-    """Why none of the existing stores is used: what differs from the most similar one."""
+    """The reason not to use an existing store: the options in which the most similar store differs."""
     stores = manifests(root, f"{target.name.rpartition('-')[0]}-*")
     differences = {path.parent.name: [name for name in spec if manifest.get(name) != spec[name]] for path, manifest in stores}
     if not differences:
         return "none of this source exists"
-    nearest = min(differences, key=lambda name: len(differences[name]))
-    return f"{nearest} differs in {', '.join(differences[nearest])}"
+    nearest_name = min(differences, key=lambda name: len(differences[name]))
+    return f"{nearest_name} differs in {', '.join(differences[nearest_name])}"

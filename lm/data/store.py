@@ -1,12 +1,12 @@
 """The token store, read and written: a folder with two splits of tokens, their documents' offsets, the tokenizer and a manifest.
 
     train-00000.bin ..., val-00000.bin ...   token ids, little-endian uint16 (uint32 beyond 65,536 entries)
-    train.offsets.npy, val.offsets.npy       int64 (documents + 1,): where each document begins, in tokens
+    train.offsets.npy, val.offsets.npy       int64 (documents + 1,): the index of each document's first token
     tokenizer.json, token_bytes.npy          the vocabulary, and the UTF-8 bytes each token stands for, fp32 (V,)
     manifest.json                            origin, sizes, and sha256 of every file; written last
 
-Each document is the end-of-text token followed by its own tokens. The shards are one stream split every `shard_tokens`: a document may
-begin in one and end in the next. The documents of each source are contiguous, in the order of the sources (`Split.sources`).
+Each document is the end-of-text token followed by the tokens of its text. The shards are one stream split every `shard_tokens`: a document
+may begin in one and end in the next. The documents of each source are contiguous, in the order of the sources (`Split.sources`).
 """
 
 import hashlib
@@ -41,7 +41,7 @@ FULL_CHECK_BYTES = 2**28  # a slow core hashes this in less than a second
 
 @dataclass(frozen=True)
 class SourceCounts:
-    """Counts of one source in a split. Its documents follow those of the sources before it."""
+    """Counts of one source in a split. Its documents follow the documents of the sources before it."""
 
     label: str
     licence: str
@@ -97,11 +97,11 @@ class Split:
         """The tokens at the indices `index` (any shape), in the store's dtype."""
         if len(self.shards) == 1:
             return np.asarray(self.shards[0])[index]
-        shard, within = np.divmod(index, self.shard_tokens)
+        shard, position = np.divmod(index, self.shard_tokens)
         tokens = np.empty(index.shape, self.dtype)
         for number in np.unique(shard):
-            here = shard == number
-            tokens[here] = np.asarray(self.shards[number])[within[here]]
+            in_shard = shard == number
+            tokens[in_shard] = np.asarray(self.shards[number])[position[in_shard]]
         return tokens
 
     def around(self, starts: np.ndarray, length: int, first: int, n_tokens: int) -> np.ndarray:
@@ -125,7 +125,7 @@ def shard_path(split: Path, number: int) -> Path:
 
 
 def manifests(root: Path, folders: str = "*") -> Iterator[tuple[Path, dict[str, Plain]]]:
-    """The manifests, with their paths, of stores in `root` whose folders match; without damaged ones, of which `Store.open` tells."""
+    """The manifests, with their paths, of stores in `root` whose folders match; without damaged ones, which `Store.open` reports."""
     for path in sorted(root.glob(f"{folders}/{MANIFEST}")):
         with suppress(OSError, ValueError, RecursionError):
             if isinstance(manifest := json.loads(path.read_bytes()), dict):
@@ -149,7 +149,7 @@ class Store:
     def open(cls, path: Path) -> "Store":
         """The store at `path`, checked: format, facts of the manifest, sizes, and sha256 of every file.
 
-        The files of a store of more than 256 MiB are read for that once: their hashes are cached in the folder above (`FileHashes`), and
+        The files of a store of more than 256 MiB are read once. Their hashes are cached in the folder above (`FileHashes`), and
         computed again if a file's size, times or inode change. `verify` always reads them.
 
         Raises DataError: a file is missing, truncated or altered, or the manifest does not describe it.
@@ -159,8 +159,8 @@ class Store:
             files = manifest["files"]
             if set(files) != _file_names(manifest):
                 raise ValueError("files")
-            large = sum(file["bytes"] for file in files.values()) > FULL_CHECK_BYTES
-            (_check_large if large else _check_files)(path, files)
+            is_large = sum(file["bytes"] for file in files.values()) > FULL_CHECK_BYTES
+            (_check_large if is_large else _check_files)(path, files)
             size, end_of_text, token_bytes = manifest["vocab_size"], manifest["end_of_text"]["id"], np.load(path / TOKEN_BYTES)
             splits = [_split(path, name, manifest) for name in SPLITS]
             store = cls(path, fingerprint(files), size, end_of_text, token_bytes, manifest, *splits)
@@ -184,19 +184,19 @@ def fingerprint(files: Mapping[str, Mapping[str, Plain]]) -> str:
 
     The first shard enters without its number, as when a split was one file: such stores keep their fingerprint and order of sequences.
     """
-    ordered = [name for split in SPLITS for name in sorted(files) if name.startswith((f"{split}-", f"{split}."))]
-    lines = [f"{name.replace('-00000', '')} {files[name]['sha256']}\n" for name in (*ordered, TOKENIZER)]
+    names = [name for split in SPLITS for name in sorted(files) if name.startswith((f"{split}-", f"{split}."))]
+    lines = [f"{name.replace('-00000', '')} {files[name]['sha256']}\n" for name in (*names, TOKENIZER)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def unigram_cross_entropy(counts: np.ndarray, training: np.ndarray) -> float:
+def unigram_cross_entropy(counts: np.ndarray, training_counts: np.ndarray) -> float:
     """Loss of a model that knows nothing but token frequencies in training text, nats per token.
 
     Args:
         counts: how often each token occurs in the text that is predicted, (V,).
-        training: the same of training text. A token's probability is (count + 1) / (sum of counts + V): add-one smoothing.
+        training_counts: the same of training text. A token's probability is (count + 1) / (sum of counts + V): add-one smoothing.
     """
-    log_p = np.log(training + 1) - np.log(training.sum() + len(training))
+    log_p = np.log(training_counts + 1) - np.log(training_counts.sum() + len(training_counts))
     return float(-(counts * log_p).sum() / max(1, counts.sum()))
 
 
@@ -206,7 +206,7 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def content_sha256(manifest: Mapping[str, Plain]) -> str:
-    """sha256 of a manifest without its own entry `sha256`."""
+    """sha256 of a manifest without its entry `sha256`."""
     return plain_sha256({name: value for name, value in manifest.items() if name != "sha256"})
 
 
@@ -231,7 +231,7 @@ def _read_manifest(folder: Path) -> dict[str, Plain]:
 
 
 def _file_names(manifest: Mapping[str, Plain]) -> set[str]:
-    """The files that a store of these splits has."""
+    """Names of the files of a store with the splits of this manifest."""
     names = {TOKENIZER, TOKEN_BYTES} | {f"{name}.offsets.npy" for name in SPLITS}
     for name in SPLITS:
         n_shards = -(-manifest["splits"][name]["n_tokens"] // manifest["shard_tokens"])
@@ -240,15 +240,18 @@ def _file_names(manifest: Mapping[str, Plain]) -> set[str]:
 
 
 def _split(path: Path, name: str, manifest: Mapping[str, Plain]) -> Split:
-    """The split as the manifest describes it. Raises ValueError if the files say otherwise, and what missing or mistyped facts raise."""
+    """The split as the manifest describes it.
+
+    Raises ValueError: the files differ; other errors of Python, such as KeyError: facts are missing or of the wrong type.
+    """
     facts = manifest["splits"][name]
     sources = tuple(SourceCounts(**source) for source in facts["sources"])
     split = Split(path.absolute() / name, manifest["dtype"], **{**facts, "sources": sources}, shard_tokens=manifest["shard_tokens"])
     if split.dtype != token_dtype(manifest["vocab_size"]):
         raise ValueError("dtype")
-    for counted in ("n_tokens", "n_documents", "n_bytes"):
-        if sum(getattr(source, counted) for source in sources) != getattr(split, counted):
-            raise ValueError(f"splits.{name}.{counted}")
+    for field in ("n_tokens", "n_documents", "n_bytes"):
+        if sum(getattr(source, field) for source in sources) != getattr(split, field):
+            raise ValueError(f"splits.{name}.{field}")
     if (
         split.offsets.shape != (split.n_documents + 1,)
         or split.offsets[-1] != split.n_tokens
@@ -265,11 +268,11 @@ def _check_files(folder: Path, files: Mapping[str, Mapping[str, Plain]], sha256:
     """Check files in as many threads as there are cores. Raises DataError if one was altered."""
 
     def check(name: str) -> None:
-        path, expected = folder / name, files[name]
+        path, entry = folder / name, files[name]
         try:
-            if (size := path.stat().st_size) != expected["bytes"]:
-                raise _damaged(path, f"has {size:,} bytes, not {expected['bytes']:,}")
-            if sha256(path) != expected["sha256"]:
+            if (size := path.stat().st_size) != entry["bytes"]:
+                raise _damaged(path, f"has {size:,} bytes, not {entry['bytes']:,}")
+            if sha256(path) != entry["sha256"]:
                 raise _damaged(path, "was altered (its sha256 differs)")
         except OSError as error:
             raise _damaged(path, f"can't be read: {error.strerror}") from None
@@ -279,20 +282,20 @@ def _check_files(folder: Path, files: Mapping[str, Mapping[str, Plain]], sha256:
 
 
 def _check_large(folder: Path, files: Mapping[str, Mapping[str, Plain]]) -> None:
-    """Check files whose hashes may be cached in the folder above. Of several processes one reads them, and the others wait."""
+    """Check files whose hashes may be cached in the folder above. One of several processes reads them, and the others wait."""
     with ExitStack() as stack:
         with suppress(OSError):  # the lock only saves work: a folder that can't be written has none
-            if unlocked := stack.enter_context(locked(folder.parent / ".hashes.lock", lambda: None)):
-                Progress().say(f"note: {unlocked}: each process checks stores by itself; set data.root to a folder on another one")
+            if lock_problem := stack.enter_context(locked(folder.parent / ".hashes.lock", lambda: None)):
+                Progress().say(f"note: {lock_problem}: each process checks stores by itself; set data.root to a folder on another one")
         hashes = FileHashes(folder.parent)
-        unknown = sum(expected["bytes"] for name, expected in files.items() if hashes.cached(folder / name) != expected["sha256"])
-        if unknown:
-            Progress().say(f"{folder}: checking the sha256 of {unknown / 1e9:,.1f} GB, once; the result is kept in {hashes.path}")
+        unknown_bytes = sum(entry["bytes"] for name, entry in files.items() if hashes.cached(folder / name) != entry["sha256"])
+        if unknown_bytes:
+            Progress().say(f"{folder}: checking the sha256 of {unknown_bytes / 1e9:,.1f} GB, once; the result is kept in {hashes.path}")
 
         def sha256(path: Path) -> str:
-            """The cached hash; where it is not the expected one, that of the file."""
-            known = hashes.sha256(path)
-            return known if known == files[path.name]["sha256"] else file_sha256(path)
+            """The cached hash; if the manifest has another, the hash of the file's content."""
+            cached_hash = hashes.sha256(path)
+            return cached_hash if cached_hash == files[path.name]["sha256"] else file_sha256(path)
 
         try:
             _check_files(folder, files, sha256)
@@ -314,8 +317,8 @@ _BLOCK = 2**20  # tokens of an existing shard read at a time
 class SplitWriter:
     """Writes one split, document by document, and counts its tokens; memory holds 8 bytes per document.
 
-    With `resume_at`, that many tokens of the existing files are kept: they are read again for their counts and hashes, and the files
-    are truncated after them, so that the result is the same as without interruption.
+    The first `resume_at` tokens of the existing files stay. They are read again for their counts and hashes, and the files are truncated
+    after them, so that the result is the same as without interruption.
 
     Raises:
         EOFError: the files hold fewer than `resume_at` tokens.
@@ -326,7 +329,7 @@ class SplitWriter:
         self.path, self.end_of_text = folder / name, end_of_text
         self.dtype, self.shard_tokens = np.dtype(token_dtype(vocab_size)), SHARD_TOKENS
         self.counts = np.zeros(vocab_size, np.int64)
-        self.starts = array("q")  # where each document begins
+        self.starts = array("q")  # index of each document's first token
         self.n_tokens = 0
         self.files: dict[str, Plain] = {}  # manifest entries of finished shards
         self.file: BinaryIO | None = None
@@ -346,7 +349,7 @@ class SplitWriter:
             self.file.close()
 
     def add(self, tokens: np.ndarray) -> None:
-        """Append documents, each of which begins with the end-of-text token, or the next tokens of the last one."""
+        """Append documents, each of which begins with the end-of-text token, or further tokens of the last document."""
         while len(tokens):
             piece, tokens = np.split(tokens, [self.shard_tokens - self.n_tokens % self.shard_tokens])
             if self.file is None:
@@ -366,7 +369,7 @@ class SplitWriter:
         return {"n_tokens": self.n_tokens, "shard_tokens": self.shard_tokens, "sha256": hashes}
 
     def finish(self, sources: list[SourceCounts]) -> tuple[dict[str, Plain], dict[str, Plain]]:
-        """Finish the split on disk; its manifest entry, and those of its files. Adds the numbers of tokens to `sources`."""
+        """Finish the split on disk. Returns its manifest entry, with the sources' numbers of tokens, and its files' entries."""
         if self.file:
             self._finish_shard()
         offsets = np.append(np.array(self.starts, "<i8"), self.n_tokens)
@@ -393,11 +396,11 @@ class SplitWriter:
             self._open("r+b")
         room = self.shard_tokens - self.n_tokens % self.shard_tokens
         end = min(room, resume_at - self.n_tokens)
-        wanted = min(_BLOCK, end)
-        piece = np.frombuffer(self.file.read(wanted * self.dtype.itemsize), self.dtype)
-        if len(piece) < wanted:
+        count = min(_BLOCK, end)
+        piece = np.frombuffer(self.file.read(count * self.dtype.itemsize), self.dtype)
+        if len(piece) < count:
             raise EOFError(f"{self._shard()}: ends early")
-        if wanted == end:
+        if count == end:
             self.file.seek(self.file.tell())  # from reading to writing
             self.file.truncate()
         self._count(piece)
@@ -429,9 +432,9 @@ def write_file(path: Path, content: bytes) -> dict[str, Plain]:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Replace `path` by `content` atomically: a process that dies leaves the old content or the new."""
-    temporary = path.with_name(f"{path.name}.new")
-    write_file(temporary, content)
-    os.replace(temporary, path)
+    new_path = path.with_name(f"{path.name}.new")
+    write_file(new_path, content)
+    os.replace(new_path, path)
 
 
 def npy(values: np.ndarray) -> bytes:
@@ -442,6 +445,6 @@ def npy(values: np.ndarray) -> bytes:
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Plain]) -> None:
-    """Write manifest.json, to which the sha256 of its own content is added."""
+    """Write manifest.json, to which the sha256 of its content is added."""
     content = {**manifest, "sha256": content_sha256(manifest)}
     write_file(folder / MANIFEST, (json.dumps(content, indent=1) + "\n").encode())

@@ -21,11 +21,11 @@ SUBSETS: tuple[Subset, ...] = get_args(Subset)
 MOST_INDICES = 2**63
 MOST_TRIES = 1000  # contents drawn until one belongs to the subset, or windows of filler until one lies within a document
 MOST_CONTENTS = 50  # contents that are tried for one that fits into the sequence
-STORE_SEED = 0  # seed of the sequences of a store without text, and of those that tasks are evaluated on
+STORE_SEED = 0  # seed of the sequences of a store without text, and of the sequences for evaluations on tasks
 
 
 class TaskError(ValueError):
-    """A task that can't make the sequences that are asked for."""
+    """A task that can't make the requested sequences."""
 
 
 class NoRoom(TaskError):
@@ -36,23 +36,23 @@ class NoRoom(TaskError):
 class Example:
     """A sequence, and the questions in it.
 
-    Spans are [start, stop) in `tokens`. A span in `questions` holds the tokens of an answer; what stands before it is the
-    question. The sequence shows the answer in the span of `evidence`: the same tokens (or the one symbol of a joined pair).
+    Spans are [start, stop) in `tokens`. A span in `questions` holds the tokens of an answer; the question stands before it.
+    The sequence shows the answer in the span of `evidence`: the same tokens (or the one symbol of a joined pair).
     """
 
     tokens: np.ndarray  # (length + 1,) int64
-    questions: np.ndarray  # (Q, 2) int64: where each answer is to be given, in order
-    evidence: np.ndarray  # (Q, 2) int64: where each answer is to be read; (0, 0) if the sequence doesn't show it
-    candidates: int  # answers of this kind in the sequence; `Task.chance` is what picking among them gives
-    needles: np.ndarray  # (Q, 2) int64: the evidence with what belongs to it, such as its key or its sentence; (0, 0) likewise
+    questions: np.ndarray  # (Q, 2) int64: spans in which answers are to be given, in order
+    evidence: np.ndarray  # (Q, 2) int64: spans in which the sequence shows the answers; (0, 0) if it doesn't show one
+    candidates: int  # answers of this kind in the sequence; `Task.chance` is the accuracy of picking among them
+    needles: np.ndarray  # (Q, 2) int64: the evidence together with its key, its mark or its sentence; (0, 0) likewise
 
     @property
     def answers(self) -> np.ndarray:
-        """Which next tokens are targets, (length,) bool: entry t is about token t + 1."""
-        marked = np.zeros(len(self.tokens), bool)
+        """The next tokens that are targets, (length,) bool: entry t is about token t + 1."""
+        is_answer = np.zeros(len(self.tokens), bool)
         for start, stop in self.questions:
-            marked[start:stop] = True
-        return marked[1:]
+            is_answer[start:stop] = True
+        return is_answer[1:]
 
 
 class Draw:
@@ -87,12 +87,12 @@ class Draw:
         return gaps + np.cumsum([0, *widths[:-1]])
 
     def tries(self) -> Iterator[int]:
-        """Counts the draws of contents until one belongs to this subset. Raises TaskError when there seems to be none."""
+        """Numbers of draws, from 0, until the contents belong to this subset. Raises TaskError when none seem to do so."""
         yield from range(MOST_TRIES)
         raise TaskError(f"too few different contents to have some for {self.subset} sequences alone")
 
     def owns(self, *contents: int) -> bool:
-        """True if a sequence of this subset may have these contents: 1 in `HELD_OUT` is for test sequences, the others for training."""
+        """True if a sequence of this subset may have these contents: 1 in `HELD_OUT` is for test sequences, the rest for training."""
         return (fold(contents) % HELD_OUT == 0) == (self.subset == "test")
 
 
@@ -101,10 +101,10 @@ def fold(contents: tuple[int, ...] | np.ndarray) -> int:
     return int.from_bytes(hashlib.blake2b(np.asarray(contents, "<i8").tobytes(), digest_size=8).digest(), "little")
 
 
-def require(room: int, what: str, length: int) -> None:
-    """Raise NoRoom if `room`, the positions that remain for filler, is negative."""
+def require(room: int, contents: str, length: int) -> None:
+    """Raise NoRoom, naming `contents`, if `room`, the positions that remain for filler, is negative."""
     if room < 0:
-        raise NoRoom(f"{what} need sequences of at least {length - room} tokens, not {length}")
+        raise NoRoom(f"{contents} need sequences of at least {length - room} tokens, not {length}")
 
 
 def span(start: int | np.ndarray, width: int = 1) -> np.ndarray:
@@ -129,9 +129,9 @@ class Text:
         return decode(self._tokenizer, tokens.tolist())
 
     def filler(self, draw: Draw, count: int) -> np.ndarray:
-        """`count` tokens side by side, int64: a random window within a document if one is that long, else across documents.
+        """`count` tokens side by side, int64: a random window within a document, or across documents if none is as long.
 
-        Raises TaskError: the split has not so many tokens.
+        Raises TaskError: the split has fewer tokens.
         """
         split = self._splits[draw.subset]
         if split.n_tokens < count:
@@ -156,15 +156,15 @@ def mqar(task: MQAR, draw: Draw, length: int, text: Text | None = None) -> Examp
     front = length + 1 - 2 * queries
     first_filler, first_pair = task.keys + task.values, task.keys + task.values + task.filler
     tokens = first_filler + draw.below(task.filler, length + 1)
-    at, asked = draw.places(front, [width] * pairs), draw.order(pairs, queries)
+    starts, query_pairs = draw.places(front, [width] * pairs), draw.order(pairs, queries)
     keys, values = _lists(task, pairs, draw)
     if task.joined:
-        tokens[at] = first_pair + keys * task.values + values
+        tokens[starts] = first_pair + keys * task.values + values
     else:
-        tokens[at], tokens[at + 1] = keys, task.keys + values
-    tokens[front::2], tokens[front + 1 :: 2] = keys[asked], task.keys + values[asked]
+        tokens[starts], tokens[starts + 1] = keys, task.keys + values
+    tokens[front::2], tokens[front + 1 :: 2] = keys[query_pairs], task.keys + values[query_pairs]
     answers = span(np.arange(front + 1, length + 1, 2))
-    return Example(tokens, answers, span(at[asked] + width - 1), pairs, span(at[asked], width))
+    return Example(tokens, answers, span(starts[query_pairs] + width - 1), pairs, span(starts[query_pairs], width))
 
 
 def _lists(task: MQAR, pairs: int, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
@@ -175,13 +175,13 @@ def _lists(task: MQAR, pairs: int, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
             break
         if draw.owns(*keys, *order[:pairs]):
             return keys, order[:pairs]
-    # Each key takes the first value that is free and fits: values / 8 or more fit, others hold at most pairs - 1 of them.
+    # Each key takes the first value that is free and fits: values / 8 or more fit, and other keys hold at most pairs - 1 of them.
     free = ((keys[:, None] + order) % HELD_OUT == 0) == (draw.subset == "test")  # (pairs, values)
     values = np.empty(pairs, np.int64)
     for pair in range(pairs):
-        first = int(free[pair].argmax())
-        values[pair] = order[first]
-        free[:, first] = False
+        place = int(free[pair].argmax())
+        values[pair] = order[place]
+        free[:, place] = False
     return keys, values
 
 
@@ -217,35 +217,36 @@ def maximum(task: Maximum, draw: Draw, length: int, text: Text | None = None) ->
     """A sequence of `Maximum`."""
     require(length - 1 - 2 * task.items, f"{task.items} items, the mark and the answer", length)
     tokens = task.priorities + task.payloads + draw.below(task.filler, length + 1)
-    at = draw.places(length - 1, [2] * task.items)
+    starts = draw.places(length - 1, [2] * task.items)
     for _ in draw.tries():
         priorities, payloads = draw.order(task.priorities, task.items), draw.order(task.payloads, task.items)
         if draw.owns(*priorities, *payloads):
             break
-    tokens[at], tokens[at + 1] = priorities, task.priorities + payloads
-    best = int(priorities.argmax())
-    tokens[-2], tokens[-1] = task.vocab_size - 1, tokens[at[best] + 1]
-    return Example(tokens, span(length), span(at[best] + 1), task.items, span(at[best], 2))
+    tokens[starts], tokens[starts + 1] = priorities, task.priorities + payloads
+    best_item = int(priorities.argmax())
+    tokens[-2], tokens[-1] = task.vocab_size - 1, tokens[starts[best_item] + 1]
+    return Example(tokens, span(length), span(starts[best_item] + 1), task.items, span(starts[best_item], 2))
 
 
 def flip_flop(task: FlipFlop, draw: Draw, length: int, text: Text | None = None) -> Example:
     """A sequence of `FlipFlop`."""
     count, start = divmod(length + 1, 2)
     require(count - 2, "a write and a read", length)
-    write, ignore, read = task.symbols, task.symbols + 1, task.symbols + 2
-    few = round((1 - task.ignored) / 2 * 2**32)
+    write_id, ignore_id, read_id = task.symbols, task.symbols + 1, task.symbols + 2
+    threshold = round((1 - task.ignored) / 2 * 2**32)
     for _ in draw.tries():
-        drawn = draw.below(2**32, count)
-        verbs = np.select([drawn < few, drawn < 2 * few], [write, read], ignore)
-        verbs[0], verbs[-1] = write, read
-        last = np.maximum.accumulate(np.where(verbs == write, np.arange(count), 0))  # write that holds at each instruction
-        written = draw.below(task.symbols, count)
-        symbols = np.where(verbs == read, written[last], written)
+        numbers = draw.below(2**32, count)
+        verbs = np.select([numbers < threshold, numbers < 2 * threshold], [write_id, read_id], ignore_id)
+        verbs[0], verbs[-1] = write_id, read_id
+        # Index of the latest write at each instruction.
+        last_write = np.maximum.accumulate(np.where(verbs == write_id, np.arange(count), 0))
+        values = draw.below(task.symbols, count)
+        symbols = np.where(verbs == read_id, values[last_write], values)
         tokens = np.concatenate((np.full(start, task.symbols + 3), np.stack((verbs, symbols), 1).ravel()))
         if draw.owns(*tokens):
             break
-    reads = np.flatnonzero(verbs == read)
-    writes = start + 2 * last[reads]
+    reads = np.flatnonzero(verbs == read_id)
+    writes = start + 2 * last_write[reads]
     return Example(tokens, span(start + 2 * reads + 1), span(writes + 1), task.symbols, span(writes, 2))
 
 
@@ -267,23 +268,25 @@ def needle(task: Needle, draw: Draw, length: int, text: Text | None = None) -> E
     """A sequence of `Needle`."""
     total = task.needles + task.distractors
     cities = [CITIES[city] for city in draw.order(len(CITIES), total)]
-    starts = [text.encode(f" The special magic {city} number is:") for city in cities]
+    openings = [text.encode(f" The special magic {city} number is:") for city in cities]
     questions = [text.encode(f"\nWhat is the special magic {city} number? The special magic {city} number is:") for city in cities]
-    stop = text.encode(".")
-    shown = range(task.needles if task.absent else 0, total)
+    full_stop = text.encode(".")
+    cities_in_text = range(task.needles if task.absent else 0, total)
     order = draw.order(task.needles)  # the order of the questions
 
     def build(numbers: list[np.ndarray]) -> Example:
-        sentences = [np.concatenate((starts[which], numbers[which], stop)) for which in shown]
-        asked = [(questions[which], numbers[which]) for which in order]
-        sequence, at = haystack(draw, length, sentences, asked, None if task.absent else task.depth, text.filler)
+        sentences = [np.concatenate((openings[index], numbers[index], full_stop)) for index in cities_in_text]
+        answered_questions = [(questions[index], numbers[index]) for index in order]
+        sequence, starts = haystack(draw, length, sentences, answered_questions, None if task.absent else task.depth, text.filler)
         edges = np.zeros((total, 4), np.int64)  # start of the sentence, start and stop of the number in it, stop of the sentence
-        for which, begin in zip(shown, at, strict=True):
-            edges[which] = begin + np.cumsum([0, len(starts[which]), len(numbers[which]), len(stop)])
-        return Example(sequence, answer_spans(asked, length), edges[order, 1:3], max(1, len(shown)), edges[order][:, [0, 3]])
+        for index, begin in zip(cities_in_text, starts, strict=True):
+            edges[index] = begin + np.cumsum([0, len(openings[index]), len(numbers[index]), len(full_stop)])
+        return Example(
+            sequence, answer_spans(answered_questions, length), edges[order, 1:3], max(1, len(cities_in_text)), edges[order][:, [0, 3]]
+        )
 
-    times = [1 + (which in shown) if which < task.needles else 1 for which in range(total)]
-    return without_leaks(draw, text, 7, times, build)
+    occurrences = [1 + (index in cities_in_text) if index < task.needles else 1 for index in range(total)]
+    return without_leaks(draw, text, 7, occurrences, build)
 
 
 def passkey(task: Passkey, draw: Draw, length: int, text: Text | None = None) -> Example:
@@ -297,26 +300,26 @@ def passkey(task: Passkey, draw: Draw, length: int, text: Text | None = None) ->
     def build(numbers: list[np.ndarray]) -> Example:
         (number,) = numbers
         sentence = np.concatenate((parts[0], number, parts[1], number, parts[2]))
-        asked = [(question, number)]
-        sequence, at = haystack(draw, length, [] if task.absent else [sentence], asked, task.depth, filler)
-        held, whole = (span(0, 0),) * 2 if task.absent else (span(at + len(parts[0]), len(number)), span(at, len(sentence)))
-        return Example(sequence, answer_spans(asked, length), held, 1, whole)
+        answered_questions = [(question, number)]
+        sequence, starts = haystack(draw, length, [] if task.absent else [sentence], answered_questions, task.depth, filler)
+        evidence, needles = (span(0, 0),) * 2 if task.absent else (span(starts + len(parts[0]), len(number)), span(starts, len(sentence)))
+        return Example(sequence, answer_spans(answered_questions, length), evidence, 1, needles)
 
     return without_leaks(draw, text, 5, [1 if task.absent else 3], build)
 
 
-def without_leaks(draw: Draw, text: Text, digits: int, times: list[int], build: Callable[[list[np.ndarray]], Example]) -> Example:
-    """The sequence that `build` makes of the tokens of random numbers with `digits` digits; the i-th stands `times[i]` times in the
-    sequence's text."""
+def without_leaks(draw: Draw, text: Text, digits: int, occurrences: list[int], build: Callable[[list[np.ndarray]], Example]) -> Example:
+    """The sequence that `build` makes of the tokens of random numbers with `digits` digits. Number i stands `occurrences[i]` times in
+    the sequence's text."""
     for _ in draw.tries():
         numbers: list[int] = []
-        while len(numbers) < len(times):
+        while len(numbers) < len(occurrences):
             number = 10 ** (digits - 1) + draw.one(9 * 10 ** (digits - 1))
             if draw.owns(number) and number not in numbers:
                 numbers.append(number)
         sequence = build([text.encode(f" {number}") for number in numbers])
-        whole = text.decode(sequence.tokens)
-        if all(whole.count(str(number)) == expected for number, expected in zip(numbers, times, strict=True)):
+        decoded_text = text.decode(sequence.tokens)
+        if all(decoded_text.count(str(number)) == count for number, count in zip(numbers, occurrences, strict=True)):
             break
     return sequence
 
@@ -325,32 +328,32 @@ def haystack(
     draw: Draw,
     length: int,
     sentences: list[np.ndarray],
-    asked: list[tuple[np.ndarray, np.ndarray]],
+    answered_questions: list[tuple[np.ndarray, np.ndarray]],
     depth: float | None,
     filler: Callable[[Draw, int], np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sentences in `filler`, then questions with their answers: the sequence (length + 1,), and where each sentence begins, int64.
+    """Sentences in `filler`, then questions with their answers: the sequence (length + 1,), and the sentences' first positions, int64.
 
-    Raises NoRoom: no room for all of it.
+    Raises NoRoom: no room for the sentences and questions.
     """
-    end = [part for pair in asked for part in pair]
+    end = [part for pair in answered_questions for part in pair]
     room = length + 1 - sum(map(len, [*sentences, *end]))
     require(room, "the needles and their questions", length)
-    before = draw.below(room + 1, len(sentences))  # filler before each sentence
+    depths = draw.below(room + 1, len(sentences))  # tokens of filler before each sentence
     if depth is not None and sentences:
-        before[0] = round(depth * room)
-    order, widths = np.argsort(before, kind="stable"), np.array([len(sentence) for sentence in sentences], np.int64)
-    at = np.empty_like(before)
-    at[order] = before[order] + np.cumsum(widths[order]) - widths[order]
-    inserted = np.concatenate([np.empty(0, np.int64), *(sentences[which] for which in order)])
-    hay = np.insert(filler(draw, room), np.repeat(before[order], widths[order]), inserted)
-    return np.concatenate((hay, *end)), at
+        depths[0] = round(depth * room)
+    order, widths = np.argsort(depths, kind="stable"), np.array([len(sentence) for sentence in sentences], np.int64)
+    starts = np.empty_like(depths)
+    starts[order] = depths[order] + np.cumsum(widths[order]) - widths[order]
+    sentence_tokens = np.concatenate([np.empty(0, np.int64), *(sentences[index] for index in order)])
+    hay = np.insert(filler(draw, room), np.repeat(depths[order], widths[order]), sentence_tokens)
+    return np.concatenate((hay, *end)), starts
 
 
-def answer_spans(asked: list[tuple[np.ndarray, np.ndarray]], length: int) -> np.ndarray:
-    """Where the answers stand in a sequence that ends with the questions and their answers: (Q, 2)."""
-    stops = length + 1 - np.cumsum([0, *(len(question) + len(answer) for question, answer in asked[:0:-1])])[::-1]
-    return np.array([(stop - len(answer), stop) for stop, (_, answer) in zip(stops, asked, strict=True)], np.int64)
+def answer_spans(answered_questions: list[tuple[np.ndarray, np.ndarray]], length: int) -> np.ndarray:
+    """The answers' spans in a sequence that ends with the questions and their answers: (Q, 2)."""
+    stops = length + 1 - np.cumsum([0, *(len(question) + len(answer) for question, answer in answered_questions[:0:-1])])[::-1]
+    return np.array([(stop - len(answer), stop) for stop, (_, answer) in zip(stops, answered_questions, strict=True)], np.int64)
 
 
 # ---------------------------------------------------------------- any task
@@ -373,22 +376,22 @@ def example(task: Task, seed: int, index: int, length: int, subset: Subset = "tr
     """Sequence `index` of a task: a pure function of the arguments, on any machine.
 
     Args:
-        length: predicted tokens; the sequence has one more.
+        length: predicted tokens; the sequence has one more token.
         subset: training or test sequences, which never share a stream of random numbers.
         text: tokenizer and filler for the tasks in text.
 
     Raises:
         NoRoom: the task doesn't fit into the sequence.
-        TaskError: it has no contents for this subset, or the text too little filler.
+        TaskError: the task has no contents for this subset, or the text has too little filler.
     """
     draw = Draw(seed, subset, index)
-    for last in reversed(range(MOST_CONTENTS)):
+    for tries_left in reversed(range(MOST_CONTENTS)):
         try:
             generator = GENERATORS.get(type(task))
             sequence = generator(task, draw, length, text) if generator else task.make(draw, length, text)
             break
         except NoRoom:  # names and numbers differ in tokens: others may fit
-            if not last:
+            if not tries_left:
                 raise
     if not isinstance(sequence, Example):
         raise TaskError(f"`make` gives {type(sequence).__name__}, not an Example")
@@ -398,15 +401,15 @@ def example(task: Task, seed: int, index: int, length: int, subset: Subset = "tr
 
 
 def check_task(task: Task, seed: int, length: int, subset: Subset, count: int, text: Text | None = None) -> None:
-    """Raises TaskError if `count` sequences can't be made, or can't all differ."""
+    """Raise TaskError if `count` sequences can't be made, or can't all differ."""
     example(task, seed, 0, length, subset, text)
-    if count > (different := task.distinct(length, subset)):
+    if count > (n_distinct := task.distinct(length, subset)):
         kind = "test" if subset == "test" else "training"
-        raise TaskError(f"{count:,} {kind} sequences can't all differ: there are about {different:,.0f}")
+        raise TaskError(f"{count:,} {kind} sequences can't all differ: there are about {n_distinct:,.0f}")
 
 
 def symbol_tokenizer(tasks: list[Task]) -> "Tokenizer":
-    """Symbol i is the word "i"; the last id is the end of text."""
+    """A tokenizer in which symbol i is the word "i", and the last id is the end of text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     size = max(task.vocab_size for task in tasks)

@@ -35,7 +35,7 @@ class Unreadable(DataError):
     """A file, document or row that can't be read.
 
     Attributes:
-        n_bytes: size of what is lost: bytes of the document or row, or of the rest of the file on disk; None: `LeavingOut` fills it in.
+        n_bytes: size of the loss: bytes of the document or row, or of the rest of the file on disk; None: `LeavingOut` fills it in.
     """
 
     def __init__(self, reason: str, n_bytes: int | None = None):
@@ -44,7 +44,7 @@ class Unreadable(DataError):
 
 
 OnError = Callable[[Unreadable], None]
-Parse = Callable[[Plain | np.ndarray, str], str | np.ndarray]  # a document of a value; where it stands, for `Unreadable`
+Parse = Callable[[Plain | np.ndarray, str], str | np.ndarray]  # a document, of a value and its location in a file (for `Unreadable`)
 
 
 @dataclass
@@ -52,8 +52,8 @@ class LeavingOut:
     """A context in which documents are read: it ends at an `Unreadable`, which goes to `on_error` and no further.
 
     Attributes:
-        n_bytes: size of what is read.
-        where: what is read, if errors of its bytes are to be taken for damage.
+        n_bytes: size of the file, document or row.
+        where: the name of the file or the part of it, if errors of its bytes are to be reported as damage.
     """
 
     on_error: OnError
@@ -75,64 +75,64 @@ class LeavingOut:
         return True
 
 
-def text_of(value: Plain | np.ndarray, where: str) -> str:
-    """The text that a value is, empty for null. Raises Unreadable if it is something else."""
+def text_of(value: Plain | np.ndarray, location: str) -> str:
+    """A value that is a text; empty for null. Raises Unreadable if it is of another type."""
     if value is None:
         return ""  # a document without text, which is counted as blank
     if not isinstance(value, str):
         kind = type(value).__name__ if not isinstance(value, np.ndarray) else "a list of numbers"
-        raise Unreadable(f"{where} holds {kind}, not text; remove the row or set data.source.column")
+        raise Unreadable(f"{location} holds {kind}, not text; remove the row or set data.source.column")
     if re.search("[\ud800-\udfff]", value):  # JSON can escape half of a surrogate pair, which UTF-8 can't encode
-        raise Unreadable(f"{where} holds a lone surrogate, not valid Unicode; remove it")
+        raise Unreadable(f"{location} holds a lone surrogate, not valid Unicode; remove it")
     return value
 
 
 def column_texts(
     tables: "Iterable[pyarrow.Table | pyarrow.RecordBatch]",
     column: str,
-    where: str,
+    location: str,
     on_error: OnError,
-    first: int = 0,
+    offset: int = 0,
     parse: Parse = text_of,
 ) -> Iterator[str | np.ndarray]:
-    """The documents in a column of tables; `first`: rows before them, so that errors give the row's number in the file."""
-    number = first
+    """The documents in a column of tables; `offset`: rows before them, so that errors give the row's number in the file."""
+    number = offset
     for table in tables:
-        check_column(where, column, table.schema.names)
+        check_column(location, column, table.schema.names)
         for scalar in table.column(column):
             number += 1
-            row = f"{where}: row {number}: column '{column}'"
+            row = f"{location}: row {number}: column '{column}'"
             with LeavingOut(on_error):
                 yield parse(_value(scalar, row), row)
 
 
-def _value(scalar: "pyarrow.Scalar", where: str) -> Plain | np.ndarray:
-    """The value of a table's cell; of a list of whole numbers an array, (numbers,).
+def _value(scalar: "pyarrow.Scalar", location: str) -> Plain | np.ndarray:
+    """The value of a table's cell: an array (numbers,) for a list of whole numbers.
 
-    Raises Unreadable: a text that is not UTF-8, also within another value, or a value that Python has not, such as a date after 9999.
+    Raises Unreadable: a text that is not UTF-8, also within another value, or a value that Python lacks, such as a date after 9999.
     """
     items = getattr(scalar, "values", None)  # of a struct a method
-    whole = str(getattr(items, "type", "")).startswith(("int", "uint"))
+    is_whole = str(getattr(items, "type", "")).startswith(("int", "uint"))
     try:
-        return items.to_numpy(zero_copy_only=False) if whole else scalar.as_py()
+        return items.to_numpy(zero_copy_only=False) if is_whole else scalar.as_py()
     except UnicodeDecodeError:
         n_bytes = scalar.as_buffer().size if hasattr(scalar, "as_buffer") else None
-        raise Unreadable(f"{where} is not UTF-8; {TO_UTF8}", n_bytes) from None
+        raise Unreadable(f"{location} is not UTF-8; {TO_UTF8}", n_bytes) from None
     except (ValueError, OverflowError) as error:
-        raise Unreadable(f"{where} can't be read: {one_line(error)}; remove the row or set data.source.column") from None
+        raise Unreadable(f"{location} can't be read: {one_line(error)}; remove the row or set data.source.column") from None
 
 
-def check_column(where: str, column: str, names: list[str]) -> None:
-    """Check that there is one `column` among `names`. Raises Unreadable."""
-    known = ", ".join(dict.fromkeys(names)) or "(no columns)"
+def check_column(location: str, column: str, names: list[str]) -> None:
+    """Raise Unreadable unless `names` hold `column` once."""
+    known_names = ", ".join(dict.fromkeys(names)) or "(no columns)"
     if column not in names:
-        raise Unreadable(f"{where}: no column '{column}'; set data.source.column to one of: {known}")
+        raise Unreadable(f"{location}: no column '{column}'; set data.source.column to one of: {known_names}")
     if names.count(column) > 1:
-        raise Unreadable(f"{where}: {names.count(column)} columns are named '{column}'; rename all but one")
+        raise Unreadable(f"{location}: {names.count(column)} columns are named '{column}'; rename all but one")
 
 
-def damaged(where: str, error: Exception, n_bytes: int | None = None) -> Unreadable:
-    return Unreadable(f"{where}: can't be read (damaged?): {one_line(error)}", n_bytes)
+def damaged(location: str, error: Exception, n_bytes: int | None = None) -> Unreadable:
+    return Unreadable(f"{location}: can't be read (damaged?): {one_line(error)}", n_bytes)
 
 
 # ---------------------------------------------------------------- local files
@@ -140,7 +140,7 @@ def damaged(where: str, error: Exception, n_bytes: int | None = None) -> Unreada
 
 TEXT = "text"  # the format of files that end in one of `Files.suffixes`
 FORMATS = {".jsonl": ".jsonl", ".ndjson": ".jsonl", ".parquet": ".parquet"}
-PARQUET_BATCH_BYTES = 4 << 20  # text of a parquet file that is held at a time, or a row
+PARQUET_BATCH_BYTES = 4 << 20  # text of a parquet file that is in memory at a time, or a row
 
 
 def documents(source: Files, root: Path, on_error: OnError, vocabulary: object = None) -> Iterator[str]:
@@ -149,7 +149,7 @@ def documents(source: Files, root: Path, on_error: OnError, vocabulary: object =
 
 
 def identity(source: Files, root: Path, hashes: FileHashes) -> dict[str, Plain]:
-    """The files with the hashes of their content, and the options they are read with."""
+    """The files with the hashes of their content, and the options of reading."""
     files = [{"path": str(path), "sha256": hashes.sha256(path)} for path in expand(source)]
     return {"files": files, "suffixes": source.suffixes, "column": source.column, "separator": source.separator}
 
@@ -183,16 +183,16 @@ def expand(source: Files) -> list[Path]:
 
 
 def description(source: Files) -> str:
-    """How many files are read, and how many files of the folders are ignored, by suffix. Raises DataError as `expand` does."""
+    """The numbers of files that are read, and of files in the folders that are ignored, by suffix. Raises DataError as `expand` does."""
     folders = [path for path in (Path(name).expanduser() for name in source.paths) if path.is_dir()]
-    ignored = sum((_ignored(path, source) for path in folders), Counter())
+    ignored_counts = sum((_ignored(path, source) for path in folders), Counter())
     remedy = "; data.source.suffixes names what is read as text"
-    return f"{len(expand(source)):,} files read, " + (f"{_counted(ignored)}{remedy}" if ignored else "0 ignored")
+    return f"{len(expand(source)):,} files read, " + (f"{_counted(ignored_counts)}{remedy}" if ignored_counts else "0 ignored")
 
 
-def _counted(ignored: Counter[str]) -> str:
-    listed = ", ".join(f"{suffix} {count:,}" for suffix, count in ignored.most_common(8))
-    return f"{ignored.total():,} ignored ({listed}{', ...' if len(ignored) > 8 else ''})"
+def _counted(ignored_counts: Counter[str]) -> str:
+    listing = ", ".join(f"{suffix} {count:,}" for suffix, count in ignored_counts.most_common(8))
+    return f"{ignored_counts.total():,} ignored ({listing}{', ...' if len(ignored_counts) > 8 else ''})"
 
 
 def _ignored(folder: Path, source: Files) -> Counter[str]:
@@ -200,33 +200,33 @@ def _ignored(folder: Path, source: Files) -> Counter[str]:
 
 
 def files_in(folder: Path) -> Iterator[Path]:
-    """All files below a folder that are not hidden, those of linked folders included; each folder is entered once."""
-    entered: set[str] = set()
+    """All files below a folder that are not hidden, files in linked folders included; each folder is entered once."""
+    entered_paths: set[str] = set()
     for path, folders, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(path)
-        folders[:] = [] if real in entered else sorted(name for name in folders if not name.startswith("."))
-        if real not in entered:
+        real_path = os.path.realpath(path)
+        folders[:] = [] if real_path in entered_paths else sorted(name for name in folders if not name.startswith("."))
+        if real_path not in entered_paths:
             yield from (file for name in names if not name.startswith(".") and (file := Path(path, name)).is_file())
-        entered.add(real)
+        entered_paths.add(real_path)
 
 
 def _nothing_to_read(folder: Path, source: Files) -> str:
-    """Why no file of a folder is read, and what to do."""
-    if not (ignored := _ignored(folder, source)):
+    """The reason why no file of a folder is read, and a remedy."""
+    if not (ignored_counts := _ignored(folder, source)):
         return f"the folder holds no files; put some there, or name another in data.source.paths; read are {_supported(source)}"
-    return f"the folder holds nothing that is read, {_counted(ignored)}; read are {_supported(source)}"
+    return f"the folder holds nothing that is read, {_counted(ignored_counts)}; read are {_supported(source)}"
 
 
 def _missing(path: Path) -> str:
     if glob.has_magic(str(path)):
         return "matches no file"
     names = [neighbour.name for neighbour in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, names, n=1)
-    return "no such file or folder" + (f"; did you mean '{path.parent / close[0]}'?" if close else "")
+    matches = difflib.get_close_matches(path.name, names, n=1)
+    return "no such file or folder" + (f"; did you mean '{path.parent / matches[0]}'?" if matches else "")
 
 
 def _format(path: Path, source: Files) -> str:
-    """A key of `READERS` by the file's suffix, in any case; empty if there is none."""
+    """A key of `READERS` by the file's suffix, in upper or lower case; empty for other suffixes."""
     compressed = path.suffix.lower() in (".gz", ".zst")
     suffix = (Path(path.stem) if compressed else path).suffix.lower()
     kind = TEXT if suffix in map(str.lower, source.suffixes) else FORMATS.get(suffix, "")
@@ -234,15 +234,15 @@ def _format(path: Path, source: Files) -> str:
 
 
 def _supported(source: Files) -> str:
-    compressible = ", ".join([*source.suffixes, ".jsonl", ".ndjson"])
+    suffixes = ", ".join([*source.suffixes, ".jsonl", ".ndjson"])
     remedy = "; data.source.suffixes names what is read as text" if source.suffixes else ""
-    return f"{compressible} (also .gz, .zst) and .parquet{remedy}"
+    return f"{suffixes} (also .gz, .zst) and .parquet{remedy}"
 
 
 def read_files(paths: list[Path], source: Files, on_error: OnError, parse: Parse = text_of) -> Iterator[str | np.ndarray]:
-    """The documents of files, in the format that each file's suffix gives, each row's value by `parse`.
+    """The documents of files, each in the format of its suffix; `parse` makes a document of a row's value.
 
-    `on_error` is called with what can't be read.
+    `on_error` is called with the error of each file, document or row that can't be read.
     """
     for path in paths:
         with LeavingOut(on_error, size_of([path]), str(path)):
@@ -250,14 +250,14 @@ def read_files(paths: list[Path], source: Files, on_error: OnError, parse: Parse
 
 
 def size_of(paths: Iterable[Path]) -> int:
-    """Bytes of all of the files that there are."""
+    """Bytes of all files among `paths` that exist."""
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 class _Stream(io.RawIOBase):
     """A file's bytes, decompressed if its name says so. Unlike `zstandard`, pyarrow reports a truncated file.
 
-    Raises Unreadable: the file is damaged; all but some 64 kB before the damage has been read.
+    Raises Unreadable: the file is damaged; its content up to some 64 kB before the damage has been read.
     """
 
     def __init__(self, path: Path):
@@ -291,62 +291,62 @@ def _txt(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator
 
 
 def _split_at(file: io.BufferedReader, separator: bytes) -> Iterator[tuple[int, bytearray]]:
-    """(first byte, bytes) between separators, whose line ends may be \\n or \\r\\n in the file.
+    """(index of the first byte, bytes) between separators, whose line ends may be \\n or \\r\\n in the file.
 
     No UTF-8 sequence begins within another, so that no character is split.
     """
     lines = separator.replace(b"\r\n", b"\n").split(b"\n")
     pattern = re.compile(rb"\r?\n".join(map(re.escape, lines)))
     longest = len(separator) + len(lines)
-    first, content = 0, bytearray()
+    begin, content = 0, bytearray()
     try:
         while block := file.read1(BLOCK):
-            searched = max(0, len(content) + 1 - longest)
+            search_start = max(0, len(content) + 1 - longest)
             content += block
-            while separator and (match := pattern.search(content, searched)):
+            while separator and (match := pattern.search(content, search_start)):
                 rest = content[match.end() :]
                 del content[match.start() :]
-                yield first, content
-                first, content, searched = first + match.end(), rest, 0
+                yield begin, content
+                begin, content, search_start = begin + match.end(), rest, 0
     except Unreadable as damage:
         damage.n_bytes += len(content)
         raise
-    yield first, content
+    yield begin, content
 
 
-def _decoded(content: bytes | bytearray, begin: int, where: str) -> str:
-    """The text of bytes that begin at byte `begin` of a file, without a byte order mark; line ends stay as they are."""
+def _decoded(content: bytes | bytearray, begin: int, location: str) -> str:
+    """The text of the bytes from byte `begin` of a file on, without a byte order mark; line ends stay as they are."""
     mark = len(codecs.BOM_UTF8) if begin == 0 and content.startswith(codecs.BOM_UTF8) else 0
     try:
         return str(memoryview(content)[mark:], "utf-8")
     except UnicodeDecodeError as error:
-        raise Unreadable(f"{where}: not UTF-8 at byte {begin + mark + error.start}; {TO_UTF8}") from None
+        raise Unreadable(f"{location}: not UTF-8 at byte {begin + mark + error.start}; {TO_UTF8}") from None
 
 
 def _jsonl(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator[str | np.ndarray]:
     begin = 0
     with io.BufferedReader(_Stream(path), BLOCK) as file:
         for number, line in enumerate(iter(file.readline, b""), 1):
-            where, document = f"{path}: line {number}", None
+            location, document = f"{path}: line {number}", None
             with LeavingOut(on_error, len(line)):
-                if (text := _decoded(line, begin, where)).strip():
-                    row = _object(text, where)
-                    check_column(where, source.column, list(row))
-                    document = parse(row[source.column], f"{where}: column '{source.column}'")
+                if (text := _decoded(line, begin, location)).strip():
+                    row = _object(text, location)
+                    check_column(location, source.column, list(row))
+                    document = parse(row[source.column], f"{location}: column '{source.column}'")
             begin += len(line)
             line = text = row = None  # a long document is in memory once
             if document is not None:
                 yield document
 
 
-def _object(text: str, where: str) -> dict[str, Plain]:
+def _object(text: str, location: str) -> dict[str, Plain]:
     """The JSON object of a line."""
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Unreadable(f"{where}: not valid JSON: {one_line(error)}") from None
+        raise Unreadable(f"{location}: not valid JSON: {one_line(error)}") from None
     if not isinstance(row, dict):
-        raise Unreadable(f"{where} holds {type(row).__name__}, not a JSON object; write one object a line")
+        raise Unreadable(f"{location} holds {type(row).__name__}, not a JSON object; write one object a line")
     return row
 
 
@@ -355,11 +355,11 @@ def _parquet(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iter
     from pyarrow.parquet import ParquetFile
 
     with (
-        pyarrow.OSFile(os.fsencode(path)) as opened,
-        ParquetFile(opened, buffer_size=1 << 20, pre_buffer=False) as file,
-    ):  # otherwise a row group is held whole
+        pyarrow.OSFile(os.fsencode(path)) as disk_file,
+        ParquetFile(disk_file, buffer_size=1 << 20, pre_buffer=False) as file,
+    ):  # with other options a whole row group would be in memory
         check_column(str(path), source.column, file.schema_arrow.names)
-        first = 0
+        offset = 0
         for number in range(file.num_row_groups):
             group = file.metadata.row_group(number)
             columns = [group.column(index) for index in range(group.num_columns)]
@@ -367,10 +367,10 @@ def _parquet(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iter
             row_bytes = sum(column.total_uncompressed_size for column in columns) // max(1, group.num_rows)
             rows = max(1, min(ROWS, PARQUET_BATCH_BYTES // max(1, row_bytes)))
             batches = file.iter_batches(rows, [number], [source.column], use_threads=False)
-            where = f"{path}: row group {number + 1} of {file.num_row_groups}"
-            with LeavingOut(on_error, sum(column.total_compressed_size for column in columns), where):
-                yield from column_texts(batches, source.column, str(path), on_error, first, parse)
-            first += group.num_rows
+            location = f"{path}: row group {number + 1} of {file.num_row_groups}"
+            with LeavingOut(on_error, sum(column.total_compressed_size for column in columns), location):
+                yield from column_texts(batches, source.column, str(path), on_error, offset, parse)
+            offset += group.num_rows
 
 
 READERS: dict[str, Callable[[Path, Files, OnError, Parse], Iterator[str | np.ndarray]]] = {

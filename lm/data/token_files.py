@@ -1,7 +1,7 @@
 """Token ids that other programs prepared, as documents: .bin files of nanoGPT, modded-nanogpt and llm.c, Megatron's .idx and .bin, columns
 of ids, and saved datasets.
 
-Files mark where a document begins or ends by the end-of-text token, or by an index. A document is given without that token, which the
+Files mark the beginning or end of a document by the end-of-text token, or by an index. Documents come without this token, which the
 store puts before each.
 """
 
@@ -24,14 +24,14 @@ from lm.files import FileHashes
 from lm.schema import Plain
 
 OTHER_TOKENIZER = "set data.tokenizer to the one that made the ids"
-_BLOCK = 2**22  # ids that are looked at together
+_BLOCK = 2**22  # ids that are checked together
 
 
 class Vocabulary:
     """The ids that a tokenizer knows: documents of ids are checked, and their bytes counted.
 
     Attributes:
-        seen: facts on the documents that were checked: their number, the largest id, and how many began or ended with end of text.
+        seen: facts on the checked documents: their number, the largest id, and the numbers that began or ended with end of text.
     """
 
     def __init__(self, spec: AnyTokenizer):
@@ -42,31 +42,31 @@ class Vocabulary:
         self.known[list(self.tokenizer.get_vocab().values())] = True
         self.seen = {"documents": 0, "largest_id": 0, "end_of_text_first": 0, "end_of_text_last": 0}
 
-    def document(self, ids: Plain | np.ndarray, where: str) -> np.ndarray:
-        """The ids of a document, without an end of text before or after it: uint32 (tokens,); none for null.
+    def document(self, ids: Plain | np.ndarray, location: str) -> np.ndarray:
+        """The ids of a document, without an end of text before or after it: uint32 (tokens,); empty for null.
 
-        Raises Unreadable: `ids` are no whole numbers, or not the tokenizer's, or end of text stands among them.
+        Raises Unreadable: `ids` are no whole numbers, the tokenizer lacks one, or end of text stands among them.
         """
-        ids = _array(ids, where)
+        ids = _array(ids, location)
         for begin in range(0, len(ids), _BLOCK):
             block = ids[begin : begin + _BLOCK]
-            wrong = (block < 0) | (block >= len(self.known))
-            wrong |= ~self.known[np.where(wrong, 0, block)]
-            if wrong.any():
-                place = begin + int(wrong.argmax())
+            is_wrong = (block < 0) | (block >= len(self.known))
+            is_wrong |= ~self.known[np.where(is_wrong, 0, block)]
+            if is_wrong.any():
+                place = begin + int(is_wrong.argmax())
                 reason = f"token {place:,} has the id {ids[place]}, which a tokenizer of the ids 0 to {len(self.known) - 1:,} does not have"
-                raise Unreadable(f"{where}: {reason}; {OTHER_TOKENIZER}")
-        first = int(len(ids) > 0 and ids[0] == self.end_of_text)
-        last = int(len(ids) > first and ids[-1] == self.end_of_text)
-        document = ids[first : len(ids) - last].astype(np.uint32)
-        if len(inside := np.flatnonzero(document == self.end_of_text)):
-            reason = f"the end of text {self.name} (id {self.end_of_text}) is inside the document, at token {first + inside[0]:,}"
+                raise Unreadable(f"{location}: {reason}; {OTHER_TOKENIZER}")
+        n_leading = int(len(ids) > 0 and ids[0] == self.end_of_text)
+        n_trailing = int(len(ids) > n_leading and ids[-1] == self.end_of_text)
+        document = ids[n_leading : len(ids) - n_trailing].astype(np.uint32)
+        if len(inner_places := np.flatnonzero(document == self.end_of_text)):
+            reason = f"the end of text {self.name} (id {self.end_of_text}) is inside the document, at token {n_leading + inner_places[0]:,}"
             remedy = "split the document there, or set data.tokenizer.end_of_text to the token that separates documents"
-            raise Unreadable(f"{where}: {reason}; {remedy}")
+            raise Unreadable(f"{location}: {reason}; {remedy}")
         self.seen["documents"] += 1
         self.seen["largest_id"] = max(self.seen["largest_id"], int(ids.max(initial=0)))
-        self.seen["end_of_text_first"] += first
-        self.seen["end_of_text_last"] += last
+        self.seen["end_of_text_first"] += n_leading
+        self.seen["end_of_text_last"] += n_trailing
         return document
 
     def n_bytes(self, ids: np.ndarray) -> int:
@@ -76,14 +76,14 @@ class Vocabulary:
         return int(sum(self.bytes[ids[begin : begin + _BLOCK]].sum(dtype=np.float64) for begin in range(0, len(ids), _BLOCK)))
 
 
-def _array(ids: Plain | np.ndarray, where: str) -> np.ndarray:
+def _array(ids: Plain | np.ndarray, location: str) -> np.ndarray:
     """Ids as an array of whole numbers, (tokens,); empty for null, which is counted as a blank document."""
     try:
         array = np.empty(0, np.uint32) if ids is None or (isinstance(ids, list) and not ids) else np.asarray(ids)
     except ValueError:  # lists of unequal lengths
         array = np.empty(0, object)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise Unreadable(f"{where} does not hold a list of token ids; remove the row or set data.source.column")
+        raise Unreadable(f"{location} does not hold a list of token ids; remove the row or set data.source.column")
     return array
 
 
@@ -104,7 +104,7 @@ def held_out(source: Tokens) -> Tokens | None:
 
 
 def identity(source: Tokens, root: Path, hashes: FileHashes) -> dict[str, Plain]:
-    """The format, and the files with the hashes of their content, those that are held out apart."""
+    """The format, and the files with the hashes of their content; held-out files separately."""
     kind = FORMATS[source.format]
 
     def hashed(part: Tokens | None) -> list[Plain]:
@@ -117,7 +117,7 @@ def identity(source: Tokens, root: Path, hashes: FileHashes) -> dict[str, Plain]
 
 @dataclass(frozen=True)
 class TokenFormat:
-    """A format of ids: which files it has, what to hash for each, and how its documents are read."""
+    """A format of ids: functions that give its files, the files to hash for each of these, and its documents."""
 
     files: Callable[[Tokens], list[Path]]
     documents: Callable[[Path, Tokens, Vocabulary, OnError], Iterator[np.ndarray]]
@@ -125,16 +125,16 @@ class TokenFormat:
 
 
 def _with_suffix(suffix: str, source: Tokens) -> list[Path]:
-    """The files of a source that have the suffix; others are ignored in folders, and refused if they are named."""
+    """The files of a source that have the suffix; files without it are ignored in folders, and refused if the source names them."""
 
     def lacks(path: Path) -> bool:
         return path.exists() and all(file.suffix.lower() != suffix for file in (files_in(path) if path.is_dir() else [path]))
 
-    without = [path for path in map(Path, source.paths) if lacks(path)]
-    files = [] if without else [path for path in text_files.expand(Files(source.paths, [suffix])) if path.suffix.lower() == suffix]
+    unsuitable_paths = [path for path in map(Path, source.paths) if lacks(path)]
+    files = [] if unsuitable_paths else [path for path in text_files.expand(Files(source.paths, [suffix])) if path.suffix.lower() == suffix]
     if not files:
-        where = without[0] if without else source.paths[0]
-        raise DataError(f"{where}: is or has no {suffix} file, which data.source.format={source.format} reads (data.source.paths)")
+        culprit = unsuitable_paths[0] if unsuitable_paths else source.paths[0]
+        raise DataError(f"{culprit}: is or has no {suffix} file, which data.source.format={source.format} reads (data.source.paths)")
     return files
 
 
@@ -142,7 +142,7 @@ def _with_suffix(suffix: str, source: Tokens) -> list[Path]:
 
 
 HEADER = 256  # int32 numbers: magic, version, number of ids, zeros
-HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic, version): ids, as of llm.c's data for GPT-2 and for Llama 3
+HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic, version): dtype of the ids, as in llm.c's data for GPT-2 and for Llama 3
 
 
 def _header(path: Path) -> tuple[int, int, int]:
@@ -166,7 +166,7 @@ def _nanogpt(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnErr
     if size % 4 == 0 and len(high) >= 64 and high.max() < 16 <= low.max():
         reason = "every second id is below 16, as in ids of 4 bytes, and 2 are read"
         raise Unreadable(f"{path}: {reason}; write them to Parquet, for data.source.format=column")
-    yield from _separated(path, ids, vocabulary, on_error, after=1)
+    yield from _separated(path, ids, vocabulary, on_error, border_offset=1)
 
 
 def _modded(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
@@ -174,21 +174,21 @@ def _modded(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnErro
     *kind, count = _header(path)
     size = path.stat().st_size
     if (dtype := HEADERS.get(tuple(kind))) is None:
-        known = " or ".join(f"{magic} {version}" for magic, version in HEADERS)
-        raise Unreadable(f"{path}: begins with {kind[0]} {kind[1]}, not with {known}: damaged, or of another format")
-    expected = 4 * HEADER + count * np.dtype(dtype).itemsize
+        known_headers = " or ".join(f"{magic} {version}" for magic, version in HEADERS)
+        raise Unreadable(f"{path}: begins with {kind[0]} {kind[1]}, not with {known_headers}: damaged, or of another format")
+    expected_size = 4 * HEADER + count * np.dtype(dtype).itemsize
     if count < 1:
         raise Unreadable(f"{path}: its header says {count:,} ids: damaged")
-    if size != expected:
-        raise Unreadable(f"{path}: has {size:,} bytes, not the {expected:,} of {count:,} ids that its header says: damaged")
-    yield from _separated(path, np.memmap(path, dtype, "r", 4 * HEADER), vocabulary, on_error, after=0)
+    if size != expected_size:
+        raise Unreadable(f"{path}: has {size:,} bytes, not the {expected_size:,} of {count:,} ids that its header says: damaged")
+    yield from _separated(path, np.memmap(path, dtype, "r", 4 * HEADER), vocabulary, on_error, border_offset=0)
 
 
-def _separated(path: Path, ids: np.ndarray, vocabulary: Vocabulary, on_error: OnError, after: int) -> Iterator[np.ndarray]:
-    """The documents of a stream; end of text is the last token of each (`after` 1) or the first (0)."""
+def _separated(path: Path, ids: np.ndarray, vocabulary: Vocabulary, on_error: OnError, border_offset: int) -> Iterator[np.ndarray]:
+    """The documents of a stream; end of text is the last token of each (`border_offset` 1) or the first (0)."""
     begin = number = 0
     places = (start + np.flatnonzero(ids[start : start + _BLOCK] == vocabulary.end_of_text) for start in range(0, len(ids), _BLOCK))
-    for end in chain(chain.from_iterable((place + after).tolist() for place in places), [len(ids)]):
+    for end in chain(chain.from_iterable((place + border_offset).tolist() for place in places), [len(ids)]):
         if end > begin:
             number += 1
             with LeavingOut(on_error, (end - begin) * ids.itemsize):
@@ -204,14 +204,14 @@ CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 ar
 
 
 def _index_and_ids(path: Path) -> list[Path]:
-    """The .idx file, and the .bin file beside it. Raises DataError if that is missing."""
+    """The .idx file, and the .bin file beside it. Raises DataError if the .bin file is missing."""
     if not (data := path.with_suffix(".bin")).is_file():
         raise DataError(f"{path}: its ids are missing; put {data.name} beside it")
     return [path, data]
 
 
 def _megatron(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
-    """The documents of a .bin file, each of one or more sequences, as the .idx file at `path` has them."""
+    """The documents of a .bin file, each of one or more sequences, as the .idx file at `path` divides it."""
     _, data = _index_and_ids(path)
 
     def refused(reason: str) -> Unreadable:
@@ -224,12 +224,12 @@ def _megatron(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnEr
     if version != 1 or code not in CODES:
         raise refused(f"has version {version} and ids of type {code}; version 1 and whole numbers ({', '.join(map(str, CODES))}) are read")
     begin = INDEX_HEADER.itemsize
-    expected = begin + 12 * n_sequences + 8 * n_borders
-    if path.stat().st_size == expected + n_sequences:
+    expected_size = begin + 12 * n_sequences + 8 * n_borders
+    if path.stat().st_size == expected_size + n_sequences:
         raise refused("has modes of sequences, of a multimodal dataset, whose images are no text; only text can be read")
-    if path.stat().st_size != expected:
+    if path.stat().st_size != expected_size:
         counts = f"{n_sequences:,} sequences and {n_borders:,} borders of documents"
-        raise refused(f"has {path.stat().st_size:,} bytes, not the {expected:,} of {counts}: damaged")
+        raise refused(f"has {path.stat().st_size:,} bytes, not the {expected_size:,} of {counts}: damaged")
     sizes = np.fromfile(path, "<i4", n_sequences, offset=begin).astype(np.int64)
     pointers = np.fromfile(path, "<i8", n_sequences, offset=begin + 4 * n_sequences)
     borders = np.fromfile(path, "<i8", n_borders, offset=begin + 12 * n_sequences)

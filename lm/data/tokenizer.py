@@ -1,7 +1,7 @@
-"""Text to tokens and back: a byte-level BPE trained on the training documents, or one in files: a tokenizer.json, GPT-2's or
+"""Text to tokens and back: a byte-level BPE trained on the training documents, or a tokenizer in files: a tokenizer.json, GPT-2's or
 tiktoken's files, or a pretrained model's.
 
-The `tokenizers` library is called here and in `lm.huggingface` alone: all that it raises becomes a DataError.
+Only this module and `lm.huggingface` call the `tokenizers` library: all that it raises becomes a DataError.
 """
 
 import base64
@@ -40,9 +40,9 @@ NO_TOKENIZER = "not a tokenizer.json of the `tokenizers` library"
 
 
 @contextmanager
-def library_errors(what: str, remedy: str = "") -> Iterator[None]:
-    """Turn what the library raises into a DataError: `what`, the library's words, `remedy`. Its panics, such as at a pattern that takes
-    too long on a text, are no Exceptions. Errors of the texts that a tokenizer is trained on pass: our own, of files and of memory."""
+def library_errors(failure: str, remedy: str = "") -> Iterator[None]:
+    """Turn errors of the library into a DataError: `failure`, the library's words, `remedy`. Its panics, such as at a pattern that takes
+    too long on a text, are no Exceptions. Errors in reading the texts that a tokenizer is trained on pass: lm's, of files and of memory."""
     try:
         yield
     except (LMError, OSError, MemoryError):
@@ -50,12 +50,12 @@ def library_errors(what: str, remedy: str = "") -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and not panicked(error):
             raise
-        raise DataError(f"{what}: {one_line(error)}{remedy}") from None
+        raise DataError(f"{failure}: {one_line(error)}{remedy}") from None
 
 
 def identity(spec: AnyTokenizer) -> dict[str, Plain]:
     """Plain data that changes exactly when the tokens may: settings, and sha256 of files. Raises DataError if one is missing."""
-    if isinstance(spec, PretrainedTokenizer):  # wherever it comes from
+    if isinstance(spec, PretrainedTokenizer):  # from the hub or a folder
         content, _ = pretrained(spec)
         return {"name": spec.name, "end_of_text": spec.end_of_text, "sha256": hashlib.sha256(content.encode()).hexdigest()}
     plain = to_plain(spec)
@@ -63,7 +63,7 @@ def identity(spec: AnyTokenizer) -> dict[str, Plain]:
 
 
 def origin(spec: AnyTokenizer) -> dict[str, Plain]:
-    """The name and the commit of a tokenizer that comes from the hub; {} for others."""
+    """The name and the commit of a tokenizer that comes from the hub; {} for other tokenizers."""
     commit = pretrained(spec)[1] if isinstance(spec, PretrainedTokenizer) else ""
     return {"model": spec.model, "commit": commit} if commit else {}
 
@@ -112,17 +112,17 @@ def load_tokenizer(path: Path, end_of_text: str = END_OF_TEXT) -> "Tokenizer":
     return _parsed(lambda: content.decode(), end_of_text, str(path), "data.tokenizer.path")
 
 
-def _parsed(content: Callable[[], str], end_of_text: str, where: str, key: str) -> "Tokenizer":
-    """The tokenizer of a tokenizer.json; errors name `where` it is from, and the `key`."""
-    with library_errors(f"{where}: {NO_TOKENIZER}", f" ({key})"):
+def _parsed(content: Callable[[], str], end_of_text: str, source: str, key: str) -> "Tokenizer":
+    """The tokenizer of a tokenizer.json; errors name its `source` and the `key`."""
+    with library_errors(f"{source}: {NO_TOKENIZER}", f" ({key})"):
         try:
             return parse_tokenizer(content(), end_of_text)
         except DataError as error:
-            raise DataError(f"{where}: {error}") from None
+            raise DataError(f"{source}: {error}") from None
 
 
 def parse_tokenizer(json: str, end_of_text: str) -> "Tokenizer":
-    """`load_tokenizer` from the file's content; errors of the library are its own."""
+    """`load_tokenizer` from the file's content; errors of the library pass unchanged."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(json)
@@ -131,9 +131,9 @@ def parse_tokenizer(json: str, end_of_text: str) -> "Tokenizer":
     if (size := vocab_size(tokenizer)) > MAX_VOCAB:
         raise DataError(f"its largest id is {size - 1:,}; a vocabulary has at most {MAX_VOCAB:,} entries")
     if tokenizer.token_to_id(end_of_text) is None:
-        special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
-        known = f"it has {', '.join(special[:8])}" if special else "it has no special tokens"
-        raise DataError(f"no token '{end_of_text}'; set data.tokenizer.end_of_text to one that ends a text ({known})")
+        special_names = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+        listing = f"it has {', '.join(special_names[:8])}" if special_names else "it has no special tokens"
+        raise DataError(f"no token '{end_of_text}'; set data.tokenizer.end_of_text to one that ends a text ({listing})")
     tokenizer.add_special_tokens([end_of_text])  # special, even if it is an ordinary added token in the file, which text could encode to
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -148,7 +148,7 @@ def encode(tokenizer: "Tokenizer", texts: list[str]) -> list[list[int]]:
             return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
     except DataError:
         for text in texts:
-            encoding_of(tokenizer, text)  # says at which
+            encoding_of(tokenizer, text)  # raises an error that names the text
         raise
 
 
@@ -159,7 +159,7 @@ def encoding_of(tokenizer: "Tokenizer", text: str) -> "Encoding":
 
 
 def decode(tokenizer: "Tokenizer", tokens: Sequence[int], special: bool = False) -> str:
-    """The text of tokens; `special`: with that of special tokens. Raises DataError: the library fails at them."""
+    """The text of tokens; `special`: special tokens included. Raises DataError: the library fails at them."""
     with library_errors(f"data.tokenizer: can't decode {len(tokens)} tokens", "; use another tokenizer"):
         return tokenizer.decode(tokens, skip_special_tokens=not special)
 
@@ -171,9 +171,9 @@ def words(tokenizer: "Tokenizer", text: str) -> list[tuple[str, tuple[int, int]]
 
 
 def special_tokens(tokenizer: "Tokenizer") -> np.ndarray:
-    """Which tokens are special: (V,) bool."""
+    """The tokens that are special: (V,) bool."""
     result = np.zeros(vocab_size(tokenizer), bool)
-    result[[index for index, added in tokenizer.get_added_tokens_decoder().items() if added.special]] = True
+    result[[index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special]] = True
     return result
 
 
@@ -192,8 +192,8 @@ def token_bytes(tokenizer: "Tokenizer") -> np.ndarray | None:
     for token, index in tokenizer.get_vocab(with_added_tokens=False).items():
         # A byte-level vocabulary writes each byte as one character; a token with other characters is decoded as it is.
         result[index] = len(token) if alphabet.issuperset(token) else len(token.encode())
-    for index, added in tokenizer.get_added_tokens_decoder().items():
-        result[index] = 0 if added.special else len(added.content.encode())
+    for index, added_token in tokenizer.get_added_tokens_decoder().items():
+        result[index] = 0 if added_token.special else len(added_token.content.encode())
     return result
 
 
@@ -212,11 +212,11 @@ TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 # Files of tokenizers that transformers converts.
 VOCABULARY, SENTENCEPIECE = "vocab.json", ("tokenizer.model", "spiece.model")
 OLDER = (VOCABULARY, "merges.txt", *SENTENCEPIECE, "vocab.txt")
-KINDS = (TOKENIZER_CONFIG, "config.json")  # one of them says which class a tokenizer has
+KINDS = (TOKENIZER_CONFIG, "config.json")  # one of them names the class of a tokenizer
 
 
 def pretrained(spec: PretrainedTokenizer) -> tuple[str, str]:
-    """The content of a pretrained model's tokenizer.json, and the commit on the hub that it is of; empty of a folder.
+    """The content of a pretrained model's tokenizer.json, and its commit on the hub; an empty commit for a folder.
 
     Raises DataError: there is no such folder or model, it has no tokenizer, or the hub can't be reached.
     """
@@ -224,33 +224,33 @@ def pretrained(spec: PretrainedTokenizer) -> tuple[str, str]:
         if spec.revision:
             raise DataError(f"{folder}: is on this machine, not on the hub; set data.tokenizer.revision to null")
         return named_tokenizer(folder), ""
-    wanted = [TOKENIZER_FILE, *KINDS, "special_tokens_map.json", *OLDER]
-    folder = downloaded(spec.model, spec.revision, wanted, " (data.tokenizer.model)")
+    patterns = [TOKENIZER_FILE, *KINDS, "special_tokens_map.json", *OLDER]
+    folder = downloaded(spec.model, spec.revision, patterns, " (data.tokenizer.model)")
     return named_tokenizer(folder), folder.name
 
 
-def downloaded(name: str, revision: str | None, wanted: list[str], where: str = "") -> Path:
-    """The files of a model on the hub whose names match `wanted`, in its cache: a folder named by the commit.
+def downloaded(name: str, revision: str | None, patterns: list[str], suffix: str = "") -> Path:
+    """The files of a model on the hub whose names match `patterns`, in its cache: a folder named by the commit.
 
     Args:
-        where: words that end errors.
+        suffix: words that end errors.
 
     Raises DataError: not a name on the hub, no such model, or no network and not in the cache.
     """
     if name.count("/") != 1 or name.startswith(("/", ".", "~")):
-        raise DataError(f"{name}: no such folder or file, and not a name on the hub, such as HuggingFaceTB/SmolLM2-135M{where}")
+        raise DataError(f"{name}: no such folder or file, and not a name on the hub, such as HuggingFaceTB/SmolLM2-135M{suffix}")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:  # many kinds: offline, no such model, no permission
-        raise DataError(f"{name}: no such folder, and the hub does not give it: {one_line(error, 200)}{where}") from None
+        raise DataError(f"{name}: no such folder, and the hub does not give it: {one_line(error, 200)}{suffix}") from None
 
 
 def read_tokenizer(path: Path) -> str | None:
     """The content of a tokenizer.json, of a folder with one, or of a folder whose files transformers converts; None: no tokenizer there.
 
-    Raises DataError: files that can't be read, or transformers or what it needs for them is not installed.
+    Raises DataError: files can't be read, or transformers or a package that it needs for them is not installed.
     """
     file = path / TOKENIZER_FILE if path.is_dir() else path
     if file.is_file():
@@ -269,20 +269,20 @@ def read_tokenizer(path: Path) -> str | None:
     if any((path / name).is_file() for name in SENTENCEPIECE) and find_spec("sentencepiece") is None:
         raise DataError(f"{path}: has no {TOKENIZER_FILE}; transformers converts its tokenizer: pip install 'sentencepiece>=0.2'")
     try:
-        listed = dict(json.loads((path / VOCABULARY).read_text(encoding="utf-8"))) if (path / VOCABULARY).is_file() else {}
+        vocabulary = dict(json.loads((path / VOCABULARY).read_text(encoding="utf-8"))) if (path / VOCABULARY).is_file() else {}
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True).backend_tokenizer
     except Exception as error:  # all that transformers raises for files that it can't read
-        alone = all((path / name).is_file() for name in OLDER[:2]) and not any((path / name).is_file() for name in KINDS)
+        is_bare = all((path / name).is_file() for name in OLDER[:2]) and not any((path / name).is_file() for name in KINDS)
         remedy = f"two files alone are named: data.tokenizer={{name: gpt2, vocab: {path / OLDER[0]}, merges: {path / OLDER[1]}}}"
-        raise DataError(f"{path}: its tokenizer can't be converted: {remedy if alone else one_line(error, 200)}") from None
-    if missing := listed.keys() - tokenizer.get_vocab().keys():
-        reason = f"transformers leaves out {len(missing):,} of the {len(listed):,} tokens of its {VOCABULARY}"
+        raise DataError(f"{path}: its tokenizer can't be converted: {remedy if is_bare else one_line(error, 200)}") from None
+    if missing_tokens := vocabulary.keys() - tokenizer.get_vocab().keys():
+        reason = f"transformers leaves out {len(missing_tokens):,} of the {len(vocabulary):,} tokens of its {VOCABULARY}"
         raise DataError(f"{path}: its tokenizer can't be converted: {reason}; is tokenizer_class in {TOKENIZER_CONFIG} the right one?")
     return tokenizer.to_str(pretty=True)
 
 
 def named_tokenizer(path: Path) -> str:
-    """`read_tokenizer` of a path that was asked for. Raises DataError: no tokenizer there, too."""
+    """`read_tokenizer` of a path that the user named. Raises DataError: also if there is no tokenizer there."""
     content = read_tokenizer(path)
     if content is None:
         raise DataError(f"{path}: no tokenizer there: neither {TOKENIZER_FILE} nor {', '.join(OLDER)}")
@@ -292,7 +292,7 @@ def named_tokenizer(path: Path) -> str:
 # ---------------------------------------------------------------- files of merges and ranks
 
 
-# How each tiktoken encoding cuts text into words, and the id of its <|endoftext|>.
+# The pattern with which each tiktoken encoding cuts text into words, and the id of its <|endoftext|>.
 _CL100K = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _R50K = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _O200K = "|".join(
@@ -333,7 +333,7 @@ def gpt2_tokenizer(vocab: Path, merges: Path) -> "Tokenizer":
 def tiktoken_tokenizer(path: Path, encoding: str) -> "Tokenizer":
     """The tokenizer of a rank file: lines of a token's bytes in base64 and its id, which is also its rank among merges.
 
-    tiktoken merges the neighbours whose union ranks lowest, so that every way to cut a token in two tokens is a merge.
+    tiktoken merges the neighbours whose union ranks lowest: so every pair of tokens that make up a token is a merge.
 
     Raises DataError: the file is missing or not a rank file.
     """
@@ -353,13 +353,13 @@ def tiktoken_tokenizer(path: Path, encoding: str) -> "Tokenizer":
 
     words = pre_tokenizers.Split(Regex(pattern), "isolated")
     cutter = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    spelled = {token: _spelled(token) for token in ranks}
-    ids = {spelled[token]: rank for token, rank in ranks.items()}
-    return _byte_level(ids, [(spelled[first], spelled[second]) for first, second in pairs], end, cutter, ignore_merges=True)
+    spellings = {token: _spelled(token) for token in ranks}
+    ids = {spellings[token]: rank for token, rank in ranks.items()}
+    return _byte_level(ids, [(spellings[first], spellings[second]) for first, second in pairs], end, cutter, ignore_merges=True)
 
 
 def _are_ids(ids: Collection[int]) -> bool:
-    """Whether these can be the ids of a vocabulary: some, all different, from 0 on, within `MAX_VOCAB`."""
+    """Whether these can be the ids of a vocabulary: one at least, all different, from 0 on, below `MAX_VOCAB`."""
     return len(ids) > 0 and len({*ids}) == len(ids) and min(ids) >= 0 and max(ids) < MAX_VOCAB
 
 
@@ -382,9 +382,9 @@ def _spelled(token: bytes) -> str:
 
 @cache
 def _alphabet() -> list[str]:
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    printable_bytes = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    substitutes = iter(range(256, 512))
+    return [chr(byte if byte in printable_bytes else next(substitutes)) for byte in range(256)]
 
 
 def read(path: Path, key: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Rows of attention (scores and weights of single queries over the keys that they see), and statistics of all rows of a model.
+"""Rows of attention (scores and weights of a query over the keys that it sees), and statistics of all rows of a model.
 
 Shapes: H heads, T queries, S keys; one sequence at a time.
 """
@@ -23,7 +23,7 @@ from lm.model.decoder import Decoder
 from lm.runs.evaluations import Axis
 
 NO_FIRST = ", no first"
-LEAST_KEYS = 32  # queries that see fewer keys are left out: their statistics say more about the number of keys than about the model
+LEAST_KEYS = 32  # queries that see fewer keys are left out: their statistics depend more on the number of keys than on the model
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Moments:
 
 
 def score_moments(scores: Tensor, visible: Tensor) -> Moments:
-    """Moments over the last dimension of scores (..., S), of the keys where `visible` (broadcastable to it) is true."""
+    """Moments of scores (..., S) over the keys where `visible`, bool, broadcastable to the scores, is true; each (...)."""
     n = visible.sum(-1)
     mean = scores.masked_fill(~visible, 0.0).sum(-1) / n
     deviation = (scores - mean.unsqueeze(-1)).masked_fill(~visible, 0.0)
     std = (deviation.square().sum(-1) / n).sqrt()
-    standard = deviation / std.masked_fill(std == 0, math.nan).unsqueeze(-1)
-    cube = standard * standard * standard
-    return Moments(mean, std, cube.sum(-1) / n, (cube * standard).sum(-1) / n - 3)
+    standard_scores = deviation / std.masked_fill(std == 0, math.nan).unsqueeze(-1)
+    cube = standard_scores * standard_scores * standard_scores
+    return Moments(mean, std, cube.sum(-1) / n, (cube * standard_scores).sum(-1) / n - 3)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,15 +53,15 @@ class AttentionRows:
 
     layer: int  # from 0
     queries: Tensor  # (T,) int64, index of each query in the sequence
-    normalizer: Normalizer  # of the layer: `normalize` makes weights of other scores
+    normalizer: Normalizer  # the layer's normalizer: its `normalize` turns scores into weights
     layout: AttentionLayout  # where queries and keys stand in their documents
-    scores: Tensor  # (H, T, S) fp32, what the normalizer normalizes (`Normalizer.scores`); of visible keys alone they mean anything
+    scores: Tensor  # (H, T, S) fp32, which the normalizer turns into weights (`Normalizer.scores`); meaningless for invisible keys
     weights: Tensor  # (H, T, S) fp32, 0 for keys that are not visible; not negative in most families, summing to one in many
-    visible: Tensor  # (T, S) bool, the keys that a query may give weight to: those of its document up to itself, or of its window
+    visible: Tensor  # (T, S) bool, the keys that a query may give weight to: keys of its document up to the query, or of its window
     inputs: AttentionInputs | None = None  # the layer's x (1, L, C), q, k (1, H, L, D) and v (1, H, L, E), of all tokens of the sequence
-    embedding: Tensor | None = None  # (1, L, C), their vectors in the embedding
-    seed: int = 0  # tells sequences apart, for what is drawn at random
-    is_shuffled: bool = False  # scores and weights are not where the inputs put them (`shuffled`)
+    embedding: Tensor | None = None  # (1, L, C), the vectors of all tokens in the embedding
+    seed: int = 0  # seed of random draws, another for each sequence
+    is_shuffled: bool = False  # whether scores are in another order than the inputs gave (`shuffled`)
 
     @classmethod
     def of(cls, block: AttentionBlock, embedding: Tensor | None = None, seed: int = 0) -> "AttentionRows":
@@ -74,17 +74,17 @@ class AttentionRows:
 
     @cached_property
     def n(self) -> Tensor:
-        """How many keys each query sees, (T,) fp32."""
+        """The number of keys that each query sees, (T,) fp32."""
         return self.visible.sum(-1).float()
 
     @cached_property
     def first(self) -> Tensor:
-        """(T, S) bool: the first token of each query's document."""
+        """Mask, (T, S) bool, of the first token of each query's document."""
         return _plane(self.layout.visible()) & (self.layout.key_positions == 0).view(-1, self.visible.size(-1))
 
     @cached_property
     def distance(self) -> Tensor:
-        """(T, S) fp32: how many tokens back each key is; negative for those ahead."""
+        """Distance, (T, S) fp32: number of tokens from the key to the query; negative for keys after the query."""
         return _plane(self.layout.distance())
 
     @cached_property
@@ -94,7 +94,7 @@ class AttentionRows:
 
     @cached_property
     def total(self) -> Tensor:
-        """Sum of |weights| of each row, (H, T); NaN where it is 0, so that whatever is divided by it is undefined there."""
+        """Sum of |weights| of each row, (H, T); NaN where it is 0, so that quotients are undefined there."""
         total = self.size.sum(-1)
         return total.masked_fill(total == 0, math.nan)
 
@@ -107,7 +107,7 @@ class AttentionRows:
     def content(self) -> Tensor:
         """Scores (H, T, S) without the part that depends on distance alone (ALiBi's slope, the decay of linear attention).
 
-        Shuffled scores are as they are: which part was whose key's cannot be told any more.
+        Shuffled scores are returned unchanged: the part of a key can't be told from the rest any more.
         """
         log_decay = self.normalizer.log_decay(self.scores)
         if self.is_shuffled or not log_decay.any():
@@ -131,43 +131,44 @@ class AttentionRows:
 
     @cached_property
     def is_finite(self) -> Tensor:
-        """(H, T) bool: whether all scores of visible keys and all weights are finite."""
+        """Mask, (H, T) bool, of rows whose scores of visible keys and weights are all finite."""
         return ((self.scores.isfinite() | ~self.visible) & self.weights.isfinite()).all(-1)
 
     @cached_property
     def is_defined(self) -> Tensor:
-        """(H, T) bool: whether a row can be described: its numbers are finite, and not all of its weights are 0."""
+        """Mask, (H, T) bool, of rows that can be described: their numbers are finite, and not all of their weights are 0."""
         return self.is_finite & (self.size.sum(-1) > 0)
 
     def select(self, queries: Tensor) -> "AttentionRows":
-        """Some of the queries, (T,) bool or int64."""
+        """The rows of some queries: `queries` is a mask, (T,) bool, or indices, int64."""
         layout, scores, weights = self.layout.select(queries, self.visible.size(-1)), self.scores[:, queries], self.weights[:, queries]
         visible = self.visible[queries]
         return replace(self, queries=self.queries[queries], layout=layout, scores=scores, weights=weights, visible=visible)
 
     @cached_property
     def without_first(self) -> "AttentionRows":
-        """The same rows as if the first token of the document were not there: it is not visible, the weights of the others stay."""
+        """The rows without the first token of the document: it is not visible, and the weights of other keys stay."""
         return replace(self, weights=self.weights.masked_fill(self.first, 0.0), visible=self.visible & ~self.first)
 
     def shuffled(self, order: Tensor) -> "AttentionRows":
-        """The same scores of each query in another order among the keys that it sees, normalized again.
+        """The rows with each query's scores in another order among the keys that it sees, normalized again.
 
-        order: (T, S) numbers that tell the order: the visible keys, sorted by them, take over the scores of the visible keys in their own
-        order. It is the same for all heads. What is left is what the distribution of the scores gives, wherever the keys stand.
+        The order is the same for all heads. The weights then follow from the distribution of the scores alone, wherever keys stand.
+
+        order: (T, S) numbers. The visible keys, sorted by these numbers, get the scores of the visible keys in the sequence's order.
         """
-        places = torch.argsort((~self.visible).to(torch.int8), dim=-1, stable=True)  # visible keys first, in their order
-        drawn = order.masked_fill(~self.visible, math.inf).argsort(-1)  # visible keys first, in the drawn order
-        in_order = self.scores.gather(-1, places.expand(self.scores.shape))
-        scores = torch.empty_like(self.scores).scatter_(-1, drawn.expand(self.scores.shape), in_order)
+        places = torch.argsort((~self.visible).to(torch.int8), dim=-1, stable=True)  # visible keys first, in the sequence's order
+        targets = order.masked_fill(~self.visible, math.inf).argsort(-1)  # visible keys first, sorted by `order`
+        ordered_scores = self.scores.gather(-1, places.expand(self.scores.shape))
+        scores = torch.empty_like(self.scores).scatter_(-1, targets.expand(self.scores.shape), ordered_scores)
         weights = self.normalizer.normalize(scores.unsqueeze(0), self.layout)[0]
         return replace(self, scores=scores, weights=weights, is_shuffled=True)
 
 
 def later(layout: AttentionLayout, tokens: int) -> AttentionLayout:
-    """The same queries and keys with so many tokens more before all of them."""
-    shifted = {name: getattr(layout, name) + tokens for name in ("positions", "key_positions", "lengths")}
-    return replace(layout, **shifted)
+    """The layout of the same queries and keys with `tokens` more tokens before them."""
+    shifted_fields = {name: getattr(layout, name) + tokens for name in ("positions", "key_positions", "lengths")}
+    return replace(layout, **shifted_fields)
 
 
 def _plane(values: Tensor) -> Tensor:
@@ -176,10 +177,13 @@ def _plane(values: Tensor) -> Tensor:
 
 
 def query_indices(length: int, count: int) -> list[int]:
-    """Up to `count` queries of a sequence, ascending: from the first that can see `LEAST_KEYS` keys to the last one, evenly spread over the
-    logarithm of the number of keys, so that each octave has as many. Fewer in short sequences, where indices are not repeated."""
-    spread = np.geomspace(LEAST_KEYS, length, count) if length >= LEAST_KEYS else []
-    return sorted({round(float(keys)) - 1 for keys in spread})
+    """Indices of up to `count` queries of a sequence, ascending, from the first query that can see `LEAST_KEYS` keys to the last query.
+
+    They are evenly spread over the logarithm of the number of keys, so that each octave has equally many. Short sequences have fewer, as
+    indices are not repeated.
+    """
+    key_counts = np.geomspace(LEAST_KEYS, length, count) if length >= LEAST_KEYS else []
+    return sorted({round(float(keys)) - 1 for keys in key_counts})
 
 
 # ---------------------------------------------------------------- statistics of rows
@@ -187,52 +191,55 @@ def query_indices(length: int, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Statistic:
-    """One number for each head and query; those of rows that are not `is_defined` are not used."""
+    """One number for each head and query; numbers of rows that are not `is_defined` are not used."""
 
     name: str  # as tables and pictures show it
-    unit: str  # such as `keys` or `nats`; a `fraction` lies within 0 and 1; empty: a number without one
-    of: Callable[[AttentionRows], Tensor | None]  # (H, T), NaN where not defined; None: it does not apply to the layer's normalizer
-    shown: bool = False  # in reports, pictures and the metrics of a run, too; any other is in the result and its tables alone
-    fitted: bool = False  # its growth with the number of visible keys n is fitted by head, value ~ n^exponent
-    log: bool = False  # its values are logarithms already, for the fit
+    unit: str  # such as `keys` or `nats`; empty: no unit. A `fraction` lies within 0 and 1
+    of: Callable[[AttentionRows], Tensor | None]  # rows -> (H, T), NaN where not defined; None: does not apply to the normalizer
+    shown: bool = False  # whether reports, pictures and the metrics of a run have it, too; else the result and its tables alone
+    fitted: bool = False  # whether its growth with the number of visible keys n is fitted by head, value ~ n^exponent
+    log: bool = False  # whether its values are logarithms already, for the fit
 
     @property
     def without_first(self) -> "Statistic":
-        """The same statistic without the first token of the document, which reports leave out."""
+        """The statistic of rows without the first token of the document; reports leave it out."""
         return replace(self, name=self.name + NO_FIRST, of=lambda rows: self.of(rows.without_first), shown=False)
 
 
 @dataclass(frozen=True)
 class Accumulated:
-    """Sums over all queries of each sequence by head, such as those of weights by the key's position; of rows that are `is_defined`.
+    """Sums over all queries of a sequence by head, such as sums of weights by the key's position; only of rows that are `is_defined`.
 
     P: the shape of the sums of a head.
     """
 
-    name: str  # as of `Statistic`
-    unit: str  # as of `Statistic`
+    name: str  # as in `Statistic`
+    unit: str  # as in `Statistic`
     size: Callable[[int], tuple[int, ...]]  # tokens of a sequence -> P
-    sums: Callable[[AttentionRows, int], Tensor | None]  # rows, tokens of the sequence -> (H, *P); None: it does not apply
+    sums: Callable[[AttentionRows, int], Tensor | None]  # rows, tokens of the sequence -> (H, *P); None: does not apply
     # Sums of each sequence (N, layers, H, *P) float64 -> a number for each head (layers, H), NaN where not defined; None: see `derive`.
     finish: Callable[[np.ndarray], np.ndarray] | None = None
-    shown: bool = False  # as of `Statistic`
+    shown: bool = False  # as in `Statistic`
 
 
 @dataclass(frozen=True, eq=False)
 class Values:
-    """The values of statistics of one model on N sequences, NaN where they are not defined."""
+    """The values of statistics of one model on N sequences; NaN where a statistic is not defined."""
 
-    n: np.ndarray  # (N, layers, T), how many keys each query sees
-    by_query: dict[str, np.ndarray]  # (N, layers, H, T) of each `Statistic`, by its name
-    by_head: dict[str, np.ndarray]  # (layers, H) of each `Accumulated` that has such numbers, by its name
-    sums: dict[str, np.ndarray]  # (N, layers, H, *P) float64 of each `Accumulated`, by its name
+    n: np.ndarray  # (N, layers, T), the number of keys that each query sees
+    by_query: dict[str, np.ndarray]  # (N, layers, H, T) for each `Statistic`, by its name
+    by_head: dict[str, np.ndarray]  # (layers, H) for each `Accumulated` with a `finish`, by its name
+    sums: dict[str, np.ndarray]  # (N, layers, H, *P) float64 for each `Accumulated`, by its name
     length: int  # tokens in a sequence
     train_length: int  # tokens in a training sequence
 
 
 @dataclass(frozen=True, eq=False)
 class Derived:
-    """Numbers made of the values of several statistics: one (1,), or one for each point of an axis; `what`: which of those of this name."""
+    """Numbers made of the values of several statistics: one (1,), or one for each point of an axis.
+
+    what: the part of the name that tells several of one `name` apart.
+    """
 
     name: str
     unit: str
@@ -252,11 +259,11 @@ class Family:
 
 
 KEYS, HEAD = "visible keys", "head"  # names of axes
-NOT_FINITE, NO_WEIGHT = "rows that are not finite", "rows without weight"  # fractions of the queries, beside the statistics
+NOT_FINITE, NO_WEIGHT = "rows that are not finite", "rows without weight"  # names of fractions of the queries, beside the statistics
 
 
 class Measures:
-    """The statistics of some families, and how their numbers lie in one vector for each sequence and model.
+    """The statistics of some families, and the places of their numbers in the vector of a sequence and model.
 
     Args:
         queries: indices of the queries in each sequence, ascending.
@@ -267,10 +274,13 @@ class Measures:
         self.families, self.heads, self.queries, self.length = families, heads, queries, length
         self.per_query = [statistic for family in families for statistic in family.per_query]
         self.accumulated = [sums for family in families for sums in family.accumulated]
-        # Numbers of a query: the keys it sees, what leaves it undefined, and each statistic.
+        # Numbers of a query: the number of keys it sees, two reasons for being undefined, and each statistic.
         self.names = ["n", NOT_FINITE, NO_WEIGHT, *(statistic.name for statistic in self.per_query)]
-        # Parts of a vector: the queries' numbers (names, layers, H, T), and (layers, H, *P) of each `Accumulated`.
-        self.shapes = [(len(self.names), layers, heads, len(queries)), *((layers, heads, *each.size(length)) for each in self.accumulated)]
+        # Parts of a vector: numbers of the queries (names, layers, H, T), and sums (layers, H, *P) for each `Accumulated`.
+        self.shapes = [
+            (len(self.names), layers, heads, len(queries)),
+            *((layers, heads, *accumulator.size(length)) for accumulator in self.accumulated),
+        ]
 
     @property
     def numbers(self) -> int:
@@ -279,51 +289,51 @@ class Measures:
 
     @torch.no_grad()
     def of(self, decoder: Decoder, batch: Batch, index: int = 0, order: Tensor | None = None) -> list[Tensor]:
-        """All statistics of a sequence, (numbers,); and with `order` those of its shuffled scores, a second vector.
+        """The vector of all statistics of a sequence, (numbers,); with `order` a second vector, of its shuffled scores.
 
-        Scores and weights are fp32. Memory holds those of some queries of a layer at a time.
+        Scores and weights are fp32. Memory holds scores of some queries of one layer at a time.
 
         Args:
-            batch: of one sequence.
-            index: number of the sequence, the seed of what statistics draw.
+            batch: one sequence.
+            index: number of the sequence, the seed of random draws.
             order: random numbers, (queries, tokens), by which scores are shuffled.
         """
         vectors = [[torch.full(self.shapes[0], torch.nan), *map(torch.zeros, self.shapes[1:])] for _ in range(1 if order is None else 2)]
-        device, done = batch.tokens.device, [0] * self.shapes[0][1]
+        device, query_counts = batch.tokens.device, [0] * self.shapes[0][1]
         embedding = decoder.embedding(batch.tokens)
         for block in attention_blocks(decoder, batch, self.queries, inputs=True):
-            rows, start = AttentionRows.of(block, embedding, index), done[block.layer]
-            stop = done[block.layer] = start + len(block.queries)
+            rows, start = AttentionRows.of(block, embedding, index), query_counts[block.layer]
+            stop = query_counts[block.layer] = start + len(block.queries)
             self._add(vectors[0], rows, start)
             if order is not None:
                 self._add(vectors[1], rows.shuffled(order[start:stop, : rows.visible.size(-1)].to(device)), start)
         return [torch.cat([part.flatten() for part in parts]) for parts in vectors]
 
     def _add(self, parts: list[Tensor], rows: AttentionRows, start: int) -> None:
-        """Put in the numbers of those rows that see enough keys; `start`: place of the first of them among the queries."""
-        enough = (rows.n >= LEAST_KEYS).nonzero().squeeze(-1)
-        if not len(enough):
+        """Write the numbers of rows that see enough keys into `parts`; `start`: place of the first row among the queries."""
+        indices = (rows.n >= LEAST_KEYS).nonzero().squeeze(-1)
+        if not len(indices):
             return
-        (numbers, *sums), places, rows, layer = parts, enough.cpu() + start, rows.select(enough), rows.layer
-        defined = rows.is_defined
+        (numbers, *sums), places, rows, layer = parts, indices.cpu() + start, rows.select(indices), rows.layer
+        is_defined = rows.is_defined
         numbers[0, layer][:, places] = rows.n.cpu().expand(self.heads, -1)
         numbers[1, layer][:, places] = (~rows.is_finite).float().cpu()
-        numbers[2, layer][:, places] = (rows.is_finite & ~defined).float().cpu()
+        numbers[2, layer][:, places] = (rows.is_finite & ~is_defined).float().cpu()
         for index, statistic in enumerate(self.per_query, 3):
             if (value := statistic.of(rows)) is not None:
-                numbers[index, layer][:, places] = value.float().where(defined, torch.nan).cpu()
-        for total, accumulated in zip(sums, self.accumulated, strict=True):
-            if (value := accumulated.sums(rows, self.length)) is not None:
+                numbers[index, layer][:, places] = value.float().where(is_defined, torch.nan).cpu()
+        for total, accumulator in zip(sums, self.accumulated, strict=True):
+            if (value := accumulator.sums(rows, self.length)) is not None:
                 total[layer] += value.float().cpu()
 
     def values(self, vectors: np.ndarray, train_length: int) -> Values:
-        """Divide vectors (N, numbers) of N sequences into the statistics that they hold, by name."""
+        """The values in vectors (N, numbers) of N sequences, by the names of the statistics."""
         parts = np.split(vectors, np.cumsum([math.prod(shape) for shape in self.shapes])[:-1], axis=1)
         by_query, *sums = (part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
-        n, *others = np.moveaxis(by_query, 1, 0)
-        totals = {each.name: part.astype("f8") for each, part in zip(self.accumulated, sums, strict=True)}
-        by_head = {each.name: each.finish(totals[each.name]) for each in self.accumulated if each.finish}
-        return Values(n[:, :, 0], dict(zip(self.names[1:], others, strict=True)), by_head, totals, self.length, train_length)
+        n, *statistics = np.moveaxis(by_query, 1, 0)
+        totals = {accumulator.name: part.astype("f8") for accumulator, part in zip(self.accumulated, sums, strict=True)}
+        by_head = {accumulator.name: accumulator.finish(totals[accumulator.name]) for accumulator in self.accumulated if accumulator.finish}
+        return Values(n[:, :, 0], dict(zip(self.names[1:], statistics, strict=True)), by_head, totals, self.length, train_length)
 
 
 def orders(index: int, queries: int, length: int) -> Tensor:
@@ -332,28 +342,30 @@ def orders(index: int, queries: int, length: int) -> Tensor:
 
 
 def mean(values: np.ndarray, axes: tuple[int, ...] | int | None = None) -> np.ndarray:
-    """The mean of what is defined, float64; NaN where nothing is."""
+    """The mean of the values that are defined, float64; NaN where no value is."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # numpy's about means of nothing
+        warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns about means of nothing
         return np.nanmean(values, axis=axes, dtype="f8")
 
 
 def visible_keys(ranges: Sequence[tuple[int, int]]) -> Axis:
-    """Ranges of the number of visible keys, (first, last), each at its middle."""
+    """The axis of ranges of the number of visible keys, (first, last), each placed at its middle."""
     middles = tuple(float(round(math.sqrt(first * last))) for first, last in ranges)
     return Axis(KEYS, "tokens", "where queries see about", middles)
 
 
 def half_octaves(n: np.ndarray, train_length: int) -> list[tuple[int, int]]:
-    """Ranges of the number of keys, (first, last), that some of `n` (NaN: not known) lie in: half octaves, one of which ends at the
-    training length."""
-    known = n[np.isfinite(n)]
-    if not len(known):
+    """Ranges of the number of keys, (first, last), that hold some of the numbers `n` (NaN: not known).
+
+    The ranges are half octaves, one of which ends at the training length.
+    """
+    counts = n[np.isfinite(n)]
+    if not len(counts):
         return []
-    steps = np.arange(math.floor(2 * math.log2(known.min() / train_length)) - 1, math.ceil(2 * math.log2(known.max() / train_length)) + 1)
+    steps = np.arange(math.floor(2 * math.log2(counts.min() / train_length)) - 1, math.ceil(2 * math.log2(counts.max() / train_length)) + 1)
     edges = np.unique(np.rint(train_length * 2.0 ** (steps / 2)).astype(int))
-    ranges = ((max(a + 1, int(known.min())), min(b, int(known.max()))) for a, b in pairwise(edges.tolist()))
-    return [(first, last) for first, last in ranges if ((known >= first) & (known <= last)).any()]
+    ranges = ((max(a + 1, int(counts.min())), min(b, int(counts.max()))) for a, b in pairwise(edges.tolist()))
+    return [(first, last) for first, last in ranges if ((counts >= first) & (counts <= last)).any()]
 
 
 def exponent(values: np.ndarray, n: np.ndarray, log: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -366,13 +378,13 @@ def exponent(values: np.ndarray, n: np.ndarray, log: bool = False) -> tuple[np.n
     with np.errstate(divide="ignore", invalid="ignore"):
         y = values.astype("f8") if log else np.log(values.astype("f8"))
         x = np.broadcast_to(np.log(n.astype("f8"))[:, :, None], y.shape)
-        known = np.isfinite(y) & np.isfinite(x)
-        x, y = (np.where(known, values, 0.0) for values in (x, y))
-        count = known.sum((0, 3))
+        finite = np.isfinite(y) & np.isfinite(x)
+        x, y = (np.where(finite, values, 0.0) for values in (x, y))
+        count = finite.sum((0, 3))
         mean_x, mean_y = x.sum((0, 3)) / count, y.sum((0, 3)) / count
-        dx = np.where(known, x - mean_x[None, :, :, None], 0.0)
-        dy = np.where(known, y - mean_y[None, :, :, None], 0.0)
+        dx = np.where(finite, x - mean_x[None, :, :, None], 0.0)
+        dy = np.where(finite, y - mean_y[None, :, :, None], 0.0)
         xx, xy, yy = (dx * dx).sum((0, 3)), (dx * dy).sum((0, 3)), (dy * dy).sum((0, 3))
-        reach = np.where(known, x, -np.inf).max((0, 3)) - np.where(known, x, np.inf).min((0, 3))
-        wide = reach >= 2 * np.log(2) - 1e-6
-        return np.where(wide, xy / xx, np.nan), np.where(wide, xy**2 / (xx * yy), np.nan)
+        reach = np.where(finite, x, -np.inf).max((0, 3)) - np.where(finite, x, np.inf).min((0, 3))
+        is_wide = reach >= 2 * np.log(2) - 1e-6
+        return np.where(is_wide, xy / xx, np.nan), np.where(is_wide, xy**2 / (xx * yy), np.nan)

@@ -1,7 +1,7 @@
-"""How concentrated attention is, and where: on how many keys, on the first token, on near ones.
+"""The concentration of attention: the number of keys with most weight, the weight on the first token and on near keys.
 
-Magnitudes |a| stand for the weights where those may be negative or need not sum to one. Names that end in `, no first` are of the same
-rows without the first token of the document, which may be an attention sink: fractions are then of what the others have.
+Magnitudes |a| stand for weights, which may be negative or need not sum to one. Names that end in `, no first` are statistics of the same
+rows without the first token of the document, which may be an attention sink: fractions are then fractions of the other keys' weight.
 """
 
 import math
@@ -16,12 +16,12 @@ MASS = 0.95  # fraction of the weight in `keys with 95% of the weight`
 
 
 def effective_keys(rows: AttentionRows) -> Tensor:
-    """N_eff = n S^2, which is 1 / sum a^2 of weights that sum to one: 1 of one key, n of equal weights."""
+    """N_eff = n S^2, which is 1 / sum a^2 for weights that sum to one: 1 for weight on one key, n for equal weights."""
     return sparsity(rows.weights, rows.visible).square() * rows.n
 
 
 def entropy(rows: AttentionRows) -> Tensor | None:
-    """-sum a ln a, nats, of normalizers whose weights sum to one; NaN of rows with a negative weight."""
+    """-sum a ln a, nats; None for normalizers whose weights do not sum to one, NaN for rows with a negative weight."""
     if not rows.normalizer.options.rows_sum_to_one:
         return None
     p = rows.weights / rows.total.unsqueeze(-1)
@@ -29,28 +29,28 @@ def entropy(rows: AttentionRows) -> Tensor | None:
 
 
 def relative_entropy(rows: AttentionRows) -> Tensor | None:
-    """H / ln n: 0 of one key, 1 of equal weights."""
+    """H / ln n: 0 for weight on one key, 1 for equal weights."""
     nats = entropy(rows)
     return None if nats is None else nats / rows.n.log()
 
 
 def keys_with_most(rows: AttentionRows) -> Tensor:
     """The least number of keys that together have `MASS` of the weight."""
-    short = rows.descending.cumsum(-1) < MASS * rows.total.unsqueeze(-1)
-    return (short.sum(-1) + 1).float().where(rows.is_defined, math.nan)
+    is_short = rows.descending.cumsum(-1) < MASS * rows.total.unsqueeze(-1)
+    return (is_short.sum(-1) + 1).float().where(rows.is_defined, math.nan)
 
 
 def log_sum(rows: AttentionRows) -> Tensor | None:
-    """ln Z, Z the sum of the unnormalized weights (`Normalizer.log_sum`): of e^score in softmax attention, of relu(z)^2 in a GAU's.
+    """ln Z, Z the sum of the unnormalized weights (`Normalizer.log_sum`): of e^score in softmax attention, of relu(z)^2 in a GAU.
 
-    Its exponent in n is what Su's argument on dividing by n turns on (kexue.fm 9019): dividing by Z is dividing by n only if it is 1.
+    Su's argument about dividing by n (kexue.fm 9019) depends on the exponent of Z in n: dividing by Z is dividing by n only if it is 1.
     """
     sums = rows.normalizer.log_sum(rows.scores.unsqueeze(0), rows.layout)
     return None if sums is None else sums[0]
 
 
 def family(top_k: list[int], nearest: list[int]) -> Family:
-    """All statistics of concentration, with the numbers of keys that they are taken over; docs/diagnostics.md defines them."""
+    """All statistics of concentration; `top_k` and `nearest`: numbers of keys to sum weights over. docs/diagnostics.md defines them."""
 
     def largest(k: int) -> Statistic:
         return Statistic(f"weight on the largest {k}", "fraction", lambda rows: rows.descending[..., :k].sum(-1) / rows.total)
@@ -73,9 +73,9 @@ def family(top_k: list[int], nearest: list[int]) -> Family:
         *map(largest, top_k),
         *map(near, nearest),
     ]
-    whole = [
+    row_totals = [
         Statistic("weight on the first token", "fraction", lambda rows: (rows.size * rows.first).sum(-1) / rows.total, shown=True),
         Statistic("ln Z", "nats", log_sum, fitted=True, log=True),
         Statistic("sum of weights", "weight", row_sum),
     ]
-    return Family((*by_row, *whole, *(statistic.without_first for statistic in by_row)))
+    return Family((*by_row, *row_totals, *(statistic.without_first for statistic in by_row)))

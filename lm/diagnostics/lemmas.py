@@ -1,15 +1,15 @@
-"""Lemmas 1 and 2 of Mudarisov et al. 2025 (arXiv 2508.17821) as statistics of rows: how small and large weights can be, and
-how fast they change.
+"""Lemmas 1 and 2 of Mudarisov et al. 2025 (arXiv 2508.17821) as statistics of rows: bounds on weights, and on the rate at which they
+change with the scores.
 
-Lemma 1: weights F(score) / sum F(score), F > 0, lie between C1 / n and C2 / n. C1 and C2 are the least and largest F of the scores over the
-other. Lemma 2 bounds how fast weights change with scores: the Jacobian d weights / d scores of each row, and finite differences in
-one direction. Both work for every normalizer, from its map of scores to weights alone (`Normalizer.normalize`), which treats each row by
-itself.
+Lemma 1: weights F(score) / sum F(score), F > 0, lie between C1 / n and C2 / n. C1 is the least F of the scores over the largest, C2 the
+largest over the least. Lemma 2 bounds the change of weights with scores: the Jacobian d weights / d scores of each row, and finite
+differences in one direction. Both statistics work for every normalizer, from its map of scores to weights alone (`Normalizer.normalize`),
+which treats each row by itself.
 
-Mudarisov et al. (arXiv 2508.17821), Cor. 3, take |J| <= min(1 / (4 T), sqrt 2) for softmax(l / T). As a spectral norm that is wrong: its
-supremum is 1 / (2 T), of two equal leading scores; 1 / (4 T) bounds the largest entry; sqrt 2 bounds the distance of two rows of weights.
-A finite difference over a step of length e is thus at most min(1 / (2 T), sqrt 2 / e). And the difference in one random direction that
-they measure estimates |J|_F / sqrt(n), far below the spectral norm.
+Mudarisov et al. (arXiv 2508.17821), Cor. 3, take |J| <= min(1 / (4 T), sqrt 2) for softmax(l / T). For the spectral norm this is wrong: its
+supremum is 1 / (2 T), at two equal leading scores. 1 / (4 T) bounds the largest entry of J, and sqrt 2 the distance of two rows of weights.
+A finite difference over a step of length e is thus at most min(1 / (2 T), sqrt 2 / e). They measure the difference in one random
+direction, which estimates |J|_F / sqrt(n), far below the spectral norm.
 """
 
 import math
@@ -22,7 +22,7 @@ from lm.attention.elementwise_sums import SCORE_MAPS
 from lm.attention.layout import AttentionLayout
 from lm.diagnostics.attention_rows import AttentionRows, later
 
-Normalize = Callable[[Tensor], Tensor]  # scores (..., S) to weights of that shape, each row by itself
+Normalize = Callable[[Tensor], Tensor]  # scores (..., S) -> weights (..., S), each row by itself
 
 STEPS = 30  # power iterations
 
@@ -30,20 +30,21 @@ STEPS = 30  # power iterations
 @torch.inference_mode(False)
 @torch.enable_grad()
 def spectral_norm(normalize: Normalize, scores: Tensor, visible: Tensor, generator: torch.Generator, steps: int = STEPS) -> Tensor:
-    """The largest singular value of each row's Jacobian, (...), by power iteration on J^T J: at most the true one, but
-    for rounding: in fp32 that is up to a third of it in rows whose weight is nearly all on one key.
+    """The largest singular value of each row's Jacobian, (...), by power iteration on J^T J.
 
-    scores: (..., S) fp32 or fp64; visible: bool, broadcastable to them: the keys whose scores matter.
+    It is at most the true value, except for rounding errors: in fp32 up to a third of it in rows with nearly all weight on one key.
+
+    scores: (..., S) fp32 or fp64; visible: bool, broadcastable to the scores: the keys whose scores matter.
     """
     scores = scores.detach().clone().requires_grad_(True)
     weights = normalize(scores)
-    pulling = torch.zeros_like(weights, requires_grad=True)
-    (pulled,) = torch.autograd.grad(weights, scores, pulling, create_graph=True)  # J^T left, linear in left
-    drawn = torch.randn(scores.shape, generator=generator).to(scores)
-    v = _unit((drawn * weights.detach().abs().sqrt()).masked_fill(~visible, 0.0) + 1e-6 * drawn)
+    cotangent = torch.zeros_like(weights, requires_grad=True)
+    (pullback,) = torch.autograd.grad(weights, scores, cotangent, create_graph=True)  # J^T cotangent, linear in the cotangent
+    noise = torch.randn(scores.shape, generator=generator).to(scores)
+    v = _unit((noise * weights.detach().abs().sqrt()).masked_fill(~visible, 0.0) + 1e-6 * noise)
     norm = v.new_zeros(scores.shape[:-1])
     for _ in range(steps):
-        (u,) = torch.autograd.grad(pulled, pulling, v, retain_graph=True)  # J v
+        (u,) = torch.autograd.grad(pullback, cotangent, v, retain_graph=True)  # J v
         norm = torch.maximum(norm, u.norm(dim=-1))
         (v,) = torch.autograd.grad(weights, scores, _unit(u), retain_graph=True)  # J^T u
         v = _unit(v)
@@ -51,7 +52,7 @@ def spectral_norm(normalize: Normalize, scores: Tensor, visible: Tensor, generat
 
 
 def finite_difference(normalize: Normalize, scores: Tensor, step: float, direction: Tensor) -> Tensor:
-    """|weights(scores + step x direction) - weights(scores)| / step of each row, (...); fp64, whatever the scores' dtype.
+    """|weights(scores + step x direction) - weights(scores)| / step for each row, (...); fp64, whatever the scores' dtype.
 
     direction: (..., S), of length 1 over the keys that a row sees.
     """
@@ -61,8 +62,8 @@ def finite_difference(normalize: Normalize, scores: Tensor, step: float, directi
 
 def directions(visible: Tensor, shape: torch.Size, generator: torch.Generator) -> Tensor:
     """A random direction of length 1 for each row, `shape` = (..., S), fp64, over the visible keys alone."""
-    drawn = torch.randn(shape, generator=generator, dtype=torch.float64).to(visible.device)
-    return _unit(drawn.masked_fill(~visible, 0.0))
+    noise = torch.randn(shape, generator=generator, dtype=torch.float64).to(visible.device)
+    return _unit(noise.masked_fill(~visible, 0.0))
 
 
 def _unit(v: Tensor) -> Tensor:
@@ -87,22 +88,22 @@ def log_n_times_smallest(rows: AttentionRows) -> Tensor | None:
 
 
 def log_c2(rows: AttentionRows) -> Tensor | None:
-    """ln C2 = 2 a, of scores between -a and a."""
+    """ln C2 = 2 a, for scores between -a and a."""
     return 2 * rows.scores.masked_fill(~rows.visible, 0.0).abs().amax(-1) if lemma_1_applies(rows) else None
 
 
 def lemma_1_applies(rows: AttentionRows) -> bool:
-    """Whether weights are F(score) over their sum, F > 0 for all scores, and scores stay the same where a query sees more keys."""
+    """Whether weights are F(score) over their sum, F > 0 for all scores, and scores do not change where a query sees more keys."""
     normalizer = rows.normalizer
     return normalizer.options.rows_sum_to_one and normalizer.score_map == "exp" and not _scores_depend_on_length(rows)
 
 
 def _scores_depend_on_length(rows: AttentionRows) -> bool:
-    """Whether the scores of the sequence's last query would be others if as many tokens more stood before it and its keys."""
+    """Whether the scores of the sequence's last query change if the sequence's number of tokens is put before all of its keys."""
     x, q, k, _ = rows.inputs
     length = x.size(1)
-    last = AttentionLayout.full(length, x.device).select(torch.tensor([length - 1], device=x.device), length)
-    scores = (rows.normalizer.scores(q[:, :, -1:], k, layout) for layout in (last, later(last, length)))
+    query_layout = AttentionLayout.full(length, x.device).select(torch.tensor([length - 1], device=x.device), length)
+    scores = (rows.normalizer.scores(q[:, :, -1:], k, layout) for layout in (query_layout, later(query_layout, length)))
     return not torch.allclose(*scores, rtol=1e-5, atol=1e-6)
 
 
@@ -114,7 +115,7 @@ def _log_n_times_weights(rows: AttentionRows) -> Tensor | None:
 
 
 def jacobian_norm(rows: AttentionRows, generator: torch.Generator) -> Tensor:
-    """The spectral norm of d weights / d scores, in fp64: in fp32 rows of nearly one key give rounding errors."""
+    """The spectral norm of d weights / d scores, computed in fp64: in fp32 rows with weight on nearly one key give rounding errors."""
 
     def normalized(scores: Tensor) -> Tensor:
         return rows.normalizer.normalize(scores.unsqueeze(0), rows.layout)[0]
@@ -123,10 +124,10 @@ def jacobian_norm(rows: AttentionRows, generator: torch.Generator) -> Tensor:
 
 
 def jacobian_ceiling(rows: AttentionRows) -> Tensor | None:
-    """A bound on `jacobian_norm`: 1 / 2 of softmax, with or without a sink; None of weights that are no function of each score.
+    """A bound on `jacobian_norm`: 1 / 2 for softmax, with or without a sink; None for normalizers without a function F of each score.
 
-    Of another function F of each score it is max |F'| times the row's factor, and, where that is 1 / Z, Z the sum of F, times
-    sqrt(n) |weights|.
+    For another function F the bound is max |F'| times the row's factor. Where this factor is 1 / Z, Z the sum of F, it is multiplied by
+    max(1, sqrt(n) |weights|).
     """
     name = rows.normalizer.score_map
     if name == "exp":
@@ -135,9 +136,9 @@ def jacobian_ceiling(rows: AttentionRows) -> Tensor | None:
         return None
     with torch.inference_mode(False), torch.enable_grad():
         scores = rows.scores.masked_fill(~rows.visible, 0.0).clone().requires_grad_(True)
-        mapped = SCORE_MAPS[name](scores)
-        (slope,) = torch.autograd.grad(mapped.sum(), scores)
-    mapped, slope = (values.detach().masked_fill(~rows.visible, 0.0) for values in (mapped, slope))
-    factor = (rows.weights * mapped).sum(-1) / mapped.square().sum(-1)
+        mapped_scores = SCORE_MAPS[name](scores)
+        (slope,) = torch.autograd.grad(mapped_scores.sum(), scores)
+    mapped_scores, slope = (values.detach().masked_fill(~rows.visible, 0.0) for values in (mapped_scores, slope))
+    factor = (rows.weights * mapped_scores).sum(-1) / mapped_scores.square().sum(-1)
     bound = factor.abs() * slope.abs().amax(-1)
     return bound * (rows.n.sqrt() * rows.weights.norm(dim=-1)).clamp(min=1) if rows.normalizer.options.rows_sum_to_one else bound

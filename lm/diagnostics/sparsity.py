@@ -1,25 +1,25 @@
-"""Sparsity against theory: S = E|a| / sqrt(E[a^2]) of each query's weights a beside its closed form, and what positions explain of them.
+"""Sparsity against theory: S = E|a| / sqrt(E[a^2]) of a query's weights a beside its closed form; and the variance explained by positions.
 
-S lies within (0, 1]: 1 where all weights are equal, 1 / sqrt(n) where one of n keys has all the weight; a factor on the weights does not
-change it. The closed forms (after Su, kexue.fm 9889) are those of infinitely many keys whose scores are beta + gamma eps, eps ~ N(0, 1):
-beta and gamma are the mean and the standard deviation of a query's scores. They are elementwise in tensors of any shape, fp32 or wider, and
-give NaN where they are not defined.
+S lies within (0, 1]: 1 where all weights are equal, 1 / sqrt(n) where one of n keys has all the weight. A factor on the weights does not
+change S. The closed forms (after Su, kexue.fm 9889) suppose infinitely many keys whose scores are beta + gamma eps, eps ~ N(0, 1). beta and
+gamma are the mean and the standard deviation of a query's scores. The closed forms are elementwise in tensors of any shape, fp32 or wider,
+and give NaN where they are not defined.
 
-Moments are those of the normalizer's scores, every scale and temperature included, without the part that depends on distance alone, which
-has a closed form of its own: S of the product of both is the product of theirs. With shuffled scores the two cannot be told apart any more,
-and weights with such a part have no closed form there.
+Moments are moments of the normalizer's scores, with every scale and temperature, without the part that depends on distance alone. This part
+has a closed form of its own: S of a product of independent weights is the product of their S. In shuffled scores the two parts cannot be
+told apart any more, and weights with such a part have no closed form.
 
-A head's attention that follows from positions alone is measured beside it: the fraction of the weights' variance that the position of the
+Beside S, the attention that follows from positions alone is measured. It is the fraction of the weights' variance that the position of the
 key explains, or its distance from the query, whatever the tokens are. A query's weights are standardised over the keys that it sees (mean
 0, variance 1), so that every query counts alike. The mean of these values at a key position (or distance) is the effect of that place.
 The mean of its square is the fraction of the variance that places explain. That square is estimated by products of means of different
 sequences: within a sequence all queries see the same tokens at a place. The square of one mean would count a key's content, and chance,
 as an effect of its position. The estimate has no bias, and so may be slightly negative where there is no effect.
 
-Under a causal mask the two go together: late keys are near to the queries that see them. What one of them explains has to be compared with
-what any function of both explains, the pattern that all sequences share: where distance alone explains as much, key position adds nothing.
-Queries within a factor of two of each other are taken together: of standardised weights that fall with distance, say, those of a query that
-sees more keys are larger.
+Under a causal mask key position and distance go together: late keys are near to the queries that see them. The fraction that one of them
+explains has to be compared with the fraction that any function of both explains, the pattern that all sequences share: where distance alone
+explains as much, key position adds nothing. Only queries within a factor of two of each other are taken together: standardised weights that
+fall with distance, say, are larger for a query that sees more keys.
 """
 
 import math
@@ -35,7 +35,7 @@ LOWEST_RATIO = -20.0  # beta / gamma: S of relu and relu^2 is below 1e-40 from t
 
 
 def sparsity(weights: Tensor, visible: Tensor) -> Tensor:
-    """S of each query's weights (..., S) over the keys that it sees; NaN where all of them are 0."""
+    """S of each query's weights (..., S) over the keys that it sees; NaN where all weights are 0."""
     a = weights.abs().masked_fill(~visible, 0.0)
     a = a / a.amax(-1, keepdim=True)  # squares of small weights would underflow
     return a.sum(-1) / (a.square().sum(-1) * visible.sum(-1)).sqrt()
@@ -49,36 +49,37 @@ def exp_sparsity(std: Tensor) -> Tensor:
 def condensation_scale(n: Tensor) -> Tensor:
     """sqrt(ln n / 2), the standard deviation of n scores from which on the largest weights dominate E[a^2] of e^score.
 
-    E[a^2] = e^(2 beta + 2 gamma^2) is made by scores 2 gamma standard deviations above the mean. The largest of n Gaussian scores is
-    sqrt(2 ln n) above it: with larger gamma n keys do not contain what the expectation is made of, and S stays above its closed form.
+    Scores 2 gamma standard deviations above the mean make up E[a^2] = e^(2 beta + 2 gamma^2). The largest of n Gaussian scores lies
+    sqrt(2 ln n) standard deviations above the mean. With larger gamma, n keys do not contain the scores that make up the expectation,
+    and S stays above its closed form.
     """
     return (n.log() / 2).sqrt()
 
 
 def simulated_sparsity(std: Tensor, n: int, draws: int = 64, seed: int = 0) -> Tensor:
-    """S of e^score for n Gaussian scores of each standard deviation in `std` (K,), also beyond condensation: the mean over draws."""
-    drawn = torch.randn(draws, n, generator=torch.Generator().manual_seed(seed), dtype=std.dtype)
-    everywhere = torch.ones(n, dtype=torch.bool)
-    return torch.stack([sparsity((scale * drawn).softmax(-1), everywhere).mean() for scale in std])
+    """S of e^score for n Gaussian scores of each standard deviation in `std` (K,), also beyond condensation; a mean over draws."""
+    noise = torch.randn(draws, n, generator=torch.Generator().manual_seed(seed), dtype=std.dtype)
+    visible = torch.ones(n, dtype=torch.bool)
+    return torch.stack([sparsity((scale * noise).softmax(-1), visible).mean() for scale in std])
 
 
 def relu_sparsity(mean: Tensor, std: Tensor) -> Tensor:
     """S of relu(score), with r = beta / gamma: (r Phi + phi) / sqrt((r^2 + 1) Phi + r phi); 1 / sqrt(pi) at r = 0."""
-    r, below, density = _ratio(mean, std)
-    return (r * below + density) / ((r**2 + 1) * below + r * density).sqrt()
+    r, cdf, density = _ratio(mean, std)
+    return (r * cdf + density) / ((r**2 + 1) * cdf + r * density).sqrt()
 
 
 def relu2_sparsity(mean: Tensor, std: Tensor) -> Tensor:
-    """S of relu(score)^2: ((r^2 + 1) Phi + r phi) / sqrt((r^4 + 6 r^2 + 3) Phi + (r^3 + 5 r) phi); 1 / sqrt(6) at r = 0."""
-    r, below, density = _ratio(mean, std)
-    return ((r**2 + 1) * below + r * density) / ((r**4 + 6 * r**2 + 3) * below + (r**3 + 5 * r) * density).sqrt()
+    """S of relu(score)^2: ((r^2 + 1) Phi + r phi) / sqrt((r^4 + 6 r^2 + 3) Phi + (r^3 + 5 r) phi). At r = 0: 1 / sqrt(6)."""
+    r, cdf, density = _ratio(mean, std)
+    return ((r**2 + 1) * cdf + r * density) / ((r**4 + 6 * r**2 + 3) * cdf + (r**3 + 5 * r) * density).sqrt()
 
 
 def identity_sparsity(mean: Tensor, std: Tensor) -> Tensor:
     """S of the scores themselves, which may be negative: at least sqrt(2 / pi) = .798, so such weights cannot concentrate."""
     beta, gamma = mean.double(), std.double()
-    absolute = math.sqrt(2 / math.pi) * gamma * (-(beta / gamma).square() / 2).exp() + beta * torch.erf(beta / gamma / math.sqrt(2))
-    return absolute / (beta.square() + gamma.square()).sqrt()
+    mean_magnitude = math.sqrt(2 / math.pi) * gamma * (-(beta / gamma).square() / 2).exp() + beta * torch.erf(beta / gamma / math.sqrt(2))
+    return mean_magnitude / (beta.square() + gamma.square()).sqrt()
 
 
 def independent_features_sparsity(query: Tensor, mean: Tensor, std: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ def independent_features_sparsity(query: Tensor, mean: Tensor, std: Tensor) -> T
 def decay_sparsity(log_decay: Tensor, n: Tensor) -> Tensor:
     """S of n weights g^t, t = 0 ... n - 1 tokens back, g = e^log_decay <= 1: 1 for g = 1, near sqrt((1 + g) / (n (1 - g))) for large n.
 
-    S of products of independent weights is the product of their S: it goes with that of content, whatever the content's map.
+    S of products of independent weights is the product of their S: S of a decay multiplies S of the content, whatever the content's map.
     """
     log_g, n = torch.broadcast_tensors(log_decay.double(), n.double())
     g = log_g.exp()
@@ -101,7 +102,7 @@ def decay_sparsity(log_decay: Tensor, n: Tensor) -> Tensor:
 
 
 def _ratio(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """r = beta / gamma in fp64, the normal distribution Phi(r) and its density phi(r)."""
+    """r = beta / gamma, the normal distribution function Phi(r) and the density phi(r), in fp64."""
     r = (mean.double() / std.double()).clamp(LOWEST_RATIO, 1e6)  # 1e6, or gamma = 0: S is 1
     density = (-r.square() / 2).exp() / math.sqrt(2 * math.pi)
     tail = density * math.sqrt(math.pi / 2) * torch.special.erfcx(-r.clamp(max=0.0) / math.sqrt(2))  # exact where Phi's terms cancel
@@ -109,7 +110,7 @@ def _ratio(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def standardised(weights: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Each query's weights (..., S) minus their mean, over their standard deviation, and where they count: both (..., S).
+    """Each query's weights (..., S) minus their mean, over their standard deviation, and a mask of the weights that count: both (..., S).
 
     Keys that a query does not see do not count, nor does a query whose weights are all equal, or not finite.
     """
@@ -122,20 +123,20 @@ def standardised(weights: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sums_by_place(values: Tensor, counts: Tensor, places: Tensor, size: int) -> Tensor:
-    """Sums over queries at each of `size` places, and how many there were: (..., T, S) -> (..., 2 size), sums first.
+    """Sums over queries at each of `size` places, then numbers of entries at each place: (..., T, S) -> (..., 2 size).
 
-    places: (T, S) int64, or broadcastable to it: where each entry belongs.
+    places: (T, S) int64, or broadcastable to it: the place of each entry.
     """
     places = places.expand(values.shape).flatten(-2)
-    empty = values.new_zeros(*values.shape[:-2], size)
+    zeros = values.new_zeros(*values.shape[:-2], size)
     entries = (values, counts.expand(values.shape).to(values.dtype))
-    return torch.cat([empty.scatter_add(-1, places, entry.flatten(-2)) for entry in entries], -1)
+    return torch.cat([zeros.scatter_add(-1, places, entry.flatten(-2)) for entry in entries], -1)
 
 
 def variance_explained(sums: np.ndarray) -> np.ndarray:
     """The fraction of the variance that places explain, from `sums_by_place` of N sequences (N, ..., 2 size): (...) float64.
 
-    Of the places that two sequences or more have; NaN where none has.
+    Only places that occur in two sequences or more count; NaN where no place does.
     """
     size = sums.shape[-1] // 2
     counts = sums[..., size:]
@@ -148,19 +149,22 @@ def variance_explained(sums: np.ndarray) -> np.ndarray:
     return np.divide((effect * weight).sum(-1), weights, out=np.full(weights.shape, np.nan), where=weights > 0)
 
 
-def placed(by_key: bool, first: Callable[[int], int]) -> Callable[[AttentionRows, int], Tensor]:
-    """Sums by the position of the key in its document, or by its distance, of queries from position `first(length)` on: (H, 2 length)."""
+def placed(by_key: bool, first_position: Callable[[int], int]) -> Callable[[AttentionRows, int], Tensor]:
+    """A function for sums, (H, 2 length), by the key's position in its document, or by its distance.
+
+    Only queries from position `first_position(length)` on count.
+    """
 
     def sums(rows: AttentionRows, length: int) -> Tensor:
-        chosen = rows.layout.positions.flatten() >= first(length)
-        values, counts = standardised(rows.weights[:, chosen], rows.visible[chosen])
-        places = rows.layout.key_positions.view(1, -1) if by_key else rows.distance.clamp(min=0).long()[chosen]
+        mask = rows.layout.positions.flatten() >= first_position(length)
+        values, counts = standardised(rows.weights[:, mask], rows.visible[mask])
+        places = rows.layout.key_positions.view(1, -1) if by_key else rows.distance.clamp(min=0).long()[mask]
         return sums_by_place(values, counts, places, length)
 
     return sums
 
 
-EXPLAINED = {  # second half of the sequence; by distance, of the last query: for that, distance and key position are the same thing
+EXPLAINED = {  # queries in the second half of the sequence; for the last query distance and key position are the same
     "key position": placed(True, lambda length: length // 2),
     "distance": placed(False, lambda length: length // 2),
     "both, last query": placed(False, lambda length: length - 1),
@@ -179,19 +183,19 @@ CLOSED_FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # by `Normalize
 
 
 def closed_form(rows: AttentionRows) -> Tensor | None:
-    """S in closed form at the moments of each query's scores, (H, T); None of weights without one.
+    """S in closed form at the moments of each query's scores, (H, T); None for weights without a closed form.
 
-    That of non-negative features supposes independent components, with the moments of all features of the keys that each query sees:
-    with the query's own mean and variance of the products it would be true of any keys.
+    For non-negative features the closed form supposes independent components, with the moments of all features of the keys that a query
+    sees. With the mean and variance of the query's own products it would hold for any keys, whether the supposition is true or not.
     """
     name, log_decay = rows.normalizer.score_map, rows.normalizer.log_decay(rows.scores)
     if rows.is_shuffled and (log_decay.any() or name == "features"):
         return None
     if name == "features":
         query, key = rows.features
-        seen = rows.visible.to(key.dtype) / rows.n.unsqueeze(-1)  # (T, S)
-        mean = seen @ key.mean(-1, keepdim=True)  # (H, T, 1)
-        square = seen @ key.square().mean(-1, keepdim=True)
+        key_weights = rows.visible.to(key.dtype) / rows.n.unsqueeze(-1)  # (T, S)
+        mean = key_weights @ key.mean(-1, keepdim=True)  # (H, T, 1)
+        square = key_weights @ key.square().mean(-1, keepdim=True)
         std = (square - mean.square()).clamp(min=0.0).sqrt()
         content = independent_features_sparsity(query, mean.squeeze(-1), std.squeeze(-1))
     elif name in CLOSED_FORMS:
@@ -202,18 +206,18 @@ def closed_form(rows: AttentionRows) -> Tensor | None:
 
 
 def is_condensed(rows: AttentionRows) -> Tensor | None:
-    """1 of queries whose scores spread too much for the closed form of exp to hold for so many keys, else 0; None of other maps."""
+    """1 for queries whose scores spread too much for the closed form of exp to hold for their keys, else 0; None for other maps."""
     return (rows.moments.std > condensation_scale(rows.n)).float() if rows.normalizer.score_map == "exp" else None
 
 
 def difference(rows: AttentionRows) -> Tensor | None:
     """S minus its closed form."""
-    closed = closed_form(rows)
-    return None if closed is None else sparsity(rows.weights, rows.visible) - closed
+    expected_sparsity = closed_form(rows)
+    return None if expected_sparsity is None else sparsity(rows.weights, rows.visible) - expected_sparsity
 
 
 def family() -> Family:
-    """S against its closed form, the moments of the scores, and what positions explain of the weights."""
+    """S against its closed form, the moments of the scores, and the variance of the weights that positions explain."""
     by_row = [
         Statistic("score standard deviation", "", lambda rows: rows.moments.std, shown=True, fitted=True),
         Statistic("score mean", "", lambda rows: rows.moments.mean),
@@ -222,9 +226,9 @@ def family() -> Family:
         Statistic("S, closed form", "fraction", closed_form),
         Statistic("S minus closed form", "", difference),
     ]
-    condensed = Statistic("queries beyond condensation", "fraction", is_condensed)
-    explained = [
+    condensation = Statistic("queries beyond condensation", "fraction", is_condensed)
+    explained_variance = [
         Accumulated(f"variance explained by {place}", "", lambda length: (2 * length,), sums, variance_explained, shown=True)
         for place, sums in EXPLAINED.items()
     ]
-    return Family((*by_row, condensed, *(statistic.without_first for statistic in by_row)), tuple(explained))
+    return Family((*by_row, condensation, *(statistic.without_first for statistic in by_row)), tuple(explained_variance))

@@ -42,77 +42,77 @@ _AFTER = "given the correct answers to earlier questions"
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """A model's answers in some sequences: one entry for each of their tokens, in the order of sequences and questions."""
+    """A model's answers in some sequences: one entry for each answer token, in the order of sequences and questions."""
 
-    nll: np.ndarray  # (N,) fp32, nats: -log p of the token, those before it given
-    right: np.ndarray  # (N,) bool: it is the most likely one, those before it given
-    rolled_out: np.ndarray  # (N,) bool: it is the one that greedy decoding gives, with the model's own answers in the sequence
-    sequence: np.ndarray  # (N,) int64, index of its sequence
-    place: np.ndarray  # (N,) int64, within the answer
+    nll: np.ndarray  # (N,) fp32, nats: -log p of the token given the tokens before it
+    right: np.ndarray  # (N,) bool: the token is the most likely one given the tokens before it
+    rolled_out: np.ndarray  # (N,) bool: greedy decoding gives the token, with the model's own answers in the sequence
+    sequence: np.ndarray  # (N,) int64, index of the token's sequence
+    place: np.ndarray  # (N,) int64, the token's index within its answer
 
     def whole(self, right: np.ndarray) -> np.ndarray:
-        """Each answer: (Q,) bool, all of its tokens `right` (N,)."""
+        """Whether all tokens of an answer are `right` (N,), for each answer: (Q,) bool."""
         return np.minimum.reduceat(right, np.flatnonzero(self.place == 0)).astype(bool)
 
 
-def read_answers(decoder: Decoder, examples: list[Example], where: Device, progress: Advance = ignore) -> Answers:
+def read_answers(decoder: Decoder, examples: list[Example], device: Device, progress: Advance = ignore) -> Answers:
     """Read sequences of one length and give each answer's tokens, in fp32: teacher-forced, and by greedy decoding. Collective.
 
     Teacher-forced, the correct answers to earlier questions stand in the sequence: a whole answer is right when greedy decoding gives it
-    after those. In the roll-out the model's own answers stand there instead (`roll_out`). Holds the logits of answers only, and no
-    T x T weights where the normalizer needs none. `progress` is called with the number of sequences done.
+    after them. In the roll-out the model's own answers stand in the sequence instead (`roll_out`). Holds the logits of answers only, and
+    no T x T weights where the normalizer needs none. `progress` is called with the number of sequences done.
     """
-    spans = [(index, *span) for index, each in enumerate(examples) for span in each.questions]
-    tokens = np.array([(index, end, end - begin) for index, begin, stop in spans for end in range(begin, stop)])
+    spans = [(index, *span) for index, item in enumerate(examples) for span in item.questions]
+    tokens = np.array([(index, end, end - start) for index, start, stop in spans for end in range(start, stop)])
     sequence, position, place = tokens[:, 0], tokens[:, 1] - 1, tokens[:, 2]
-    asked = np.bincount(sequence, minlength=len(examples))  # tokens asked for in each sequence
-    column = np.arange(len(sequence)) - np.repeat(np.cumsum(asked) - asked, asked)
+    counts = np.bincount(sequence, minlength=len(examples))  # answer tokens in each sequence
+    column = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)
 
     def measure(part: list[int]) -> Tensor:
-        mine = np.isin(sequence, part)
-        batch = Batch.of(np.stack([examples[index].tokens for index in part])).to(where.device)
-        spot = torch.from_numpy(np.stack((np.searchsorted(part, sequence[mine]), position[mine]))).to(where.device)
+        in_part = np.isin(sequence, part)
+        batch = Batch.of(np.stack([examples[index].tokens for index in part])).to(device.device)
+        spot = torch.from_numpy(np.stack((np.searchsorted(part, sequence[in_part]), position[in_part]))).to(device.device)
         first = int(spot[1].min())
         hidden, targets = decoder.hidden(batch, first)[spot[0], spot[1] - first], batch.targets[spot[0], spot[1]]
-        predicted = argmax_tokens(hidden, decoder.head)
-        hits = [(answer == targets).float() for answer in (predicted, roll_out(decoder, batch, spot, predicted))]
-        result = torch.zeros(len(part), max(asked), 3, device=where.device)
-        result[spot[0], torch.from_numpy(column[mine])] = torch.stack((token_nll(hidden, decoder.head, targets), *hits), 1)
+        predictions = argmax_tokens(hidden, decoder.head)
+        hits = [(answer == targets).float() for answer in (predictions, roll_out(decoder, batch, spot, predictions))]
+        result = torch.zeros(len(part), max(counts), 3, device=device.device)
+        result[spot[0], torch.from_numpy(column[in_part])] = torch.stack((token_nll(hidden, decoder.head, targets), *hits), 1)
         return result
 
-    lengths = [len(each.tokens) - 1 for each in examples]
-    nll, right, rolled_out = by_sequence([decoder], lengths, (max(asked), 3), where, measure, progress)[sequence, column].T
+    lengths = [len(item.tokens) - 1 for item in examples]
+    nll, right, rolled_out = by_sequence([decoder], lengths, (max(counts), 3), device, measure, progress)[sequence, column].T
     return Answers(nll, right > 0.5, rolled_out > 0.5, sequence, place)
 
 
-def roll_out(decoder: Decoder, batch: Batch, place: Tensor, predicted: Tensor) -> Tensor:
-    """The answers of greedy decoding, in which the model's own stand in place of the correct ones: (N,) int64, token by token.
+def roll_out(decoder: Decoder, batch: Batch, place: Tensor, predictions: Tensor) -> Tensor:
+    """The answers of greedy decoding, with the model's own answers in place of the correct ones: (N,) int64, token by token.
 
-    A sequence is read again with what the model says in it until it says the same: what it says depends on what stands before alone, so
-    each reading settles the next answer's token at least, mostly all. A settled sequence leaves the batch. One of which only the last
-    token is wrong costs nothing; any other one a reading up to its first answer, and readings of what follows.
+    A sequence is read again with the model's answers in it until they no longer change. An answer token depends only on the tokens before
+    it, so each reading settles at least the next one, and mostly all. A settled sequence leaves the batch. A sequence with only its last
+    token wrong costs nothing; any other costs a reading up to its first answer, and readings of the tokens after that.
 
     Args:
-        place: (2, N) int64, sequence and position at which each token of an answer is predicted, in their order.
-        predicted: (N,) int64, the most probable ones after the correct ones.
+        place: (2, N) int64, sequence and position at which each answer token is predicted, in their order.
+        predictions: (N,) int64, the most probable tokens after the correct ones.
     """
-    last = place[0] != torch.cat((place[0, 1:], place.new_tensor([-1])))  # last of its sequence: nothing is asked for after it
-    rows = place[0, (predicted != batch.targets[place[0], place[1]]) & ~last].unique()  # sequences that are not settled, those of the cache
+    is_last = place[0] != torch.cat((place[0, 1:], place.new_tensor([-1])))  # (N,) bool: no answer token of the sequence follows
+    rows = place[0, (predictions != batch.targets[place[0], place[1]]) & ~is_last].unique()  # unsettled sequences, as in the cache
     if not len(rows):
-        return predicted
-    tokens, answers, cache = batch.tokens.clone(), predicted.clone(), DecodingCache(batch.tokens.size(1))
+        return predictions
+    tokens, answers, cache = batch.tokens.clone(), predictions.clone(), DecodingCache(batch.tokens.size(1))
     first = int(place[1, torch.isin(place[0], rows)].min()) + 1  # no answer stands before it
     decoder(tokens[rows, :first], cache=cache, first=first - 1)
     for _ in range(int(place[0].bincount().max())):
-        mine = torch.isin(place[0], rows)
-        sequence, position = place[:, mine & (place[1] + 1 < tokens.size(1))]
-        tokens[sequence, position + 1] = answers[mine & (place[1] + 1 < tokens.size(1))]
-        later = mine & (place[1] >= first)
+        active = torch.isin(place[0], rows)
+        sequence, position = place[:, active & (place[1] + 1 < tokens.size(1))]
+        tokens[sequence, position + 1] = answers[active & (place[1] + 1 < tokens.size(1))]
+        is_read = active & (place[1] >= first)
         hidden = decoder(tokens[rows, first:], cache=cache.fork(1))
-        reread = argmax_tokens(hidden[torch.searchsorted(rows, place[0, later]), place[1, later] - first], decoder.head)
-        changed = place[0, later][(reread != answers[later]) & ~last[later]]
-        answers[later] = reread
-        unsettled = torch.isin(rows, changed)
+        new_answers = argmax_tokens(hidden[torch.searchsorted(rows, place[0, is_read]), place[1, is_read] - first], decoder.head)
+        changed_rows = place[0, is_read][(new_answers != answers[is_read]) & ~is_last[is_read]]
+        answers[is_read] = new_answers
+        unsettled = torch.isin(rows, changed_rows)
         if not unsettled.any():
             break
         rows, cache = rows[unsettled], cache.select(unsettled)
@@ -122,8 +122,8 @@ def roll_out(decoder: Decoder, batch: Batch, place: Tensor, predicted: Tensor) -
 class AnswerMeasurement(Measurement):
     """A measurement of answers in fp32, at `length_factors` training lengths, under each of its inference settings."""
 
-    def precision(self, where: Device) -> str:
-        return "32"  # answers are judged in fp32 whatever the model was trained in
+    def precision(self, device: Device) -> str:
+        return "32"  # answers are measured in fp32, whatever the precision of training
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -131,14 +131,14 @@ class AnswerMeasurement(Measurement):
         return lengths_of(self.asked.length_factors, self.config.data)
 
     def at_lengths(self, metric: str, unit: str, samples: list[Sample], **fields: object) -> Series:
-        """A series over `lengths`, with a sample each; of fractions more is better, of losses less. `fields`: its other fields."""
+        """A series over `lengths`, with a sample for each; higher fractions and lower losses are better. `fields`: its other fields."""
         means = np.array([np.average(sample.values[:, 0], weights=sample.weights) for sample in samples])
         better = "higher" if unit == "fraction" else "lower"
         return self.series(metric, unit, better, means, axis=lengths_axis(self.lengths), samples=tuple(samples), **fields)
 
     def accuracy(self, samples: list[Sample], chance: float | None, setting: str, **fields: object) -> Series:
         """Fraction of questions whose whole answer is correct, for reports. `chance`: the accuracy of guessing, if it is one number."""
-        shown = Shown(
+        display = Shown(
             "Accuracy by sequence length",
             "sequences with questions",
             f"{int(samples[0].weights.sum()):,} different ones a length",
@@ -146,12 +146,12 @@ class AnswerMeasurement(Measurement):
             "chance, picking among the answers shown and not yet given",
         )
         name = f"chance, {ROLL_OUT}" if setting.endswith(ROLL_OUT) else "chance"
-        fields |= {"setting": setting, "references": {} if chance is None else {name: chance}, "interval": "wilson", "shown": shown}
+        fields |= {"setting": setting, "references": {} if chance is None else {name: chance}, "interval": "wilson", "shown": display}
         return self.at_lengths("accuracy", "fraction", samples, **fields)
 
 
 def by_unit(sha256: str, unit: np.ndarray, values: np.ndarray) -> Sample:
-    """Means of values (N,) by the unit (N,) that each belongs to, with how many there are; units from 0 to the largest."""
+    """Means of values (N,) by the unit (N,) that each value belongs to, and the number of its values; units from 0 to the largest."""
     counts = np.bincount(unit)
     return Sample(sha256, (np.bincount(unit, values) / counts)[:, None], counts, np.arange(len(counts)))
 
@@ -192,29 +192,29 @@ class Recall(AnswerMeasurement):
     def work(self) -> int:
         return len(self.tasks) * len(self.lengths) * self.asked.sequences * len(self.asked.inference)
 
-    def measure(self, decoder: Decoder, where: Device, progress: Advance) -> list[Series]:
-        named = list(zip(self.tasks, task_names([to_plain(task) for task in self.tasks]), strict=True))
+    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
+        named_tasks = list(zip(self.tasks, task_names([to_plain(task) for task in self.tasks]), strict=True))
         series: list[Series] = []
-        for setting, (task, name) in product(self.asked.inference, named):
-            series += self._of_task(for_inference(decoder, setting), task, name, setting.label, where, progress)
+        for setting, (task, name) in product(self.asked.inference, named_tasks):
+            series += self._of_task(for_inference(decoder, setting), task, name, setting.label, device, progress)
         return series
 
-    def _of_task(self, decoder: Decoder, task: Task, name: str, setting: str, where: Device, progress: Advance) -> list[Series]:
+    def _of_task(self, decoder: Decoder, task: Task, name: str, setting: str, device: Device, progress: Advance) -> list[Series]:
         """The series of one task under one inference setting."""
         samples: dict[str, list[Sample]] = {metric: [] for metric in ("whole", "rolled out", "token", "loss")}  # of each length
         for length in self.lengths:
             examples = [example(task, QUESTION_SEED, index, length, "test", self.haystack) for index in range(self.asked.sequences)]
-            sha256, answers = tokens_sha256(each.tokens for each in examples), read_answers(decoder, examples, where, progress)
-            asked_in = answers.sequence[answers.place == 0]
-            samples["whole"].append(by_unit(sha256, asked_in, answers.whole(answers.right)))
-            samples["rolled out"].append(by_unit(sha256, asked_in, answers.whole(answers.rolled_out)))
+            sha256, answers = tokens_sha256(item.tokens for item in examples), read_answers(decoder, examples, device, progress)
+            question_sequence = answers.sequence[answers.place == 0]
+            samples["whole"].append(by_unit(sha256, question_sequence, answers.whole(answers.right)))
+            samples["rolled out"].append(by_unit(sha256, question_sequence, answers.whole(answers.rolled_out)))
             samples["token"].append(by_unit(sha256, answers.sequence, answers.right))
             samples["loss"].append(by_unit(sha256, answers.sequence, answers.nll))
-        plain, chance = to_plain(task), task.chance
-        fields = {"what": plain.pop("name"), "options": plain}
-        logged = tuple(self.asked.metric(name, length, setting) for length in self.lengths)
-        series = [self.accuracy(samples["whole"], chance and chance.teacher_forced, setting, logged=logged, **fields)]
-        if any(sample.weights.max() > 1 for sample in samples["whole"]):  # else it is the same
+        task_options, chance = to_plain(task), task.chance
+        fields = {"what": task_options.pop("name"), "options": task_options}
+        log_names = tuple(self.asked.metric(name, length, setting) for length in self.lengths)
+        series = [self.accuracy(samples["whole"], chance and chance.teacher_forced, setting, logged=log_names, **fields)]
+        if any(sample.weights.max() > 1 for sample in samples["whole"]):  # else the roll-out gives the same answers
             series.append(self.accuracy(samples["rolled out"], chance and chance.rollout, f"{setting}, {ROLL_OUT}", **fields))
         series.append(self.at_lengths("token accuracy", "fraction", samples["token"], setting=setting, **fields))
         return [*series, self.at_lengths("loss of answers", "nats per token", samples["loss"], setting=setting, **fields)]
@@ -237,8 +237,8 @@ class Trial:
     answer: np.ndarray  # (A,) int64
     others: list[np.ndarray]
     number: str
-    spans: np.ndarray  # (2, 2): [start, stop) in the prompt of the number in its needle, and of the needle's sentence
-    sequence: int  # index of its sequence, of which other trials may ask, too
+    spans: np.ndarray  # (2, 2): [start, stop) in the prompt, of the number in its needle and of the needle's sentence
+    sequence: int  # index of its sequence, which other trials may share
 
 
 SCORED = (  # metric and unit of each column of `score`
@@ -252,108 +252,118 @@ SCORED = (  # metric and unit of each column of `score`
 )
 
 
-def score(decoder: Decoder, asked: list[Trial], length: int, text: Text) -> Tensor:
-    """Prompts of one length, parts of sequences of `length` tokens, read once each: (trials, len(SCORED)) fp32.
+def score(decoder: Decoder, questions: list[Trial], length: int, text: Text) -> Tensor:
+    """Scores of questions whose prompts have one length, in the columns of `SCORED`: (questions, len(SCORED)) fp32.
 
-    1 if all that greedy decoding writes is correct; 1 if its first digit is; 1 if each token of the answer is the most probable one after
-    those before (then greedy decoding gives it); 1 if no other is more probable than the answer (as a whole number); 1 and how many are;
-    loss of the answer (nats per token); and its difference to the loss of the most probable other (nats; 0 if there is none).
+    Each prompt is read once; it is the beginning of a sequence of `length` tokens. The columns are:
+
+    - exact: 1 if the whole number that greedy decoding writes is correct.
+    - first digit: 1 if the first digit of that number is correct.
+    - exact, teacher-forced: 1 if each answer token is the most probable one after the tokens before it (then greedy decoding gives it).
+    - first of candidates: 1 if no other candidate is more probable, as a whole, than the answer.
+    - rank among candidates: 1 plus the number of candidates that are more probable than the answer.
+    - loss of answers: loss of the answer, in nats per token.
+    - loss over the most probable other: loss of the answer less the loss of that candidate, in nats; 0 without other candidates.
     """
     device = decoder.head.weight.device
-    prompts = torch.from_numpy(np.stack([trial.prompt for trial in asked])).to(device)
+    prompts = torch.from_numpy(np.stack([trial.prompt for trial in questions])).to(device)
     cache = DecodingCache(length)
-    first = decoder.head(decoder(prompts, cache=cache, first=prompts.size(1) - 1)).float()  # (B, 1, V)
-    written = _greedy(decoder, first, cache.fork(1), max(len(trial.answer) for trial in asked) + 2)
+    first_logits = decoder.head(decoder(prompts, cache=cache, first=prompts.size(1) - 1)).float()  # (B, 1, V)
+    outputs = _greedy(decoder, first_logits, cache.fork(1), max(len(trial.answer) for trial in questions) + 2)
     rows = []
-    for index, trial in enumerate(asked):
+    for index, trial in enumerate(questions):
         candidates = [trial.answer, *trial.others]
-        nll, hits = _nll(decoder, candidates, first[index : index + 1], cache.select([index]).fork(len(candidates)))
-        better = (nll[1:] < nll[0]).sum()
-        predicted = text.decode(written[index].cpu().numpy()).strip()
-        digit, whole = predicted[:1] == trial.number[:1], re.match(r"\d*", predicted)[0] == trial.number
+        nll, hits = _nll(decoder, candidates, first_logits[index : index + 1], cache.select([index]).fork(len(candidates)))
+        better_count = (nll[1:] < nll[0]).sum()
+        prediction = text.decode(outputs[index].cpu().numpy()).strip()
+        first_digit, exact = prediction[:1] == trial.number[:1], re.match(r"\d*", prediction)[0] == trial.number
         margin = nll[0] - nll[1:].min() if trial.others else 0
-        rows.append([float(value) for value in (whole, digit, hits, better == 0, 1 + better, nll[0] / len(trial.answer), margin)])
+        rows.append(
+            [float(value) for value in (exact, first_digit, hits, better_count == 0, 1 + better_count, nll[0] / len(trial.answer), margin)]
+        )
     return torch.tensor(rows)
 
 
-def _greedy(decoder: Decoder, first: Tensor, cache: DecodingCache, count: int) -> Tensor:
+def _greedy(decoder: Decoder, first_logits: Tensor, cache: DecodingCache, count: int) -> Tensor:
     """`count` tokens by greedy decoding: (B, count)."""
-    tokens = [first.argmax(-1)]
+    tokens = [first_logits.argmax(-1)]
     for _ in range(count - 1):
         tokens.append(decoder.head(decoder(tokens[-1], cache=cache)).argmax(-1))
     return torch.cat(tokens, 1)
 
 
-def _nll(decoder: Decoder, candidates: list[np.ndarray], first: Tensor, cache: DecodingCache) -> tuple[Tensor, bool]:
-    """-log p of each candidate as a whole, (candidates,), and whether every token of the first is the most probable one."""
-    longest = max(map(len, candidates))
-    tokens = torch.zeros(len(candidates), longest, dtype=torch.int64)
-    real = torch.zeros(len(candidates), longest)
+def _nll(decoder: Decoder, candidates: list[np.ndarray], first_logits: Tensor, cache: DecodingCache) -> tuple[Tensor, bool]:
+    """-log p of each candidate as a whole, (candidates,), and whether every token of the first candidate is the most probable one."""
+    max_length = max(map(len, candidates))
+    tokens = torch.zeros(len(candidates), max_length, dtype=torch.int64)
+    mask = torch.zeros(len(candidates), max_length)
     for number, candidate in enumerate(candidates):
-        tokens[number, : len(candidate)], real[number, : len(candidate)] = torch.from_numpy(candidate), 1.0
-    tokens, real = tokens.to(first.device), real.to(first.device)
-    logits = first.expand(len(candidates), -1, -1)
-    if longest > 1:
+        tokens[number, : len(candidate)], mask[number, : len(candidate)] = torch.from_numpy(candidate), 1.0
+    tokens, mask = tokens.to(first_logits.device), mask.to(first_logits.device)
+    logits = first_logits.expand(len(candidates), -1, -1)
+    if max_length > 1:
         logits = torch.cat((logits, decoder.head(decoder(tokens[:, :-1], cache=cache)).float()), 1)
     log_p = logits.log_softmax(-1).gather(2, tokens.unsqueeze(-1)).squeeze(-1)
     hits = (logits[0].argmax(-1) == tokens[0])[: len(candidates[0])]
-    return -(log_p * real).sum(1), bool(hits.all())
+    return -(log_p * mask).sum(1), bool(hits.all())
 
 
 def trials(task: Needle, length: int, count: int, text: Text) -> list[Trial]:
     """`count` questions about sequences of `length` tokens: test sequences, the same for every model."""
-    asked: list[Trial] = []
+    questions: list[Trial] = []
     for index in range(count):
         sequence = example(task, QUESTION_SEED, index, length, "test", text)
-        asked += [_trial(sequence, which, index, text) for which in range(len(sequence.questions))]
-        if len(asked) >= count:
+        questions += [_trial(sequence, question, index, text) for question in range(len(sequence.questions))]
+        if len(questions) >= count:
             break
-    return asked[:count]
+    return questions[:count]
 
 
-def _trial(sequence: Example, which: int, index: int, text: Text) -> Trial:
-    start, stop = sequence.questions[which]
+def _trial(sequence: Example, question: int, index: int, text: Text) -> Trial:
+    start, stop = sequence.questions[question]
     answer = sequence.tokens[start:stop]
-    number, in_text = text.decode(answer).strip(), set(re.findall(r"\d{7}", text.decode(sequence.tokens)))
-    draw, drawn = Draw(QUESTION_SEED + 1, "test", index), set()
-    for _ in range(100 * OTHERS):  # numbers of as many tokens: shorter ones would be more probable
-        other = str(1_000_000 + draw.one(9_000_000))
-        if len(drawn) < OTHERS and len(text.encode(f" {other}")) == len(answer):
-            drawn.add(other)
-    others = [text.encode(f" {other}") for other in sorted((in_text | drawn) - {number})]
-    return Trial(sequence.tokens[:start], answer, others, number, np.stack((sequence.evidence[which], sequence.needles[which])), index)
+    number, text_numbers = text.decode(answer).strip(), set(re.findall(r"\d{7}", text.decode(sequence.tokens)))
+    draw, drawn_numbers = Draw(QUESTION_SEED + 1, "test", index), set()
+    for _ in range(100 * OTHERS):  # numbers with as many tokens as the answer: shorter ones would be more probable
+        candidate = str(1_000_000 + draw.one(9_000_000))
+        if len(drawn_numbers) < OTHERS and len(text.encode(f" {candidate}")) == len(answer):
+            drawn_numbers.add(candidate)
+    alternatives = [text.encode(f" {candidate}") for candidate in sorted((text_numbers | drawn_numbers) - {number})]
+    return Trial(
+        sequence.tokens[:start], answer, alternatives, number, np.stack((sequence.evidence[question], sequence.needles[question])), index
+    )
 
 
-def finetuned(decoder: Decoder, config: NeedleConfig, seq_len: int, text: Text, where: Device) -> Decoder:
+def finetuned(decoder: Decoder, config: NeedleConfig, seq_len: int, text: Text, device: Device) -> Decoder:
     """A copy of the decoder, trained to answer: answer-only loss on training sequences of the training length.
 
-    AdamW (0.9, 0.999) without weight decay, gradients clipped at 1, a third of the steps each of warm-up, constant rate and
+    AdamW (0.9, 0.999) without weight decay, gradients clipped at 1. The rate has a third of the steps each of warm-up, constant rate and
     decay to 0 (after arXiv 2505.17083, App. G.2). With `model.transfer` the rate is the base model's, as in training. The decoder itself
-    stays as it is. Every rank does the same.
+    stays as it is. Every rank does the same work.
     """
-    how = config.finetune
+    options = config.finetune
     model = copy.deepcopy(decoder).train().requires_grad_(True)
     by_scaling: dict[Scaling, list[Tensor]] = {}
     for name, scaling in scalings(model, model.config, AdamW().width_exponent).items():
         by_scaling.setdefault(scaling, []).append(model.get_parameter(name))
-    groups = [{"params": some, "lr_factor": scaling.lr, "eps": 1e-8 * scaling.eps} for scaling, some in by_scaling.items()]
+    groups = [{"params": parameters, "lr_factor": scaling.lr, "eps": 1e-8 * scaling.eps} for scaling, parameters in by_scaling.items()]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0)
     task = Needle(needles=config.needles, distractors=config.distractors)
     with torch.enable_grad(), torch.random.fork_rng():
         torch.manual_seed(FINETUNE_SEED)
-        for step in range(how.steps):
-            where.check_time()
-            third = max(1, how.steps // 3)
+        for step in range(options.steps):
+            device.check_time()
+            third = max(1, options.steps // 3)
             for group in optimizer.param_groups:
-                group["lr"] = group["lr_factor"] * how.lr * min(1.0, (step + 1) / third, (how.steps - step) / third)
-            first = step * how.batch_sequences
-            examples = [example(task, FINETUNE_SEED, first + index, seq_len, "train", text) for index in range(how.batch_sequences)]
-            answers = np.stack([each.answers for each in examples])
-            batch = Batch.of(np.stack([each.tokens for each in examples]), answers).to(where.device)
+                group["lr"] = group["lr_factor"] * options.lr * min(1.0, (step + 1) / third, (options.steps - step) / third)
+            first = step * options.batch_sequences
+            examples = [example(task, FINETUNE_SEED, first + index, seq_len, "train", text) for index in range(options.batch_sequences)]
+            answers = np.stack([item.answers for item in examples])
+            batch = Batch.of(np.stack([item.tokens for item in examples]), answers).to(device.device)
             optimizer.zero_grad()
             size = max(1, EVAL_TOKENS // seq_len)
             for tokens, targets in zip(batch.tokens.split(size), batch.targets.split(size), strict=True):
-                with where.autocast():
+                with device.autocast():
                     hidden = model.hidden(Batch(tokens, targets, None)).flatten(0, 1)
                     loss, _ = training_loss(hidden, model.head, targets.flatten())
                 (loss / int(answers.sum())).backward()
@@ -366,8 +376,8 @@ def finetuned(decoder: Decoder, config: NeedleConfig, seq_len: int, text: Text, 
 def head_scores(decoder: Decoder, trial: Trial, length: int) -> Tensor:
     """Attention from the prompt's last token to the number in its needle and to the needle's sentence: (2, layers, H) fp32.
 
-    `length`: tokens of the whole sequence. The score is a sum of weights (arXiv 2501.19399, Figs. 7 and 8, whose definition is not
-    stated; this one is ours). Holds one query's weights.
+    `length`: tokens of the whole sequence. The score is a sum of weights; arXiv 2501.19399 (Figs. 7 and 8) states no definition, so
+    this one is our own. Holds one query's weights.
     """
     tokens = torch.from_numpy(trial.prompt[None]).to(decoder.head.weight.device)
     layout = AttentionLayout.continuing(0, len(trial.prompt), length, tokens.device)
@@ -379,7 +389,7 @@ def head_scores(decoder: Decoder, trial: Trial, length: int) -> Tensor:
 
 
 class NeedleMeasurement(AnswerMeasurement):
-    """Answers by context length and depth, with a control without the needle; and the heads that look at it."""
+    """Answers by context length and depth, with a control without the needle; and the heads that look at the needle."""
 
     kind = "needle"
 
@@ -389,24 +399,24 @@ class NeedleMeasurement(AnswerMeasurement):
         base = Needle(needles=self.asked.needles, distractors=self.asked.distractors)
         self.tasks = {f"depth {100 * depth:g}%": replace(base, depth=depth) for depth in self.asked.depths}
         self.tasks["no needle"] = replace(base, absent=True)
-        asked, reasons = self.lengths, {}
-        for length in asked:
+        lengths, reasons = self.lengths, {}
+        for length in lengths:
             try:
                 example(base, QUESTION_SEED, 0, length, "test", self.haystack)
             except NoRoom as error:
                 reasons[length] = str(error)
-            except TaskError:  # another reason, which `check_room` gives
+            except TaskError:  # `check_room` raises it with its reason
                 continue
-        self.lengths = [length for length in asked if length not in reasons] or asked  # if all are too short, the first says so below
+        self.lengths = [length for length in lengths if length not in reasons] or lengths  # if all are too short, `check_room` says so
         self.heads_length = round((self.asked.heads_at or 0) * config.data.seq_len)
-        needed = [(length, "test", self.asked.trials, "length_factors", self.asked.length_factors) for length in self.lengths]
+        requirements = [(length, "test", self.asked.trials, "length_factors", self.asked.length_factors) for length in self.lengths]
         if self.asked.heads_at:
-            needed.append((self.heads_length, "test", 1, "heads_at", self.asked.heads_at))
+            requirements.append((self.heads_length, "test", 1, "heads_at", self.asked.heads_at))
         if self.asked.finetune.steps:
-            needed.append((config.data.seq_len, "train", 1, "finetune.steps", self.asked.finetune.steps))
-        for length, subset, count, key, value in needed:
+            requirements.append((config.data.seq_len, "train", 1, "finetune.steps", self.asked.finetune.steps))
+        for length, subset, count, key, value in requirements:
             check_room(base, length, subset, count, self.haystack, f"eval.needle.{key}", value)
-        for length in sorted({*asked} - {*self.lengths}):
+        for length in sorted({*lengths} - {*self.lengths}):
             if not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
                 Progress().say(f"note: eval.needle.length_factors: sequences of {length:,} are left out: {reasons[length]}")
 
@@ -418,105 +428,105 @@ class NeedleMeasurement(AnswerMeasurement):
     def work(self) -> int:
         return len(self.tasks) * len(self.lengths) * self.asked.trials * len(self.asked.inference)
 
-    def measure(self, decoder: Decoder, where: Device, progress: Advance) -> list[Series]:
+    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         steps = self.asked.finetune.steps
-        model = self._finetuned(decoder, where) if steps else decoder
+        base = self._finetuned(decoder, device) if steps else decoder
         series, heads_series = [], []
         for inference in self.asked.inference:
-            used, setting = for_inference(model, inference), f"{inference.label}, fine-tuned {steps} steps" if steps else inference.label
-            series += self._answers(used, inference.label, setting, where, progress)
-            heads_series += self._heads(used, setting, where) if self.asked.heads_at else []
+            model, setting = for_inference(base, inference), f"{inference.label}, fine-tuned {steps} steps" if steps else inference.label
+            series += self._answers(model, inference.label, setting, device, progress)
+            heads_series += self._heads(model, setting, device) if self.asked.heads_at else []
         return series + heads_series
 
-    def _finetuned(self, decoder: Decoder, where: Device) -> Decoder:
-        """The copy that fine-tuning gives on rank 0, on all ranks: theirs might drift apart."""
+    def _finetuned(self, decoder: Decoder, device: Device) -> Decoder:
+        """The copy fine-tuned on rank 0, on all ranks: copies of their own might drift apart."""
         copies: list[Decoder] = []
 
         def local() -> Tensor:
-            copies.append(finetuned(decoder, self.asked, self.config.data.seq_len, self.haystack, where))
+            copies.append(finetuned(decoder, self.asked, self.config.data.seq_len, self.haystack, device))
             return torch.zeros(1)
 
         with eval_mode(decoder):
-            all_reduce_sum(where, local)
-        if where.world > 1:
+            all_reduce_sum(device, local)
+        if device.world > 1:
             for value in copies[0].state_dict().values():
                 torch.distributed.broadcast(value, 0)
         return copies[0]
 
-    def _answers(self, decoder: Decoder, label: str, setting: str, where: Device, progress: Advance) -> list[Series]:
-        """Exact answers over all depths and of the control, for reports; then all that is scored, by depth."""
+    def _answers(self, decoder: Decoder, label: str, setting: str, device: Device, progress: Advance) -> list[Series]:
+        """Exact answers over all depths and of the control, for reports; then all columns of `SCORED`, by depth."""
         scores = {
-            name: [self._scores(decoder, task, length, where, progress) for length in self.lengths] for name, task in self.tasks.items()
+            name: [self._scores(decoder, task, length, device, progress) for length in self.lengths] for name, task in self.tasks.items()
         }
-        common = {"options": {"needles": self.asked.needles, "distractors": self.asked.distractors}, "setting": setting}
+        common_fields = {"options": {"needles": self.asked.needles, "distractors": self.asked.distractors}, "setting": setting}
         series: list[Series] = []
         for control, names in ((False, list(self.tasks)[:-1]), (True, ["no needle"])):
             if not names:
                 continue
-            pooled = [self._pooled(depths) for depths in zip(*(scores[name] for name in names), strict=True)]
+            pools = [self._pooled(depths) for depths in zip(*(scores[name] for name in names), strict=True)]
             chance = self.tasks[names[0]].chance
             series.append(
                 self.accuracy(
-                    pooled, chance and chance.teacher_forced, control=control, what="needle, control without it" if control else "needle",
-                    logged=tuple(self.asked.metric(control, length, label) for length in self.lengths), **common,
+                    pools, chance and chance.teacher_forced, control=control, what="needle, control without it" if control else "needle",
+                    logged=tuple(self.asked.metric(control, length, label) for length in self.lengths), **common_fields,
                 )
             )  # fmt: skip
         for name, task in self.tasks.items():
             chance = task.chance and task.chance.teacher_forced  # earlier questions of a sequence stand in the prompt with their answers
-            candidates = [np.mean([1 + len(trial.others) for trial in each.trials]) for each in scores[name]]
+            candidates = [np.mean([1 + len(trial.others) for trial in length_scores.trials]) for length_scores in scores[name]]
             levels = {"exact": chance, "first of candidates": 1 / float(np.mean(candidates))}
             for column, (metric, unit) in enumerate(SCORED):
-                samples = [each.sample(each.values[:, [column]]) for each in scores[name]]
+                samples = [length_scores.sample(length_scores.values[:, [column]]) for length_scores in scores[name]]
                 references = {} if levels.get(metric) is None else {"chance": levels[metric]}
                 interval = "wilson" if unit == "fraction" else "none"
-                series.append(self.at_lengths(metric, unit, samples, what=name, references=references, interval=interval, **common))
+                series.append(self.at_lengths(metric, unit, samples, what=name, references=references, interval=interval, **common_fields))
         return series
 
-    def _scores(self, decoder: Decoder, task: Needle, length: int, where: Device, progress: Advance = ignore) -> "_Scores":
-        asked = trials(task, length, self.asked.trials, self.haystack)
+    def _scores(self, decoder: Decoder, task: Needle, length: int, device: Device, progress: Advance = ignore) -> "_Scores":
+        questions = trials(task, length, self.asked.trials, self.haystack)
 
         def measure(part: list[int]) -> Tensor:
-            return score(decoder, [asked[index] for index in part], length, self.haystack)
+            return score(decoder, [questions[index] for index in part], length, self.haystack)
 
-        lengths = [len(trial.prompt) for trial in asked]
-        return _Scores(asked, by_sequence([decoder], lengths, (len(SCORED),), where, measure, progress))
+        lengths = [len(trial.prompt) for trial in questions]
+        return _Scores(questions, by_sequence([decoder], lengths, (len(SCORED),), device, measure, progress))
 
     def _pooled(self, depths: Sequence["_Scores"]) -> Sample:
-        """Exact answers by trial. A trial asks the same at each depth: it counts once."""
-        sha256 = hashlib.sha256(json.dumps([to_plain(self.asked.finetune), *(each.sha256 for each in depths)]).encode()).hexdigest()
-        exact = np.mean([each.values[:, EXACT] for each in depths], axis=0)
-        return replace(depths[0].sample(exact[:, None]), sha256=sha256)
+        """Fractions of exact answers by trial. A trial asks the same question at each depth, so it counts once."""
+        sha256 = hashlib.sha256(json.dumps([to_plain(self.asked.finetune), *(scores.sha256 for scores in depths)]).encode()).hexdigest()
+        fractions = np.mean([scores.values[:, EXACT] for scores in depths], axis=0)
+        return replace(depths[0].sample(fractions[:, None]), sha256=sha256)
 
-    def _heads(self, decoder: Decoder, setting: str, where: Device) -> list[Series]:
+    def _heads(self, decoder: Decoder, setting: str, device: Device) -> list[Series]:
         """Attention of every head to needles at `HEADS_DEPTH`, by trial, and whether the trials were answered."""
         length, shape = self.heads_length, (2, len(decoder.normalizers()), decoder.normalizers()[0].layer.n_head)
-        scores = self._scores(decoder, Needle(needles=1, distractors=self.asked.distractors, depth=HEADS_DEPTH), length, where)
+        scores = self._scores(decoder, Needle(needles=1, distractors=self.asked.distractors, depth=HEADS_DEPTH), length, device)
 
         def measure(part: list[int]) -> Tensor:
             return torch.stack([head_scores(decoder, scores.trials[index], length) for index in part])
 
         def series(metric: str, values: np.ndarray, **fields: object) -> Series:
-            place, sample = {"length": length, "depth": HEADS_DEPTH}, (scores.sample(values),)
+            options, sample = {"length": length, "depth": HEADS_DEPTH}, (scores.sample(values),)
             means = values.mean(0, dtype=np.float64)
-            return self.series(metric, "fraction", "higher", means, setting=setting, options=place, samples=sample, **fields)
+            return self.series(metric, "fraction", "higher", means, setting=setting, options=options, samples=sample, **fields)
 
-        weights = by_sequence([decoder], [len(trial.prompt) for trial in scores.trials], shape, where, measure)
-        uniform = np.mean([np.diff(trial.spans).ravel() for trial in scores.trials], axis=0) / length
+        weights = by_sequence([decoder], [len(trial.prompt) for trial in scores.trials], shape, device, measure)
+        uniform_attention = np.mean([np.diff(trial.spans).ravel() for trial in scores.trials], axis=0) / length
         heads = Axis("head", "", "of head", tuple(range(shape[2])), log=False)
-        looking = [
+        attention_series = [
             series(
                 f"attention to the {span}", weights[:, number, layer],
-                what=f"layer {layer}", axis=heads, references={"uniform attention": float(uniform[number])},
+                what=f"layer {layer}", axis=heads, references={"uniform attention": float(uniform_attention[number])},
             )
             for number, span in enumerate(("number", "sentence"))
             for layer in range(shape[1])
         ]  # fmt: skip
-        return looking + [series(f"{SCORED[column][0]}, heads' trials", scores.values[:, [column]]) for column in (0, 1)]
+        return attention_series + [series(f"{SCORED[column][0]}, heads' trials", scores.values[:, [column]]) for column in (0, 1)]
 
 
 @dataclass(frozen=True, eq=False)
 class _Scores:
-    """Trials of one length and depth, and what `score` gives of them."""
+    """Trials of one length and depth, and their scores, as `score` gives them."""
 
     trials: list[Trial]
     values: np.ndarray  # (trials, len(SCORED))

@@ -21,21 +21,21 @@ Heads = dict[str, np.ndarray]  # by metric: all heads of all layers, NaN where i
 def diagnostics(series: Sequence[Series]) -> Picture | None:
     """A row for each statistic that reports show: its curve and a map of heads for each model; None if none is defined anywhere.
 
-    What is derived of several statistics, and comes as several lines of one name, has a row with a panel for each model.
+    A metric that is derived from several statistics, as several lines of one name, has a row with a panel for each model.
     """
-    shown = [each for each in series if each.axis and each.axis.name != HEAD and each.shown]
-    curves = [each for each in shown if each.axis.name == KEYS and not each.what]
-    several = {each.metric for each in shown if each.what and np.isfinite(each.means).any()}
-    lines = [each for each in shown if each.what and each.metric in several]
-    settings = [*dict.fromkeys(each.setting for each in curves + lines)]
+    entries = [entry for entry in series if entry.axis and entry.axis.name != HEAD and entry.shown]
+    curves = [entry for entry in entries if entry.axis.name == KEYS and not entry.what]
+    line_metrics = {entry.metric for entry in entries if entry.what and np.isfinite(entry.means).any()}
+    lines = [entry for entry in entries if entry.what and entry.metric in line_metrics]
+    settings = [*dict.fromkeys(entry.setting for entry in curves + lines)]
     if not settings:
         return None
     rows: list[list[Panel | Map | None]] = []
-    for metric in dict.fromkeys(each.metric for each in curves):
-        of_metric = [each for each in curves if each.metric == metric]
-        rows.append([_curve(of_metric, settings), *_maps(metric, series, [each.setting for each in of_metric], settings)])
-    for metric in dict.fromkeys(each.metric for each in lines):
-        rows.append(_derived([each for each in lines if each.metric == metric], settings))
+    for metric in dict.fromkeys(curve.metric for curve in curves):
+        metric_curves = [curve for curve in curves if curve.metric == metric]
+        rows.append([_curve(metric_curves, settings), *_maps(metric, series, [curve.setting for curve in metric_curves], settings)])
+    for metric in dict.fromkeys(line.metric for line in lines):
+        rows.append(_derived([line for line in lines if line.metric == metric], settings))
     columns = max(map(len, rows))
     theory = against_theory(series, settings)
     one_row = [panel for row in theory for panel in row]
@@ -47,20 +47,20 @@ def diagnostics(series: Sequence[Series]) -> Picture | None:
 
 def _curve(lines: list[Series], settings: list[str]) -> Panel:
     traces = [
-        Trace(settings.index(each.setting), each.setting, np.array(each.axis.values), each.means, "mean", dashes=each.control,
-              hollow=each.control) for each in lines
+        Trace(settings.index(line.setting), line.setting, np.array(line.axis.values), line.means, "mean", dashes=line.control,
+              hollow=line.control) for line in lines
     ]  # fmt: skip
-    first = lines[0]
-    base, ticks = logarithmic_ticks(first.axis.values)
-    return Panel(first.metric, "visible keys n", first.unit, traces, ticks, base, marks={first.seq_len: "training length"})
+    first_line = lines[0]
+    base, ticks = logarithmic_ticks(first_line.axis.values)
+    return Panel(first_line.metric, "visible keys n", first_line.unit, traces, ticks, base, marks={first_line.seq_len: "training length"})
 
 
-def _maps(metric: str, series: Sequence[Series], measured: list[str], settings: list[str]) -> list[Map | None]:
-    """Layers from the top to the bottom, heads from left to right, on one scale of colours; None for models without such heads."""
-    by_layer = [each for each in series if each.axis and each.axis.name == HEAD and each.metric == metric and "," not in each.what]
-    heads = {setting: np.array([each.means for each in by_layer if each.setting == setting]) for setting in measured}
-    known = np.concatenate([some[np.isfinite(some)] for some in heads.values()])
-    low, top = (float(known.min()), float(known.max())) if len(known) else (0.0, 1.0)
+def _maps(metric: str, series: Sequence[Series], curve_settings: list[str], settings: list[str]) -> list[Map | None]:
+    """Maps of a metric: layers from top to bottom, heads from left to right, on one scale of colours; None for models without heads."""
+    layers = [layer for layer in series if layer.axis and layer.axis.name == HEAD and layer.metric == metric and "," not in layer.what]
+    heads = {setting: np.array([layer.means for layer in layers if layer.setting == setting]) for setting in curve_settings}
+    finite_values = np.concatenate([values[np.isfinite(values)] for values in heads.values()])
+    low, top = (float(finite_values.min()), float(finite_values.max())) if len(finite_values) else (0.0, 1.0)
     return [
         Map(f"{metric}\n{setting}", "head", [*map(str, range(heads[setting].shape[1]))], [*map(str, range(len(heads[setting])))],
             heads[setting], top, low, written=False, y_label="layer") if len(heads.get(setting, ())) else None
@@ -69,17 +69,19 @@ def _maps(metric: str, series: Sequence[Series], measured: list[str], settings: 
 
 
 def _derived(lines: list[Series], settings: list[str]) -> list[Panel | Map | None]:
-    """A panel for each model, on one scale, of lines told apart by what they are of."""
-    known, axis = np.concatenate([each.means[np.isfinite(each.means)] for each in lines]), lines[0].axis
-    log = bool(lines[0].unit != "fraction" and known.min() > 0 and known.max() > 100 * known.min())
-    low, high = known.min(), known.max()
+    """A panel for each model, on one scale, with a line for each `what` of the series."""
+    finite_values, axis = np.concatenate([line.means[np.isfinite(line.means)] for line in lines]), lines[0].axis
+    log = bool(lines[0].unit != "fraction" and finite_values.min() > 0 and finite_values.max() > 100 * finite_values.min())
+    low, high = finite_values.min(), finite_values.max()
     spread = (high / low) ** 0.06 if log else 0.06 * (high - low) or 0.1
     y_range = (low / spread, high * spread) if log else (low - spread, high + spread)
     base, ticks = logarithmic_ticks(axis.values) if axis.log else (0, {})
     panels: list[Panel | Map | None] = []
     for setting in settings:
-        curves = [each for each in lines if each.setting == setting]
-        traces = [Trace(place, each.what, np.array(each.axis.values), each.means, "mean", keyed=True) for place, each in enumerate(curves)]
+        curves = [line for line in lines if line.setting == setting]
+        traces = [
+            Trace(place, curve.what, np.array(curve.axis.values), curve.means, "mean", keyed=True) for place, curve in enumerate(curves)
+        ]
         title = f"{lines[0].metric}\n{setting}"
         panels.append(Panel(title, axis.name, lines[0].unit, traces, ticks, base, log, y_range=y_range) if curves else None)
     return panels
@@ -89,11 +91,14 @@ def _derived(lines: list[Series], settings: list[str]) -> list[Panel | Map | Non
 
 
 def against_theory(series: Sequence[Series], settings: list[str]) -> list[list[Panel]]:
-    """S of e^score by the spread of scores, of other maps by their ratio of mean and spread, and S by its closed form: a panel for each
-    that there are heads for, and below it the same without the first token; nothing if there are no closed forms."""
-    if not any(each.metric == CLOSED for each in series):
+    """Rows of panels of S by head, with its closed forms: for all keys, and without the first token. Empty if there are no closed forms.
+
+    The columns: S of e^score by the spread of scores, S of other maps by their ratio of mean and spread, and S by its closed form. A column
+    without heads is left out.
+    """
+    if not any(entry.metric == CLOSED for entry in series):
         return []
-    keys = LEAST_KEYS, next(each.axis.values[-1] for each in series if each.axis and each.axis.name == KEYS)
+    keys = LEAST_KEYS, next(entry.axis.values[-1] for entry in series if entry.axis and entry.axis.name == KEYS)
     rows = {ending: _heads(series, ending) for ending in ("", NO_FIRST)}
     columns = [(x, describe) for x, describe in PANELS if any(np.isfinite(x(heads) + heads[CLOSED]).any() for heads in rows[""].values())]
     return [[_against(heads, ending, x, describe, keys, settings) for x, describe in columns] for ending, heads in rows.items()]
@@ -109,24 +114,24 @@ def _against(
 ) -> Panel:
     traces = []
     for place, (setting, values) in enumerate(heads.items()):
-        at, measured = x(values), values[CLOSED] + values[DIFFERENCE]
-        known = np.isfinite(at) & np.isfinite(measured)
-        traces.append(Trace(settings.index(setting), setting, at[known], measured[known], "dots", hollow=place > 0))
+        x_values, sparsity = x(values), values[CLOSED] + values[DIFFERENCE]
+        is_finite = np.isfinite(x_values) & np.isfinite(sparsity)
+        traces.append(Trace(settings.index(setting), setting, x_values[is_finite], sparsity[is_finite], "dots", hollow=place > 0))
     x_label, x_range, curves = describe(max(np.nanmax(x(values), initial=1.0) for values in heads.values()), keys)
     return Panel(f"S{ending}, by head", x_label, f"S measured{ending}", [*traces, *curves], x_range=x_range, y_range=(0, 1.02))
 
 
 def _heads(series: Sequence[Series], ending: str) -> dict[str, Heads]:
-    """Means over queries by setting, of all keys together."""
+    """Means over queries, by setting and metric, of all keys together."""
     parts: dict[str, dict[str, list[np.ndarray]]] = {}
-    wanted = {name + ending: name for name in (CLOSED, STD, MEAN, DIFFERENCE)} | {CONDENSED: CONDENSED}
-    for each in series:
-        if each.axis and each.axis.name == HEAD and "," not in each.what and each.metric in wanted:
-            parts.setdefault(each.setting, {}).setdefault(wanted[each.metric], []).append(each.means)
-    heads = {setting: {name: np.concatenate(some) for name, some in metrics.items()} for setting, metrics in parts.items()}
+    metric_names = {name + ending: name for name in (CLOSED, STD, MEAN, DIFFERENCE)} | {CONDENSED: CONDENSED}
+    for entry in series:
+        if entry.axis and entry.axis.name == HEAD and "," not in entry.what and entry.metric in metric_names:
+            parts.setdefault(entry.setting, {}).setdefault(metric_names[entry.metric], []).append(entry.means)
+    heads = {setting: {name: np.concatenate(arrays) for name, arrays in metrics.items()} for setting, metrics in parts.items()}
     for metrics in heads.values():
-        nowhere = np.full(len(metrics[STD]), np.nan)
-        metrics |= {name: metrics.get(name, nowhere) for name in (CLOSED, DIFFERENCE, CONDENSED)}
+        nans = np.full(len(metrics[STD]), np.nan)
+        metrics |= {name: metrics.get(name, nans) for name in (CLOSED, DIFFERENCE, CONDENSED)}
     return heads
 
 
@@ -137,9 +142,9 @@ def _theory(label: str, x: torch.Tensor | tuple[float, float], y: torch.Tensor |
     return Trace(-1, label, np.asarray(x), np.asarray(y), "mean", dashes=dashes, keyed=True)
 
 
-def _exp(largest: float, keys: tuple[int, float]) -> _Theory:
-    """For e^score: the closed form, S of so many Gaussian scores, and the spread where these condense."""
-    scale = torch.linspace(0, 1.1 * largest, POINTS, dtype=torch.float64)
+def _exp(x_max: float, keys: tuple[int, float]) -> _Theory:
+    """For e^score: the closed form, S of as many Gaussian scores as `keys`, and the spread at which these condense."""
+    scale = torch.linspace(0, 1.1 * x_max, POINTS, dtype=torch.float64)
     curves = [_theory("closed form, e^score", scale, exp_sparsity(scale), 0)]
     for dashes, n in enumerate(keys, 1):
         curves.append(_theory(f"{number(n)} Gaussian scores", scale, simulated_sparsity(scale, int(n)), dashes))
@@ -148,7 +153,7 @@ def _exp(largest: float, keys: tuple[int, float]) -> _Theory:
     return "standard deviation of scores (logit scale)", None, curves
 
 
-def _ratio(largest: float, keys: tuple[int, float]) -> _Theory:
+def _ratio(x_max: float, keys: tuple[int, float]) -> _Theory:
     """For other maps: the closed forms that depend on the ratio of mean and standard deviation."""
     ratio, unit = torch.linspace(-4, 4, POINTS, dtype=torch.float64), torch.tensor(1.0)
     curves = {
@@ -161,8 +166,8 @@ def _ratio(largest: float, keys: tuple[int, float]) -> _Theory:
     return "mean of scores over their standard deviation", (-4.2, 4.2), traces
 
 
-def _both(largest: float, keys: tuple[int, float]) -> _Theory:
-    """For any map: where S is its closed form."""
+def _both(x_max: float, keys: tuple[int, float]) -> _Theory:
+    """For any map: the line on which S equals its closed form."""
     return "S in closed form at the measured moments", (-0.02, 1.02), [_theory("equal", (0, 1), (0, 1), 0)]
 
 

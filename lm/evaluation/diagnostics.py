@@ -58,79 +58,79 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 KIND = "diagnostics"
-QUESTIONED, SHOWN_OCTAVES = 64, 16  # sequences with questions, and octaves of length, of the prediction where retrieval fails
+QUESTIONED, SHOWN_OCTAVES = 64, 16  # of the length at which retrieval fails: sequences with questions, and octaves shown
 SHUFFLED, UNTRAINED = "shuffled scores", "untrained weights"
 FAMILIES: dict[str, Callable[[DiagnosticsConfig], Family]] = {  # by their names in `eval.diagnostics.statistics`
-    "concentration": lambda asked: concentration.family(asked.top_k, asked.nearest),
-    "sparsity": lambda asked: sparsity.family(),
-    "limits": lambda asked: limits.family(asked.limits, max(1, asked.queries // asked.limits.queries)),
+    "concentration": lambda options: concentration.family(options.top_k, options.nearest),
+    "sparsity": lambda options: sparsity.family(),
+    "limits": lambda options: limits.family(options.limits, max(1, options.queries // options.limits.queries)),
 }
 UNDEFINED = (Statistic(NOT_FINITE, "fraction", lambda rows: None), Statistic(NO_WEIGHT, "fraction", lambda rows: None))
 _LENGTH = "eval.diagnostics.length_factor"
 
 
-def families(asked: DiagnosticsConfig) -> tuple[Family, ...]:
-    """The families that are asked for, with their options."""
-    return tuple(FAMILIES[name](asked) for name in asked.statistics)
+def families(options: DiagnosticsConfig) -> tuple[Family, ...]:
+    """The families of statistics that the options name, each with its own options."""
+    return tuple(FAMILIES[name](options) for name in options.statistics)
 
 
 # ---------------------------------------------------------------- sequences
 
 
-def diagnostic_sequences(store: Store, config: Config, asked: DiagnosticsConfig) -> HeldOut:
-    """Up to `asked.sequences` held-out sequences: validation windows at the training length, else each within one document; or of a text.
+def diagnostic_sequences(store: Store, config: Config, options: DiagnosticsConfig) -> HeldOut:
+    """Up to `options.sequences` held-out sequences: validation windows, at another length windows within documents, or windows of a text.
 
     Raises:
-        ConfigError: no document is long enough, or no query of such a sequence would see `LEAST_KEYS` keys.
+        ConfigError: no document is long enough, or no query of such a short sequence would see `LEAST_KEYS` keys.
         RunError: the text can't be read, or is too short.
     """
-    length = sequence_length(asked, config.data.seq_len)
-    if asked.text:
-        return sequences_of_text(store.tokenizer(), store.end_of_text, asked, length)
+    length = sequence_length(options, config.data.seq_len)
+    if options.text:
+        return sequences_of_text(store.tokenizer(), store.end_of_text, options, length)
     if config.data.symbolic:
         held_out = task_sequences(store, config)
-        chosen = np.arange(min(asked.sequences, len(held_out.sequences))) * len(held_out.sequences) // asked.sequences
-        return HeldOut(held_out.sequences[chosen], held_out.token_bytes)
-    if asked.length_factor == 1:
-        held_out = spread(store, config, length, asked.sequences)
+        indices = np.arange(min(options.sequences, len(held_out.sequences))) * len(held_out.sequences) // options.sequences
+        return HeldOut(held_out.sequences[indices], held_out.token_bytes)
+    if options.length_factor == 1:
+        held_out = spread(store, config, length, options.sequences)
     else:
-        held_out = HeldOut.take(store, long_starts(store.val, length, asked.sequences), length)
+        held_out = HeldOut.take(store, long_starts(store.val, length, options.sequences), length)
     if not len(held_out.sequences):
         reason = f"needs held-out documents of {length + 1:,} tokens, the longest has {store.val.longest:,}"
-        raise ConfigError([Problem(_LENGTH, asked.length_factor, reason, "set it lower")])
+        raise ConfigError([Problem(_LENGTH, options.length_factor, reason, "set it lower")])
     return held_out
 
 
-def sequence_length(asked: DiagnosticsConfig, seq_len: int) -> int:
-    """Tokens in a sequence, of a model that was trained on `seq_len`. Raises ConfigError if no query would see `LEAST_KEYS` keys."""
-    length = round(asked.length_factor * seq_len)
+def sequence_length(options: DiagnosticsConfig, seq_len: int) -> int:
+    """Tokens in a sequence, for a model that was trained on `seq_len`. Raises ConfigError if no query would see `LEAST_KEYS` keys."""
+    length = round(options.length_factor * seq_len)
     if length < LEAST_KEYS:
         reason = f"makes sequences of {length} tokens, in which no query sees the {LEAST_KEYS} keys that statistics need"
-        raise ConfigError([Problem(_LENGTH, asked.length_factor, reason, "set it higher")])
+        raise ConfigError([Problem(_LENGTH, options.length_factor, reason, "set it higher")])
     return length
 
 
-def sequences_of_text(tokenizer: "Tokenizer", end_of_text: int, asked: DiagnosticsConfig, length: int) -> HeldOut:
-    """Up to `asked.sequences` windows of the text file `asked.text`, side by side, spread evenly over it.
+def sequences_of_text(tokenizer: "Tokenizer", end_of_text: int, options: DiagnosticsConfig, length: int) -> HeldOut:
+    """Up to `options.sequences` windows of the text file `options.text`, side by side, spread evenly over it.
 
-    Raises RunError: it is not to be read, not UTF-8, or has too few tokens.
+    Raises RunError: the file can't be read, is not UTF-8, or has too few tokens.
     """
-    tokens = np.array([end_of_text, *encoding_of(tokenizer, read_file(asked.text, "eval.diagnostics.text = ")).ids])
-    fitting = (len(tokens) - 1) // length
-    if not fitting:
+    tokens = np.array([end_of_text, *encoding_of(tokenizer, read_file(options.text, "eval.diagnostics.text = ")).ids])
+    windows = (len(tokens) - 1) // length
+    if not windows:
         reason = f"has {len(tokens):,} tokens, a sequence {length + 1:,}"
-        raise RunError(f"eval.diagnostics.text = {asked.text}: {reason}; give more text, or lower {_LENGTH}")
-    count = min(asked.sequences, fitting)
-    starts = np.arange(count) * fitting // count * length
+        raise RunError(f"eval.diagnostics.text = {options.text}: {reason}; give more text, or lower {_LENGTH}")
+    count = min(options.sequences, windows)
+    starts = np.arange(count) * windows // count * length
     return HeldOut(tokens[starts[:, None] + np.arange(length + 1)], np.zeros(tokenizer.get_vocab_size(), np.float32))
 
 
-def read_file(path: str, where: str) -> str:
-    """The text of a UTF-8 file. Raises RunError that names `where` it was asked for."""
+def read_file(path: str, prefix: str) -> str:
+    """The text of a UTF-8 file. Raises RunError, whose message begins with `prefix`, the option that names the file."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"{where}{path}: {getattr(error, 'strerror', None) or 'is not UTF-8'}") from None
+        raise RunError(f"{prefix}{path}: {getattr(error, 'strerror', None) or 'is not UTF-8'}") from None
 
 
 # ---------------------------------------------------------------- measuring
@@ -139,8 +139,8 @@ def read_file(path: str, where: str) -> str:
 class Diagnostics(Measurement):
     """Statistics of attention weights by layer, head and number of visible keys, of three models.
 
-    Beside the model, under each inference setting: the untrained model of the same configuration and seed, and the model with the scores
-    of each query shuffled among the keys that it sees. What holds of those, too, says nothing about training. In fp32.
+    The two others, under each inference setting: the untrained model of the same configuration and seed, and the model with shuffled
+    scores, each query's among the keys that it sees. A finding that holds for these, too, says nothing about training. In fp32.
     """
 
     kind = KIND
@@ -152,36 +152,36 @@ class Diagnostics(Measurement):
 
     @property
     def options(self) -> dict[str, Plain]:
-        length, asked = self.held_out.length, self.asked_plain
-        measured = {"sequences": len(self.held_out.sequences), "sequences_asked": asked["sequences"], "length": length}
-        measured |= {"sequences_sha256": self.held_out.sha256, "query_indices": query_indices(length, asked["queries"])}
-        return {"seq_len": self.config.data.seq_len, **asked, **measured, "least_keys": LEAST_KEYS, "untrained_seed": self.config.seed}
+        length, options = self.held_out.length, self.asked_plain
+        facts = {"sequences": len(self.held_out.sequences), "sequences_asked": options["sequences"], "length": length}
+        facts |= {"sequences_sha256": self.held_out.sha256, "query_indices": query_indices(length, options["queries"])}
+        return {"seq_len": self.config.data.seq_len, **options, **facts, "least_keys": LEAST_KEYS, "untrained_seed": self.config.seed}
 
     @property
     def work(self) -> int:
         return len(self.held_out.sequences) * len(self.asked.inference)
 
-    def precision(self, where: Device) -> str:
+    def precision(self, device: Device) -> str:
         return "32"
 
     def cacheable(self, series: Sequence[Series]) -> bool:
-        return True  # what is not finite is not defined there
+        return True  # a number that is not finite is undefined, not an error
 
     def picture(self, series: Sequence[Series]) -> bytes | None:
         from lm.evaluation.diagnostic_pictures import diagnostics  # imports matplotlib
 
         return (picture := diagnostics(series)) and picture.png
 
-    def measure(self, decoder: Decoder, where: Device, progress: Advance) -> list[Series]:
-        series = describe(decoder, self.held_out, self.asked, where, self.config.seed, self.fingerprint, progress)
+    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
+        series = describe(decoder, self.held_out, self.asked, device, self.config.seed, self.fingerprint, progress)
         return series + retrieval_series(decoder, self.config, self.asked)
 
 
 def describe(
     decoder: Decoder,
     held_out: HeldOut,
-    asked: DiagnosticsConfig,
-    where: Device,
+    options: DiagnosticsConfig,
+    device: Device,
     seed: int = 1,
     fingerprint: str = "",
     progress: Advance = ignore,
@@ -189,68 +189,68 @@ def describe(
     """The diagnostics of a decoder on its device, as series. Collective.
 
     Args:
-        seed: of the initial weights of the untrained model.
-        fingerprint: of the data that the sequences come from.
+        seed: seed of the initial weights of the untrained model.
+        fingerprint: fingerprint of the data that the sequences come from.
         progress: called with the number of sequences done.
     """
-    untrained = Decoder(decoder.config, decoder.vocab_size, decoder.seq_len, seed=seed).to(where.device)
+    untrained_decoder = Decoder(decoder.config, decoder.vocab_size, decoder.seq_len, seed=seed).to(device.device)
     models: dict[str, Values] = {}
-    for setting in asked.inference:
+    for setting in options.inference:
         words = "" if setting.label == "as trained" else f", {setting.label}"
-        pair = [for_inference(model, setting) for model in (decoder, untrained)]
-        measures, vectors = statistics_of(*pair, held_out, asked, where, progress)
+        pair = [for_inference(model, setting) for model in (decoder, untrained_decoder)]
+        measures, vectors = statistics_of(*pair, held_out, options, device, progress)
         values = [measures.values(vectors[:, number], decoder.seq_len) for number in range(3)]
         models |= dict(zip((setting.label, UNTRAINED + words, SHUFFLED + words), values, strict=True))
-    described = _Described(models, measures, held_out, fingerprint)
-    parts = [described.numbers(), described.curves(), described.derived(), described.heads()]
-    return [each for part in parts + [described.heads_by_keys()] * asked.by_position for each in part]
+    description = _Described(models, measures, held_out, fingerprint)
+    parts = [description.numbers(), description.curves(), description.derived(), description.heads()]
+    return [series for part in parts + [description.heads_by_keys()] * options.by_position for series in part]
 
 
 def statistics_of(
-    decoder: Decoder, untrained: Decoder, held_out: HeldOut, asked: DiagnosticsConfig, where: Device, progress: Advance = ignore
+    decoder: Decoder, untrained_decoder: Decoder, held_out: HeldOut, options: DiagnosticsConfig, device: Device, progress: Advance = ignore
 ) -> tuple[Measures, np.ndarray]:
-    """The statistics, and their vectors by sequence of the model, of the untrained one and of shuffled scores: (N, 3, numbers) fp32.
+    """The statistics, and their values by sequence for the model, the untrained model and shuffled scores: (N, 3, numbers) fp32.
 
-    Sequences are split over the ranks of `where`; every rank returns all. Collective.
+    Sequences are split over the ranks of `device`; every rank returns all numbers. Collective.
     """
-    queries = query_indices(held_out.length, asked.queries)
+    queries = query_indices(held_out.length, options.queries)
     heads = max(normalizer.layer.n_head for normalizer in decoder.normalizers())
-    measures = Measures(families(asked), len(decoder.normalizers()), heads, queries, held_out.length)
+    measures = Measures(families(options), len(decoder.normalizers()), heads, queries, held_out.length)
 
     def vectors(index: int) -> Tensor:
-        batch = held_out.batch([index]).to(where.device)
-        where.check_time()
-        model, shuffled = measures.of(decoder, batch, index, orders(index, len(queries), held_out.length))
-        return torch.stack([model, *measures.of(untrained, batch, index), shuffled])
+        batch = held_out.batch([index]).to(device.device)
+        device.check_time()
+        model_values, shuffled_values = measures.of(decoder, batch, index, orders(index, len(queries), held_out.length))
+        return torch.stack([model_values, *measures.of(untrained_decoder, batch, index), shuffled_values])
 
     def measure(part: list[int]) -> Tensor:
         return torch.stack([vectors(index) for index in part])
 
     lengths = [held_out.length] * len(held_out.sequences)
-    return measures, by_sequence([decoder, untrained], lengths, (3, measures.numbers), where, measure, progress)
+    return measures, by_sequence([decoder, untrained_decoder], lengths, (3, measures.numbers), device, measure, progress)
 
 
-def retrieval_series(decoder: Decoder, config: Config, asked: DiagnosticsConfig) -> list[Series]:
+def retrieval_series(decoder: Decoder, config: Config, options: DiagnosticsConfig) -> list[Series]:
     """The length at which a model trained on recall of pairs is predicted to fail (docs/half-length.md), under each inference setting.
 
-    Beside it, by sequence length, the weight that the head that retrieves is predicted to give to the key asked for. Nothing of other
-    tasks, nor of models with positions: on those the prediction was not tested. There is no such length if the weight is below 1/2 at
+    Beside it, by sequence length, the weight that the retrieving head is predicted to give to the key asked for. No series for other
+    tasks, nor for models with positions: on those the prediction was not tested. There is no such length if the weight is below 1/2 at
     the training length already, or at no length.
     """
     task, length, series = config.data.tasks[0].task if config.data.tasks else None, config.data.seq_len, []
     if not isinstance(task, MQAR) or task.joined or not isinstance(config.model.position, NoPosition):
         return []
     examples = [example(task, QUESTION_SEED, index, length, "test") for index in range(QUESTIONED)]
-    for setting in asked.inference:
+    for setting in options.inference:
         model = for_inference(decoder, setting)
         with eval_mode(model), torch.autocast(decoder.head.weight.device.type, enabled=False):
             head = retrieving_head(model, examples)
         if head is None or not head.scores.is_filler.any(1).all():
             continue
         weights, fields = median_weights(head.scores, length), {"setting": setting.label}
-        at = half_length(weights, length)
-        if length < at < math.inf:
-            series.append(Series(KIND, "predicted 50% length of retrieval", "tokens", "none", length, np.array([at]), **fields))
+        failure_length = half_length(weights, length)
+        if length < failure_length < math.inf:
+            series.append(Series(KIND, "predicted 50% length of retrieval", "tokens", "none", length, np.array([failure_length]), **fields))
         octaves = slice(0, SHOWN_OCTAVES * STEPS_AN_OCTAVE + 1, STEPS_AN_OCTAVE)
         fields |= {"axis": lengths_axis(reach(length)[octaves].tolist()), "what": f"layer {head.layer}, head {head.head}"}
         series.append(Series(KIND, "predicted weight on the key asked for", "weight", "none", length, weights[octaves], **fields))
@@ -261,7 +261,7 @@ def retrieval_series(decoder: Decoder, config: Config, asked: DiagnosticsConfig)
 
 
 class _Described:
-    """The series of the statistics of several models on the same sequences, each by statistic and model; the model itself comes first."""
+    """The series of several models on the same sequences, by statistic and model; the trained model itself comes first."""
 
     def __init__(self, models: dict[str, Values], measures: Measures, held_out: HeldOut, fingerprint: str):
         self.models, self.measures, self.held_out, self.fingerprint = models, measures, held_out, fingerprint
@@ -269,7 +269,7 @@ class _Described:
         self.bins = half_octaves(models[self.first].n, models[self.first].train_length)
 
     def _each(self, statistics: Iterable[Statistic | Accumulated]) -> Iterator[tuple[Statistic | Accumulated, str, Values]]:
-        """Each statistic of each model, but for those that are defined nowhere."""
+        """Each statistic of each model, except statistics that are defined nowhere."""
         for statistic in statistics:
             arrays = [(values.by_query | values.by_head).get(statistic.name) for values in self.models.values()]
             if any(array is not None and np.isfinite(array).any() for array in arrays):
@@ -317,26 +317,26 @@ class _Described:
         for statistic, setting, values in self._each(self.measures.per_query):
             for low, high in self.bins:
                 by_head = self._within(statistic, values, (low, high), (0, 3))
-                yield from self._by_head(statistic, setting, by_head, where=f", {low:,} to {high:,} keys")
+                yield from self._by_head(statistic, setting, by_head, suffix=f", {low:,} to {high:,} keys")
 
     def _fits(self) -> Iterator[tuple[Statistic, str, np.ndarray, np.ndarray]]:
         """Exponents of growth with n up to the training length and their R^2, (layers, H), of each model."""
-        for statistic, setting, values in self._each(each for each in self.measures.per_query if each.fitted):
+        for statistic, setting, values in self._each(statistic for statistic in self.measures.per_query if statistic.fitted):
             n = np.where(values.n <= values.train_length, values.n, np.nan)
             exponents, fit = exponent(values.by_query[statistic.name], n, statistic.log)
             if np.isfinite(exponents).any():
                 yield statistic, setting, exponents, fit
 
     def _within(self, statistic: Statistic, values: Values, bounds: tuple[int, int], axes: tuple[int, ...]) -> np.ndarray:
-        """Means over some axes of the queries that see `bounds` keys."""
+        """Means over `axes`, of the queries that see `bounds` keys (first and last count)."""
         n = values.n[:, :, None]
         return mean(np.where((n >= bounds[0]) & (n <= bounds[1]), values.by_query[statistic.name], np.nan), axes)
 
-    def _by_head(self, statistic: Statistic, setting: str, by_head: np.ndarray, metric: str = "", where: str = "") -> Iterator[Series]:
+    def _by_head(self, statistic: Statistic, setting: str, by_head: np.ndarray, metric: str = "", suffix: str = "") -> Iterator[Series]:
         axis = Axis(HEAD, "", "of head", tuple(range(by_head.shape[1])), log=False)
         for layer, means in enumerate(by_head):
             unit = "" if metric else statistic.unit
-            yield self._series(statistic, setting, means, metric, unit, what=f"layer {layer}{where}", axis=axis)
+            yield self._series(statistic, setting, means, metric, unit, what=f"layer {layer}{suffix}", axis=axis)
 
     def _series(
         self,
@@ -373,15 +373,15 @@ def _exponent_of(statistic: Statistic) -> str:
 
 
 def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str] | None = None) -> list[Evaluated]:
-    """Diagnostics of models; those of run folders are kept in their evaluations/, as `lm eval` does.
+    """Diagnostics of models; results of run folders are kept in their evaluations/, as `lm eval` keeps them.
 
     Args:
         sources: run folders, checkpoints, exports and other model folders, and configurations of the text that model folders are
-            measured on; one without a training run needs them, or eval.diagnostics.text.
+            measured on. A model folder without a training run needs such a configuration, or eval.diagnostics.text.
         checkpoint: of run folders: `last`, `best` or a step.
         overrides: `key=value` of keys that act in `lm diagnose`, such as eval.diagnostics.sequences=32.
 
-    Raises LMError: no model there, no text that could be read, other data than it was trained on.
+    Raises LMError: no model there, no text that could be read, other data than the model was trained on.
     """
     sources, files = split_configurations(sources)
     for source in sources or files:
@@ -391,10 +391,10 @@ def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str]
     for source in sources:
         folder = source if source.is_dir() else source.resolve().parent.parent
         if (folder / DESCRIPTION).is_file() and files:
-            loaded = load(source)
-            text = text_config(loaded, files)
+            model = load(source)
+            text = text_config(model, files)
             text.eval = _only(text.eval.diagnostics)
-            results += evaluate_model(parse(merge(to_plain(text), changes)), loaded, [KIND])
+            results += evaluate_model(parse(merge(to_plain(text), changes)), model, [KIND])
         elif files:
             raise RunError(f"{source}: of a run: it is measured on the text of that, not on that of {files[0]}; leave {files[0]} out")
         elif (folder / CONFIG).is_file():
@@ -407,7 +407,7 @@ def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str]
 
 
 def check_source(source: Path) -> None:
-    """Raises RunError if there is nothing at `source`, or what is no model."""
+    """Raises RunError if there is nothing at `source`, or something that is no model."""
     if not source.exists():
         raise RunError(f"{source}: no such run folder, checkpoint or export")
     if source.is_dir() and not any((source / name).exists() for name in (CONFIG, DESCRIPTION, CHECKPOINTS)):
@@ -416,35 +416,35 @@ def check_source(source: Path) -> None:
         raise RunError(f"{source}: a configuration, not a model: train it (lm train {source}), and name its run folder")
 
 
-def _of_model(loaded: Loaded, changes: dict[str, Plain]) -> Evaluated:
+def _of_model(model: Loaded, changes: dict[str, Plain]) -> Evaluated:
     """Diagnose a model folder on the held-out text of its run, or on `eval.diagnostics.text`; the result is not cached."""
-    config = config_of(loaded, changes)
-    asked = config.eval.diagnostics
-    if asked.text:
-        held_out = sequences_of_text(*loaded.tokenizer_and_start(), asked, sequence_length(asked, loaded.spec.seq_len))
+    config = config_of(model, changes)
+    options = config.eval.diagnostics
+    if options.text:
+        held_out = sequences_of_text(*model.tokenizer_and_start(), options, sequence_length(options, model.spec.seq_len))
         measurement = Diagnostics(config, None, held_out)
-    elif loaded.config is None:
+    elif model.config is None:
         remedy = "set eval.diagnostics.text=FILE, or name a configuration of text"
-        raise RunError(f"{loaded.path}: has no training run behind it, whose held-out text could be read; {remedy}")
+        raise RunError(f"{model.path}: has no training run behind it, whose held-out text could be read; {remedy}")
     else:
-        store = open_store(config, loaded)
+        store = open_store(config, model)
         check_sequences(store, config)
         measurement = Diagnostics(config, store)
-    where, stamp = open_device(config, loaded.environment), loaded.stamp
-    with Progress().bar(f"{loaded.folder.name}: {KIND}", measurement.work) as advance:
-        evaluation = measurement.evaluate(loaded.decoder.to(where.device), where, stamp["step"], stamp["tokens_seen"], advance)
-    return Evaluated(loaded.folder, evaluation, cached=False)
+    device, stamp = open_device(config, model.environment), model.stamp
+    with Progress().bar(f"{model.folder.name}: {KIND}", measurement.work) as advance:
+        evaluation = measurement.evaluate(model.decoder.to(device.device), device, stamp["step"], stamp["tokens_seen"], advance)
+    return Evaluated(model.folder, evaluation, cached=False)
 
 
-def config_of(loaded: Loaded, changes: dict[str, Plain]) -> Config:
-    """The configuration a model was trained with, else one that fits it, whose keys of training mean nothing; with changes."""
-    config = loaded.config
+def config_of(model: Loaded, changes: dict[str, Plain]) -> Config:
+    """The configuration a model was trained with, else one that fits it, whose training keys mean nothing; with changes."""
+    config = model.config
     if config is None:
-        config = Config(name=loaded.folder.name, model=loaded.spec.model, eval=_only())
-        config.data.seq_len = config.optim.batch_tokens = loaded.spec.seq_len
+        config = Config(name=model.folder.name, model=model.spec.model, eval=_only())
+        config.data.seq_len = config.optim.batch_tokens = model.spec.seq_len
     return parse(merge(to_plain(config), changes))
 
 
 def _only(diagnostics: DiagnosticsConfig | None = None) -> EvalConfig:
-    """An `eval` block of diagnostics alone: the model may not be capable of other evaluations."""
+    """An `eval` block of diagnostics alone, since the model may not be capable of other evaluations."""
     return EvalConfig(long_context=LongContextConfig(length_factor=0), diagnostics=diagnostics)

@@ -29,17 +29,17 @@ from lm.schema import Plain, effect, to_plain
 def evaluate_runs(folders: list[Path], checkpoint: str = "last", suite: str = "", overrides: list[str] | None = None) -> list[Evaluated]:
     """Evaluate one checkpoint of each run, keep the results in its evaluations/, and return them.
 
-    What was measured before, with the same weights, data, precision and options, is not measured again.
+    A result that was measured before, with the same weights, data, precision and options, is not measured again.
 
     Args:
-        folders: run folders; or model folders and configurations, whose text they are measured on.
+        folders: run folders; or model folders, and configurations of the text that they are measured on.
         checkpoint: `last`, `best` or a step; of a single run also a path.
-        suite: a name of `SUITES` or a YAML file with an `eval` block; empty: what the run's configuration says.
+        suite: a name of `SUITES` or a YAML file with an `eval` block; empty: the `eval` block of the run's configuration.
         overrides: `key=value` of keys that act in `lm eval`, after the suite's.
 
-    Raises LMError: not a run, no such checkpoint, other data than it was trained on, no such suite.
+    Raises LMError: not a run, no such checkpoint, other data than the model was trained on, no such suite.
     """
-    own = overrides_in("eval", overrides or [])
+    changes = overrides_in("eval", overrides or [])
     folders, files = split_configurations(folders)
     if not folders:
         raise ConfigError(f"{files[0]}: a configuration, not a model: name the run folders or model folders to measure, too")
@@ -49,8 +49,8 @@ def evaluate_runs(folders: list[Path], checkpoint: str = "last", suite: str = ""
     if models and not files:
         remedy = f"name a configuration, e.g. lm eval {folders[0]} configs/sotu.yaml, or the run folder it was exported from"
         raise RunError(f"{next(iter(models))}: a model folder: of which text its loss is to be measured is not known; {remedy}")
-    trained = [text_config(models[folder], files) if folder in models else read_config(folder) for folder in folders]
-    configs = [parse(merge(merge(to_plain(config), suite_changes(suite, config)), own)) for config in trained]
+    base_configs = [text_config(models[folder], files) if folder in models else read_config(folder) for folder in folders]
+    configs = [parse(merge(merge(to_plain(config), suite_changes(suite, config)), changes)) for config in base_configs]
     paths = [folder if folder in models else find_checkpoint(folder, checkpoint) for folder in folders]
     results: list[Evaluated] = []
     for config, folder, path in zip(configs, folders, paths, strict=True):
@@ -72,99 +72,99 @@ def suite_changes(name: str, config: Config) -> dict[str, Plain]:
 
 
 def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None = None) -> list[Evaluated]:
-    """Evaluate the checkpoint at `path` of the run in `folder` as `config` says, or these `kinds` alone; else as `evaluate_runs`."""
-    loaded = load(path)
-    facts = loaded.metadata
+    """Evaluate the checkpoint at `path` of the run in `folder` as `config` says, or only `kinds`; otherwise as `evaluate_runs`."""
+    model = load(path)
+    facts = model.metadata
     environment = check_environment(folder / ENVIRONMENT, facts, path)
-    problems = config_problems(config, loaded.config, facts, path)
+    problems = config_problems(config, model.config, facts, path)
     if problems:
         reasons = "; ".join(f"{problem.path} = {shown(problem.value)}: {problem.reason}" for problem in problems[:3])
         raise RunError(f"{folder / CONFIG}: is not of the run of {path}: {reasons}; bring back the one that belongs here")
-    return _measured(config, folder, loaded, open_store(config, loaded), open_device(config, environment), kinds)
+    return _measured(config, folder, model, open_store(config, model), open_device(config, environment), kinds)
 
 
-def evaluate_model(config: Config, loaded: Loaded, kinds: list[str] | None = None) -> list[Evaluated]:
-    """Evaluate a model folder on the text of a `text_config`, or these `kinds` alone; else as `evaluate_runs`."""
-    return _measured(config, loaded.folder, *on_text(loaded, config), open_device(config, {}), kinds)
+def evaluate_model(config: Config, model: Loaded, kinds: list[str] | None = None) -> list[Evaluated]:
+    """Evaluate a model folder on the text of a `text_config`, as it says or only `kinds`; otherwise as `evaluate_runs`."""
+    return _measured(config, model.folder, *on_text(model, config), open_device(config, {}), kinds)
 
 
-def _measured(config: Config, folder: Path, loaded: Loaded, store: Store, where: Device, kinds: list[str] | None) -> list[Evaluated]:
-    """Measure a model on `store`, or take from its folder what was measured before."""
-    decoder, facts = loaded.decoder, loaded.metadata
+def _measured(config: Config, folder: Path, model: Loaded, store: Store, device: Device, kinds: list[str] | None) -> list[Evaluated]:
+    """Measure a model on `store`, or take from its folder the results that were measured before."""
+    decoder, facts = model.decoder, model.metadata
     check_sequences(store, config)
-    asked = measurements(config, store, kinds)
-    weights, at, results = weights_sha256(decoder), (facts["step"], facts["tokens"]), []
-    decoder.to(where.device)
-    for measurement in asked:
-        evaluation = measurement.cached(folder, weights, where, *at)
+    kind_measurements = measurements(config, store, kinds)
+    weights, stamp, results = weights_sha256(decoder), (facts["step"], facts["tokens"]), []
+    decoder.to(device.device)
+    for measurement in kind_measurements:
+        evaluation = measurement.cached(folder, weights, device, *stamp)
         cached = evaluation is not None
         if not cached:
             with Progress().bar(f"{folder.name}: {measurement.kind}", measurement.work) as advance:
-                evaluation = measurement.evaluate(decoder, where, *at, advance)
-            measurement.cache(folder, evaluation, where)
+                evaluation = measurement.evaluate(decoder, device, *stamp, advance)
+            measurement.cache(folder, evaluation, device)
         measurement.write(folder, evaluation)
         results.append(Evaluated(folder, evaluation, cached))
     return results
 
 
-def open_store(config: Config, loaded: Loaded) -> Store:
-    """The token store a model was trained on: that of its fingerprint, else prepared again. Raises RunError if that gives other tokens."""
-    wanted = loaded.metadata["data_fingerprint"]
-    store = prepare(config.data, progress=True, wanted=wanted)
-    if store.fingerprint != wanted:
+def open_store(config: Config, model: Loaded) -> Store:
+    """The token store a model was trained on: the one of its fingerprint, else a new one. Raises RunError if that has other tokens."""
+    fingerprint = model.metadata["data_fingerprint"]
+    store = prepare(config.data, progress=True, wanted=fingerprint)
+    if store.fingerprint != fingerprint:
         raise RunError(
-            f"{loaded.path}: was trained on tokens {wanted[:16]}, of which there is no store in {config.data.root}; its sources now give "
-            f"{store.fingerprint[:16]} ({store.path}): set data.root to where the store is, or bring the sources back"
+            f"{model.path}: was trained on tokens {fingerprint[:16]}, of which there is no store in {config.data.root}; its sources now "
+            f"give {store.fingerprint[:16]} ({store.path}): set data.root to where the store is, or bring the sources back"
         )
     return store
 
 
-def open_device(config: Config, trained: dict[str, Plain]) -> Device:
-    """The one device to measure on, in the precision of training (`trained`: its environment.json) unless set otherwise."""
-    config = replace(config, trainer=replace(config.trainer, devices=1, num_nodes=1))  # however many it was trained on
+def open_device(config: Config, environment: dict[str, Plain]) -> Device:
+    """The one device to measure on, in the precision of training (`environment`: its environment.json) unless `config` sets another."""
+    config = replace(config, trainer=replace(config.trainer, devices=1, num_nodes=1))  # however many devices it was trained on
     accelerator, _ = resolve_device(config)
-    precision = resolve_precision(config, accelerator, trained)
+    precision = resolve_precision(config, accelerator, environment)
     torch.set_num_threads(config.trainer.threads or threads_each(1))
     return Device(torch.device("cuda" if accelerator == "gpu" else "cpu"), precision.value == "bf16-mixed")
 
 
 def split_configurations(paths: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Paths of models, and those of configurations."""
+    """Paths of models, and paths of configurations."""
     files = [path for path in paths if path.suffix in (".yaml", ".yml")]
     return [path for path in paths if path not in files], files
 
 
-def text_config(loaded: Loaded, files: list[Path]) -> Config:
+def text_config(model: Loaded, files: list[Path]) -> Config:
     """A configuration with the model's shape, tokenizer and training length, and otherwise the data and `eval` of `files`.
 
-    It is not checked for what the model can't do, such as sequences beyond learned positions: overrides may take that back, and `parse`
-    checks the two together.
+    It is not checked against the model's limits, such as learned positions that end before its sequences do: overrides may still change
+    it, and `parse` checks both together.
 
     Raises:
         ConfigError: a configuration that is wrong, or has no text.
         RunError: the model has no tokenizer.
     """
-    loaded.tokenizer_and_start()
-    base, spec = load_configuration([str(path) for path in files]), loaded.spec
+    model.tokenizer_and_start()
+    base, spec = load_configuration([str(path) for path in files]), model.spec
     if base.data.symbolic:
-        reason = f"its sequences are symbols, which {loaded.path} does not know"
+        reason = f"its sequences are symbols, which {model.path} does not know"
         raise ConfigError([Problem("data.tasks", str(files[-1]), reason, "name a configuration of text")])
-    tokenizer = TokenizerFile(path=str(loaded.folder / TOKENIZER), end_of_text=spec.end_of_text)
+    tokenizer = TokenizerFile(path=str(model.folder / TOKENIZER), end_of_text=spec.end_of_text)
     data = replace(base.data, seq_len=spec.seq_len, tokenizer=tokenizer, tasks=[], lengths=DataConfig().lengths)
-    acting = [spec.name for spec in fields(TrainerConfig) if "eval" in effect(Config, f"trainer.{spec.name}").acts_in]
-    folder = loaded.folder.resolve()
+    trainer_keys = [field.name for field in fields(TrainerConfig) if "eval" in effect(Config, f"trainer.{field.name}").acts_in]
+    folder = model.folder.resolve()
     return Config(
         name=folder.name, runs=str(folder.parent), seed=base.seed, data=data, model=spec.model, eval=base.eval,
-        optim=OptimConfig(batch_tokens=spec.seq_len), trainer=TrainerConfig(**{name: getattr(base.trainer, name) for name in acting}),
+        optim=OptimConfig(batch_tokens=spec.seq_len), trainer=TrainerConfig(**{name: getattr(base.trainer, name) for name in trainer_keys}),
     )  # fmt: skip
 
 
-def on_text(loaded: Loaded, config: Config) -> tuple[Loaded, Store]:
-    """The model as if it had been trained, for no step, on the text of a `text_config`, and that base, prepared if it was not before.
+def on_text(model: Loaded, config: Config) -> tuple[Loaded, Store]:
+    """The model as if it had been trained, for no step, on the text of a `text_config`, and the store of that text, prepared if need be.
 
     Raises LMError: the text can't be prepared, or is shorter than the sequences that the model was trained on.
     """
     store = prepare(config.data, progress=True)
-    check_sequences(store, config, fixed=str(loaded.path))
-    metadata = {"step": 0, "tokens": 0, "phase": 0, "vocab_size": loaded.spec.vocab_size, "plugins": loaded.spec.plugins}
-    return replace(loaded, config=config, metadata={**metadata, "data_fingerprint": store.fingerprint}, environment={}), store
+    check_sequences(store, config, fixed=str(model.path))
+    metadata = {"step": 0, "tokens": 0, "phase": 0, "vocab_size": model.spec.vocab_size, "plugins": model.spec.plugins}
+    return replace(model, config=config, metadata={**metadata, "data_fingerprint": store.fingerprint}, environment={}), store

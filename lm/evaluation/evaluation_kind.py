@@ -1,4 +1,4 @@
-"""One kind of evaluation: what decides its numbers, the series that it gives, and its result in a run folder.
+"""One kind of evaluation: the options that decide its numbers, the series that it gives, and its result in a run folder.
 
 `lm.config.eval_config` names the class that measures each kind.
 """
@@ -38,14 +38,14 @@ class Measurement(ABC):
     """One kind of evaluation, as a configuration asks for it.
 
     Raises (when constructed):
-        LMError: the store does not hold what it needs.
+        LMError: the store does not hold the data that it needs.
     """
 
     kind: ClassVar[str]  # the name of its block of `eval`
 
     def __init__(self, config: Config, store: Store | None):
         self.config, self.store = config, store
-        self.fingerprint = store.fingerprint if store else ""  # of the data that its sequences come from; empty: they come from no store
+        self.fingerprint = store.fingerprint if store else ""  # of the data of its sequences; empty: they come from no store
 
     @property
     def asked(self) -> Timing:
@@ -54,18 +54,18 @@ class Measurement(ABC):
 
     @property
     def asked_plain(self) -> dict[str, Plain]:
-        """The evaluation's block of `eval`, without the keys that say when, and for how long."""
+        """The evaluation's block of `eval`, without the keys that say when it runs, and for how long."""
         return {name: value for name, value in to_plain(self.asked).items() if name not in WHEN}
 
-    def with_settings(self, **own: Plain) -> dict[str, Plain]:
-        """Options of an evaluation under several inference settings: the training length, its `own`, and the settings."""
+    def with_settings(self, **fields: Plain) -> dict[str, Plain]:
+        """Options of an evaluation under several inference settings: the training length, `fields`, and the settings."""
         settings: list[Plain] = [to_plain(setting) for setting in self.asked.inference]
-        return {"seq_len": self.config.data.seq_len, **own, "inference": settings}
+        return {"seq_len": self.config.data.seq_len, **fields, "inference": settings}
 
     @property
     @abstractmethod
     def options(self) -> dict[str, Plain]:
-        """All that decides its numbers beside the weights, precision and data: kept in the result."""
+        """All options that decide its numbers beside the weights, precision and data; the result keeps them."""
 
     @property
     @abstractmethod
@@ -73,7 +73,7 @@ class Measurement(ABC):
         """Units that `measure` reports as done."""
 
     @abstractmethod
-    def measure(self, decoder: Decoder, where: Device, progress: Advance) -> list[Series]:
+    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         """Measure a decoder. Collective; the decoder and the random state stay as they are."""
 
     def picture(self, series: Sequence[Series]) -> bytes | None:
@@ -81,12 +81,12 @@ class Measurement(ABC):
         return None
 
     def cacheable(self, series: Sequence[Series]) -> bool:
-        """Whether a result is kept, so that it is not measured again: numbers that are not finite may be otherwise another time."""
-        return all(each.is_finite for each in series)
+        """Whether a result is kept, so that it is not measured again: numbers that are not finite may come out finite another time."""
+        return all(entry.is_finite for entry in series)
 
-    def precision(self, where: Device) -> str:
+    def precision(self, device: Device) -> str:
         """Name of the precision that it computes in, as results record it."""
-        return where.precision
+        return device.precision
 
     def series(self, metric: str, unit: str, better: Better, means: np.ndarray | float, **fields: object) -> Series:
         """A series of this kind and training length; `fields`: its other fields."""
@@ -94,63 +94,63 @@ class Measurement(ABC):
 
     @property
     def code(self) -> dict[str, str]:
-        """Digests of the code that its numbers come from: of lm, and of the packages of normalizers and of an evaluation from outside."""
+        """Digests of the code that its numbers come from: lm, the packages of normalizers, and that of an evaluation from outside."""
         return {"lm": measuring_code(), **PLUGINS.code([*self.config.normalizer_names, getattr(self.asked, "name", "")])}
 
-    def evaluate(self, decoder: Decoder, where: Device, step: int, tokens_seen: int, progress: Advance = ignore) -> Evaluation:
-        """Measure a decoder that was trained for so many steps and tokens. Collective."""
+    def evaluate(self, decoder: Decoder, device: Device, step: int, tokens_seen: int, progress: Advance = ignore) -> Evaluation:
+        """Measure a decoder that was trained for `step` steps and `tokens_seen` tokens. Collective."""
         weights = weights_sha256(decoder)
-        series = self.measure(decoder, where, progress)
+        series = self.measure(decoder, device, progress)
         if not isinstance(series, Sequence):
             raise TypeError(f"`measure` gives {type(series).__name__}, not a list of Series")
         return Evaluation(
-            self.kind, step, tokens_seen, self.fingerprint, self.options, self.precision(where), weights, tuple(series),
+            self.kind, step, tokens_seen, self.fingerprint, self.options, self.precision(device), weights, tuple(series),
             self.config.eval.asked(self.kind), self.code,
         )  # fmt: skip
 
-    def write(self, run: Path, evaluation: Evaluation, drawn: bool = True) -> Path:
-        """Write a result to its file in a run folder, and if `drawn` the picture that it may have; returns the file's path."""
-        path, picture = evaluation_path(run, evaluation.kind, evaluation.step), self.picture(evaluation.series) if drawn else None
+    def write(self, run: Path, evaluation: Evaluation, with_picture: bool = True) -> Path:
+        """Write a result to its file in a run folder, and if `with_picture` its picture, if it has one; returns the file's path."""
+        path, picture = evaluation_path(run, evaluation.kind, evaluation.step), self.picture(evaluation.series) if with_picture else None
         pictures = {} if picture is None else {path.with_suffix(".png"): picture}
         write_together({path: json_bytes(sealed(evaluation.plain())), **pictures}, "the evaluation")
         return path
 
-    def cache_path(self, run: Path, weights: str, where: Device) -> Path:
-        """Where a run folder keeps the result of `weights` (a sha256); kind, code, options, model, data and precision name it, too."""
+    def cache_path(self, run: Path, weights: str, device: Device) -> Path:
+        """The path at which a run folder keeps the result of `weights` (a sha256), by kind, code, options, model, data and precision."""
         model = function_of(self.config.model)
-        facts = [self.kind, self.code, self.options, model, self.fingerprint, self.precision(where), weights]
+        facts = [self.kind, self.code, self.options, model, self.fingerprint, self.precision(device), weights]
         return run / EVALUATIONS / "cache" / f"{self.kind}-{plain_sha256(facts)[:16]}.json"
 
-    def cached(self, run: Path, weights: str, where: Device, step: int, tokens_seen: int) -> Evaluation | None:
-        """The result that a run folder keeps; None if there is none, or if it is damaged, which a note says."""
-        path = self.cache_path(run, weights, where)
+    def cached(self, run: Path, weights: str, device: Device, step: int, tokens_seen: int) -> Evaluation | None:
+        """The result that a run folder keeps; None if there is none, or if it is damaged, as a note then says."""
+        path = self.cache_path(run, weights, device)
         if not path.is_file():
             return None
         try:
-            asked = self.config.eval.asked(self.kind)
-            return replace(Evaluation.of(read_sealed(path)), step=step, tokens_seen=tokens_seen, asked=asked)
+            options = self.config.eval.asked(self.kind)
+            return replace(Evaluation.of(read_sealed(path)), step=step, tokens_seen=tokens_seen, asked=options)
         except (RunError, KeyError, ValueError) as error:
             reason = error if isinstance(error, RunError) else f"{path}: is damaged, or of another version"
             Progress().say(f"note: {reason}: measured again")
         return None
 
-    def cache(self, run: Path, evaluation: Evaluation, where: Device) -> None:
+    def cache(self, run: Path, evaluation: Evaluation, device: Device) -> None:
         """Keep a result in a run folder, if it is cacheable."""
         if self.cacheable(evaluation.series):
-            path = self.cache_path(run, evaluation.weights_sha256, where)
+            path = self.cache_path(run, evaluation.weights_sha256, device)
             path.parent.mkdir(exist_ok=True, parents=True)
             write_sealed(path, evaluation.plain())
 
 
 def measurements(config: Config, store: Store, kinds: Iterable[str] | None = None) -> list[Measurement]:
-    """All that `config.eval` asks for, the validation first; `kinds`: these alone.
+    """The measurements that `config.eval` asks for, the validation first; `kinds`: only measurements of these kinds.
 
-    Raises LMError: the store does not hold what one of them needs.
+    Raises LMError: the store does not hold the data that a measurement needs.
     """
-    chosen = [name.split(":") for kind, name in config.eval.wanted(config.data).items() if kinds is None or kind in kinds]
-    return [getattr(import_module(module), attribute)(config, store) for module, attribute in chosen]
+    class_paths = [name.split(":") for kind, name in config.eval.wanted(config.data).items() if kinds is None or kind in kinds]
+    return [getattr(import_module(module), attribute)(config, store) for module, attribute in class_paths]
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """A sha256 over all parameters and buffers with their names and types: that of `state_dict` in a checkpoint of the model."""
+    """A sha256 over all parameters and buffers with their names and types, equal to the one of `state_dict` in a checkpoint."""
     return checkpoints.weights_sha256(model.state_dict())

@@ -28,12 +28,12 @@ class Sampling:
 class Continuation:
     """Sequences of one length that are continued together, with a cache of keys and values.
 
-    Row lengths n are those of training: `visible` counts the tokens so far, `sample` is the length the text will have in all.
+    Row lengths n are defined as in training: `visible` counts the tokens so far, `sample` is the length the text will have in all.
 
     Args:
-        prompts: token ids, of each sequence as many, at least one.
+        prompts: token ids of each sequence, equally many in all, at least one.
         length: tokens that each sequence will have in all.
-        samplings: how the tokens of each are drawn.
+        samplings: how the tokens of each sequence are drawn.
     """
 
     def __init__(self, decoder: Decoder, prompts: list[list[int]], length: int, samplings: list[Sampling]):
@@ -46,12 +46,12 @@ class Continuation:
         """The next token of each sequence. Raises RunError: the logits are not finite."""
         hidden = self._decoder(self._tokens, cache=self._cache, first=self._tokens.size(1) - 1)[:, 0]
         logits = self._decoder.head(hidden).float().cpu()
-        tokens = [sample(row, sampling, drawn) for row, (sampling, drawn) in zip(logits, self._draws, strict=True)]
+        tokens = [sample(row, sampling, generator) for row, (sampling, generator) in zip(logits, self._draws, strict=True)]
         self._tokens = torch.tensor(tokens, device=self._device)[:, None]
         return tokens
 
     def keep(self, sequences: list[int]) -> None:
-        """Go on with these sequences alone, by their numbers."""
+        """Go on with only these sequences, by their numbers."""
         if len(sequences) < len(self._draws):
             self._cache, self._tokens = self._cache.select(sequences), self._tokens[sequences]
             self._draws = [self._draws[number] for number in sequences]
@@ -64,7 +64,7 @@ def generate(decoder: Decoder, prompt: list[int], max_new_tokens: int, sampling:
         yield continuation.draw()[0]
 
 
-def sample(logits: Tensor, sampling: Sampling, drawn: torch.Generator) -> int:
+def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """One token id from next-token logits (V,) fp32. Raises RunError if they are not finite."""
     if not logits.isfinite().all():
         raise RunError("the model's logits are not finite: its weights are too large to compute with; use those of an earlier checkpoint")
@@ -74,14 +74,14 @@ def sample(logits: Tensor, sampling: Sampling, drawn: torch.Generator) -> int:
     p = (logits[order] / sampling.temperature).softmax(-1)
     if sampling.top_p is not None:
         p = p[: int((p.cumsum(-1) < sampling.top_p).sum()) + 1]  # the most probable token always stays
-    return int(order[torch.multinomial(p, 1, generator=drawn)])
+    return int(order[torch.multinomial(p, 1, generator=generator)])
 
 
 def generate_text(source: Path, checkpoint: str, prompt: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
     """`lm generate`: pieces of text as they come, the prompt first.
 
     Raises:
-        RunError: nothing to load there, or no tokenizer with it.
+        RunError: no model to load at `source`, or no tokenizer with it.
         ConfigError: options out of range, a prompt that the tokenizer has no tokens for, or more tokens than learned positions.
     """
     temperature, top_k, top_p, seed = vars(sampling).values()
@@ -92,27 +92,27 @@ def generate_text(source: Path, checkpoint: str, prompt: str, max_new_tokens: in
         ("--top-p", top_p, top_p is None or 0 < top_p <= 1, "must be above 0 and at most 1"),
         ("--seed", seed, 0 <= seed < 2**63, "must be from 0 to 2^63 - 1"),
     )
-    if problems := [Problem(name, value, reason) for name, value, fine, reason in limits if not fine]:
+    if problems := [Problem(name, value, reason) for name, value, is_valid, reason in limits if not is_valid]:
         raise ConfigError(problems)
-    loaded = load(source, checkpoint)
-    tokenizer, start = loaded.tokenizer_and_start()
-    encoding, no_token = encoding_of(tokenizer, prompt), getattr(tokenizer.model, "unk_token", None)
-    for begin, end in (place for token, place in zip(encoding.tokens, encoding.offsets, strict=True) if token == no_token):
-        if (unknown := prompt[begin:end]) != no_token:
+    model = load(source, checkpoint)
+    tokenizer, start = model.tokenizer_and_start()
+    encoding, unknown_token = encoding_of(tokenizer, prompt), getattr(tokenizer.model, "unk_token", None)
+    for begin, end in (offset for token, offset in zip(encoding.tokens, encoding.offsets, strict=True) if token == unknown_token):
+        if (unknown_text := prompt[begin:end]) != unknown_token:
             words = " ".join(filter(None, map(tokenizer.id_to_token, range(3))))
-            raise ConfigError([Problem("--prompt", unknown, "the model has no token for it", f"its tokens are such as `{words}`")])
+            raise ConfigError([Problem("--prompt", unknown_text, "the model has no token for it", f"its tokens are such as `{words}`")])
     ids = [start, *encoding.ids]
-    if loaded.spec.model.position.ends and len(ids) + max_new_tokens > loaded.decoder.seq_len:
-        room = loaded.decoder.seq_len - len(ids)
+    if model.spec.model.position.ends and len(ids) + max_new_tokens > model.decoder.seq_len:
+        room = model.decoder.seq_len - len(ids)
         raise ConfigError([Problem("--max-new-tokens", max_new_tokens, f"learned positions leave room for {room} after the prompt")])
-    return pieces(tokenizer, ids[1:], start, generate(loaded.decoder, ids, max_new_tokens, sampling))
+    return pieces(tokenizer, ids[1:], start, generate(model.decoder, ids, max_new_tokens, sampling))
 
 
 class Writing:
     """A text that grows by tokens.
 
     Attributes:
-        shown: the text so far, without what ends within a character.
+        shown: the text so far, without the bytes of an unfinished character.
     """
 
     def __init__(self, tokenizer: Tokenizer, ids: list[int]):
@@ -128,11 +128,11 @@ class Writing:
         return piece
 
 
-def pieces(tokenizer: Tokenizer, ids: list[int], stop: int, new: Iterator[int]) -> Iterator[str]:
+def pieces(tokenizer: Tokenizer, ids: list[int], stop: int, new_tokens: Iterator[int]) -> Iterator[str]:
     """The text so far and what each token adds to it; ends at `stop`."""
     writing = Writing(tokenizer, ids)
     yield writing.shown
-    for token in new:
+    for token in new_tokens:
         if token == stop:
             return
         if piece := writing.add(token):

@@ -1,4 +1,4 @@
-"""Downstream tasks of EleutherAI's lm-evaluation-harness (the package lm-eval) as an evaluation, and our models as it sees them."""
+"""Downstream tasks of EleutherAI's lm-evaluation-harness (the package lm-eval) as an evaluation, and models as it sees them."""
 
 import difflib
 import hashlib
@@ -41,31 +41,31 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
-NEW_TOKENS = 256  # at most, where a task doesn't say
-_NEW_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # as tasks spell it
+NEW_TOKENS = 256  # new tokens at most, if a task names no number
+_NEW_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # tasks' names for the most new tokens
 _GENERATION_KEYS = {*_NEW_TOKENS_KEYS, "until", "do_sample", "temperature", "top_k", "top_p"}
 
-TokenWindow = tuple[list[int], int]  # token ids, and how many of the last are to be scored
+TokenWindow = tuple[list[int], int]  # token ids, and how many of them, at the end, are to be scored
 
 
 class HarnessLM(LM):
     """A trained model as the harness sees one: `simple_evaluate(model=HarnessLM(lm.load(RUN)), ...)`.
 
-    Every text starts a document, so the end-of-text token comes before it. What is longer than `max_length` loses tokens
+    Every text starts a document, so the end-of-text token comes before it. A text that is longer than `max_length` loses tokens
     on the left. Batches hold sequences of one length, so that nothing is padded and n is each sequence's own under every policy.
 
     Args:
-        loaded: what `lm.load` gives; its decoder is moved to the device.
+        model: what `lm.load` gives; its decoder is moved to the device.
         max_length: tokens the model is given at once [default: the training length].
         where: device and precision [default: the GPU if there is one, fp32].
 
     Raises RunError: no tokenizer beside the weights; ConfigError: a `max_length` that the model can't take.
     """
 
-    def __init__(self, loaded: Loaded, max_length: int | None = None, where: Device | None = None):
+    def __init__(self, model: Loaded, max_length: int | None = None, where: Device | None = None):
         super().__init__()
-        self.tokenizer, start = loaded.tokenizer_and_start()
-        decoder = loaded.decoder
+        self.tokenizer, start = model.tokenizer_and_start()
+        decoder = model.decoder
         self.max_length = decoder.seq_len if max_length is None else max_length
         if self.max_length < 2:
             raise ConfigError([Problem("max_length", max_length, "must be 2 or more")])
@@ -75,27 +75,27 @@ class HarnessLM(LM):
         self._device = self.where.device
         self.decoder = decoder.to(self._device).eval()
         self.eot_token_id = self.prefix_token_id = start
-        self.cut: Counter[str] = Counter()  # requests of each task that lost tokens on the left
-        self.shortened: Counter[str] = Counter()  # those that may write fewer tokens than they ask for, for want of room
+        self.cut: Counter[str] = Counter()  # requests that lost tokens on the left, by task
+        self.shortened: Counter[str] = Counter()  # requests that may write fewer tokens than they ask for, for want of room, by task
 
     def tok_encode(self, string: str) -> list[int]:
         """Token ids of a text, none of them special."""
         return encoding_of(self.tokenizer, string).ids
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Token ids of both, which together spell both, the end-of-text token first.
+        """Token ids of the context, with the end-of-text token first, and of the continuation; together they spell both texts.
 
-        White space that ends the context goes to the continuation, as everywhere in the harness. Where the tokens of
-        the whole text don't start with those of the context, the continuation is encoded by itself.
+        White space at the end of the context goes to the continuation, as everywhere in the harness. If the tokens of the
+        whole text don't start with the tokens of the context, the continuation is encoded by itself.
         """
-        stripped = context.rstrip()
-        continuation = context[len(stripped) :] + continuation
-        before, whole = self.tok_encode(stripped), self.tok_encode(stripped + continuation)
-        after = whole[len(before) :] if whole[: len(before)] == before else self.tok_encode(continuation)
-        return [self.prefix_token_id, *before], after
+        stem = context.rstrip()
+        continuation = context[len(stem) :] + continuation
+        context_ids, ids = self.tok_encode(stem), self.tok_encode(stem + continuation)
+        continuation_ids = ids[len(context_ids) :] if ids[: len(context_ids)] == context_ids else self.tok_encode(continuation)
+        return [self.prefix_token_id, *context_ids], continuation_ids
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """For each (context, continuation): log p(continuation | context) in nats, and whether each of its tokens is the most probable.
+        """For each (context, continuation): log p(continuation | context) in nats, and whether each token is the most probable.
 
         A continuation longer than `max_length` is scored in parts, as `loglikelihood_rolling` does.
         """
@@ -113,7 +113,7 @@ class HarnessLM(LM):
         return self._answered("loglikelihood_rolling", requests, [log_p for log_p, _ in self._together(parts, disable_tqdm)])
 
     def _answered(self, kind: str, requests: list[Instance], answers: list[T]) -> list[T]:
-        """The answers, kept in the harness's cache."""
+        """The answers, which the harness's cache keeps, too."""
         for request, answer in zip(requests, answers, strict=True):
             self.cache_hook.add_partial(kind, request.args, answer)
         return answers
@@ -121,25 +121,25 @@ class HarnessLM(LM):
     def parts(self, context: list[int], continuation: list[int]) -> list[TokenWindow]:
         """Windows of at most `max_length` + 1 tokens that predict each token of `continuation` once.
 
-        One, cut from the left, if that much holds it; else, as the harness has it, parts side by side, of which the
-        last reaches back to see `max_length` tokens.
+        One window, cut from the left, if it holds the continuation. Else, as in the harness, windows side by side, of which
+        the last reaches back to see `max_length` tokens.
         """
         if len(continuation) <= self.max_length:
             return [((context + continuation)[-self.max_length - 1 :], len(continuation))] if continuation else []
         windows = get_rolling_token_windows(continuation, context[-1], self.max_length, context_len=1)
-        return [([*seen, predicted[-1]], len(predicted)) for seen, predicted in windows]
+        return [([*inputs, targets[-1]], len(targets)) for inputs, targets in windows]
 
     def _together(self, parts: list[list[TokenWindow]], quiet: bool) -> list[tuple[float, bool]]:
         """log p over each request's parts, and whether all their tokens are the most probable."""
         scores = iter(self.score([window for windows in parts for window in windows], quiet))
-        own = [[next(scores) for _ in windows] for windows in parts]
-        return [(-sum(nll for nll, _ in scored), all(hits for _, hits in scored)) for scored in own]
+        request_scores = [[next(scores) for _ in windows] for windows in parts]
+        return [(-sum(nll for nll, _ in part_scores), all(hits for _, hits in part_scores)) for part_scores in request_scores]
 
     @torch.no_grad()
     def score(self, windows: list[TokenWindow], quiet: bool = False) -> list[tuple[float, bool]]:
         """For each window: the sum of -log p (nats) over the tokens to be scored, and whether each is the most probable.
 
-        Windows that differ in the last token alone, as the choices of many tasks do, are computed once.
+        Windows that differ only in the last token, as the choices of many tasks do, are computed once.
         """
         by_input: dict[tuple[int, ...], list[int]] = {}
         for index, (tokens, _) in enumerate(windows):
@@ -147,83 +147,87 @@ class HarnessLM(LM):
         result: list[tuple[float, bool]] = [(0.0, True)] * len(windows)
         with tqdm(total=len(windows), desc="likelihoods", leave=False, disable=quiet or None) as bar:
             for inputs in batches(sorted(by_input, key=len, reverse=True), len):
-                asked = [(place, index) for place, tokens in enumerate(inputs) for index in by_input[tokens]]
-                sizes = [windows[index][1] for _, index in asked]
+                pairs = [(place, index) for place, tokens in enumerate(inputs) for index in by_input[tokens]]
+                sizes = [windows[index][1] for _, index in pairs]
                 with self.where.autocast():
                     hidden = self.decoder(torch.tensor(inputs, device=self._device), first=len(inputs[0]) - max(sizes))
-                states = torch.cat([hidden[place, -size:] for (place, _), size in zip(asked, sizes, strict=True)])
-                targets = [token for (_, index), size in zip(asked, sizes, strict=True) for token in windows[index][0][-size:]]
+                states = torch.cat([hidden[place, -size:] for (place, _), size in zip(pairs, sizes, strict=True)])
+                targets = [token for (_, index), size in zip(pairs, sizes, strict=True) for token in windows[index][0][-size:]]
                 targets = torch.tensor(targets, device=self._device)
                 head = self.decoder.head
                 nll = token_nll(states, head, targets).double().cpu().split(sizes)
                 hits = (argmax_tokens(states, head) == targets).cpu().split(sizes)
-                for (_, index), n, hit in zip(asked, nll, hits, strict=True):
-                    result[index] = float(n.sum()), bool(hit.all())
-                bar.update(len(asked))
+                for (_, index), values, value_hits in zip(pairs, nll, hits, strict=True):
+                    result[index] = float(values.sum()), bool(value_hits.all())
+                bar.update(len(pairs))
         return result
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """For each (context, options): what the model writes on, up to the first of `until`, the end of text, or the most tokens.
+        """For each (context, options): the text that the model writes, up to a text of `until`, the end of text, or the most tokens.
 
-        Contexts of one length that may have as many new tokens are continued together. `max_length` holds context and new tokens: the
-        context loses tokens on the left to make room, but never more than leave it half of `max_length`; then there are fewer new
-        tokens. The i-th request draws with seed i.
+        Contexts of one length with the same number of new tokens are continued together. `max_length` holds context and new tokens. The
+        context loses tokens on the left to make room, but keeps half of `max_length`; then there are fewer new tokens. The i-th request
+        draws with seed i.
         """
-        asked = [self._asked(request, seed) for seed, request in enumerate(requests)]
-        answers = [""] * len(asked)
-        with tqdm(total=len(asked), desc="texts", leave=False, disable=disable_tqdm or None) as bar:
-            for new in sorted({text.new for text in asked}, reverse=True):
-                alike = [index for index, text in enumerate(asked) if text.new == new]
-                for together in batches(alike, lambda index: len(asked[index].ids) + asked[index].new):
-                    for index, answer in zip(together, self._write([asked[index] for index in together]), strict=True):
+        texts = [self._asked(request, seed) for seed, request in enumerate(requests)]
+        answers = [""] * len(texts)
+        with tqdm(total=len(texts), desc="texts", leave=False, disable=disable_tqdm or None) as bar:
+            for new_tokens in sorted({text.new for text in texts}, reverse=True):
+                indices = [index for index, text in enumerate(texts) if text.new == new_tokens]
+                for group in batches(indices, lambda index: len(texts[index].ids) + texts[index].new):
+                    for index, answer in zip(group, self._write([texts[index] for index in group]), strict=True):
                         answers[index] = answer
-                    bar.update(len(together))
+                    bar.update(len(group))
         return self._answered("generate_until", requests, answers)
 
     def _asked(self, request: Instance, seed: int) -> "_AskedText":
-        """Read what a request asks for; its context is cut to the room that there is."""
+        """Read a request; its context is cut to the room that there is."""
         (context, options), task = request.args, request.task_name
-        unknown = [name for name in options if name not in _GENERATION_KEYS and (name, options[name]) != ("num_beams", 1)]
-        if unknown:
-            raise ConfigError([Problem(f"generation_kwargs.{name}", options[name], "not supported", f"task {task}") for name in unknown])
-        asked = next((int(options[name]) for name in _NEW_TOKENS_KEYS if options.get(name) is not None), NEW_TOKENS)
+        unknown_names = [name for name in options if name not in _GENERATION_KEYS and (name, options[name]) != ("num_beams", 1)]
+        if unknown_names:
+            raise ConfigError(
+                [Problem(f"generation_kwargs.{name}", options[name], "not supported", f"task {task}") for name in unknown_names]
+            )
+        limit = next((int(options[name]) for name in _NEW_TOKENS_KEYS if options.get(name) is not None), NEW_TOKENS)
         ids = [self.prefix_token_id, *self.tok_encode(context)]
-        room = max(self.max_length - asked, self.max_length // 2)
+        room = max(self.max_length - limit, self.max_length // 2)
         if len(ids) > room:
             self.cut[task] += 1
             ids = ids[-room:]
-        new = min(asked, self.max_length - len(ids))
-        if new < asked:
+        new_tokens = min(limit, self.max_length - len(ids))
+        if new_tokens < limit:
             self.shortened[task] += 1
         temperature = float(options.get("temperature") or 0) if options.get("do_sample", True) else 0.0
         if options.get("do_sample") and options.get("temperature") is None:
             temperature = 1.0
-        until = options.get("until") or []
-        stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
-        return _AskedText(ids, new, Sampling(temperature, options.get("top_k"), options.get("top_p"), seed), stops)
+        stop_option = options.get("until") or []
+        stops = [stop for stop in ([stop_option] if isinstance(stop_option, str) else stop_option) if stop]
+        return _AskedText(ids, new_tokens, Sampling(temperature, options.get("top_k"), options.get("top_p"), seed), stops)
 
-    def _write(self, asked: list["_AskedText"]) -> list[str]:
-        """The texts that follow contexts of one length, with as many new tokens; each ends by itself, and the others go on."""
-        writings = [Writing(self.tokenizer, text.ids) for text in asked]
-        begins, answers, going = [len(writing.shown) for writing in writings], [""] * len(asked), [*range(len(asked))]
-        new = asked[0].new
-        continuation = Continuation(self.decoder, [text.ids for text in asked], len(asked[0].ids) + new, [text.sampling for text in asked])
-        for _ in range(new):
+    def _write(self, texts: list["_AskedText"]) -> list[str]:
+        """Texts that follow contexts of one length, with the same maximum of new tokens; when one ends, the others go on."""
+        writings = [Writing(self.tokenizer, text.ids) for text in texts]
+        starts, answers, active_indices = [len(writing.shown) for writing in writings], [""] * len(texts), [*range(len(texts))]
+        new_tokens = texts[0].new
+        continuation = Continuation(
+            self.decoder, [text.ids for text in texts], len(texts[0].ids) + new_tokens, [text.sampling for text in texts]
+        )
+        for _ in range(new_tokens):
             with self.where.autocast():
                 tokens = continuation.draw()
-            kept = []
-            for place, (index, token) in enumerate(zip(going, tokens, strict=True)):
+            places = []
+            for place, (index, token) in enumerate(zip(active_indices, tokens, strict=True)):
                 if token == self.eot_token_id:
                     continue
                 writings[index].add(token)
-                text = writings[index].shown[begins[index] :]
-                ends = [text.find(stop) for stop in asked[index].stops if stop in text]
+                text = writings[index].shown[starts[index] :]
+                ends = [text.find(stop) for stop in texts[index].stops if stop in text]
                 answers[index] = text[: min(ends)] if ends else text
-                kept += [] if ends else [place]
-            if not kept:
+                places += [] if ends else [place]
+            if not places:
                 break
-            going = [going[place] for place in kept]
-            continuation.keep(kept)
+            active_indices = [active_indices[place] for place in places]
+            continuation.keep(places)
         return answers
 
 
@@ -233,50 +237,50 @@ class _AskedText:
 
     ids: list[int]  # tokens of the context
     new: int  # new tokens at most
-    sampling: Sampling  # how they are drawn
-    stops: list[str]  # texts before which it ends
+    sampling: Sampling  # how the new tokens are drawn
+    stops: list[str]  # texts before which the written text ends
 
 
-def _find(asked: DownstreamConfig) -> tuple[list[str], "TaskManager"]:
-    """The names that `asked.tasks` stand for, and the manager that knows them.
+def _find(options: DownstreamConfig) -> tuple[list[str], "TaskManager"]:
+    """The names that `options.tasks` stand for, and the manager that knows them.
 
-    Reading the harness's own 14,000 tasks takes a quarter of a minute, so it's left out where `include_path` has all that is named.
+    Reading the harness's own 14,000 tasks takes a quarter of a minute, so it is left out if `include_path` has all named tasks.
     """
     from lm_eval.tasks import TaskManager
 
-    path, metadata = asked.include_path, asked.metadata or None
+    path, metadata = options.include_path, options.metadata or None
     if path:
         if not Path(path).is_dir():
             raise ConfigError([Problem("eval.downstream.include_path", path, "no such folder")])
         manager = TaskManager(include_path=path, include_defaults=False, metadata=metadata)
-        if set(asked.tasks) <= set(manager.all_subtasks):
-            return asked.tasks, manager
+        if set(options.tasks) <= set(manager.all_subtasks):
+            return options.tasks, manager
     manager = TaskManager(include_path=path, metadata=metadata)
     problems, names = [], []
-    for task in asked.tasks:
-        matched = [task] if task in manager.all_tasks else sorted(manager.match_tasks([task]))
-        names += [name for name in matched if name not in names]
-        if not matched:
-            close = difflib.get_close_matches(task, manager.all_tasks, 3, cutoff=0.8)
-            remedy = f"did you mean {' or '.join(close)}?" if close else "`lm-eval ls tasks` lists them; yours: include_path"
+    for task in options.tasks:
+        matches = [task] if task in manager.all_tasks else sorted(manager.match_tasks([task]))
+        names += [name for name in matches if name not in names]
+        if not matches:
+            close_names = difflib.get_close_matches(task, manager.all_tasks, 3, cutoff=0.8)
+            remedy = f"did you mean {' or '.join(close_names)}?" if close_names else "`lm-eval ls tasks` lists them; yours: include_path"
             problems.append(Problem("eval.downstream.tasks", task, "no such task", remedy))
     if problems:
         raise ConfigError(problems)
     return names, manager
 
 
-def _evaluate(model: HarnessLM, names: list[str], manager: "TaskManager", asked: DownstreamConfig) -> dict[str, Plain]:
-    """The harness's results, with those of each document.
+def _evaluate(model: HarnessLM, names: list[str], manager: "TaskManager", options: DownstreamConfig) -> dict[str, Plain]:
+    """The harness's results, with the results of each document.
 
     Raises:
-        RunError: what is wrong with a task or its data, in one line.
+        RunError: a task or its data is wrong; the message says how, in one line.
     """
     import lm_eval
 
     try:
         return lm_eval.simple_evaluate(
-            model=model, tasks=names, task_manager=manager, num_fewshot=asked.num_fewshot, limit=asked.limit, log_samples=True,
-            metadata=asked.metadata or None, bootstrap_iters=0,  # standard errors are made of its documents, where they are needed
+            model=model, tasks=names, task_manager=manager, num_fewshot=options.num_fewshot, limit=options.limit, log_samples=True,
+            metadata=options.metadata or None, bootstrap_iters=0,  # standard errors are computed from documents, where needed
         )  # fmt: skip
     except (LMError, RuntimeError, MemoryError):
         raise
@@ -293,7 +297,7 @@ def _metrics(results: dict[str, Plain]) -> dict[str, float]:
 
 
 class Downstream(Measurement):
-    """Tasks of the harness as an evaluation: each metric of a task is a series with a value for each document, where it is their mean."""
+    """Tasks of the harness as an evaluation: each metric of a task is a series, with values by document if the metric is their mean."""
 
     kind = "downstream"
 
@@ -310,23 +314,23 @@ class Downstream(Measurement):
     def work(self) -> int:
         return len(self.names)
 
-    def measure(self, decoder: Decoder, where: Device, progress: Advance) -> list[Series]:
+    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         spec = ModelSpec.of(decoder, self.store.manifest["end_of_text"]["token"])
         with eval_mode(decoder), _own_random_state():
-            model = HarnessLM(Loaded(decoder, spec, self.store.tokenizer(), self.store.path), self.asked.max_length, where)
-            given = _evaluate(model, self.names, self.manager, self.asked)
+            model = HarnessLM(Loaded(decoder, spec, self.store.tokenizer(), self.store.path), self.asked.max_length, device)
+            results = _evaluate(model, self.names, self.manager, self.asked)
         progress(len(self.names))
-        return [series for task in given["samples"] for series in self._series(task, given, model)]
+        return [series for task in results["samples"] for series in self._series(task, results, model)]
 
-    def _series(self, task: str, given: dict[str, Plain], model: HarnessLM) -> Iterator[Series]:
-        """The metrics of a task, of the harness's results, and how many of its requests were too long for the model."""
-        lost = {"requests lost tokens on the left": model.cut[task], "may write fewer tokens than they ask for": model.shortened[task]}
-        words = "".join(f", {count:,} {what}" for what, count in lost.items() if count)
-        for name, mean in _metrics(given["results"][task]).items():
+    def _series(self, task: str, results: dict[str, Plain], model: HarnessLM) -> Iterator[Series]:
+        """The metrics of a task in the harness's results, with the number of its requests that were too long for the model."""
+        counts = {"requests lost tokens on the left": model.cut[task], "may write fewer tokens than they ask for": model.shortened[task]}
+        words = "".join(f", {count:,} {phrase}" for phrase, count in counts.items() if count)
+        for name, mean in _metrics(results["results"][task]).items():
             metric, _, kind = name.partition(",")
             if metric.endswith("_stderr"):
                 continue
-            answers = [answer for answer in given["samples"][task] if answer.get("filter", "none") == (kind or "none")]
+            answers = [answer for answer in results["samples"][task] if answer.get("filter", "none") == (kind or "none")]
             answers.sort(key=lambda answer: answer["doc_id"])
             values = np.array(
                 [answer.get(metric, math.nan) for answer in answers if not isinstance(answer.get(metric), list | tuple)], float
@@ -334,20 +338,20 @@ class Downstream(Measurement):
             by_document = len(values) == len(answers) > 0 and math.isclose(values.mean(), mean, abs_tol=1e-6)
             hashes = "\n".join(str(answer.get("doc_hash")) for answer in answers)
             sample = Sample(hashlib.sha256(hashes.encode()).hexdigest(), values[:, None], np.ones(len(values)), np.arange(len(values)))
-            better = {True: "higher", False: "lower"}.get(given["higher_is_better"].get(task, {}).get(metric), "none")
-            shown = Shown("Downstream tasks", "documents of downstream tasks", f"{len(answers):,} of {task}{words}")
+            better = {True: "higher", False: "lower"}.get(results["higher_is_better"].get(task, {}).get(metric), "none")
+            display = Shown("Downstream tasks", "documents of downstream tasks", f"{len(answers):,} of {task}{words}")
             unit = "fraction" if by_document and values.min() >= 0 and values.max() <= 1 else ""
             yield self.series(
                 name, unit, better, mean, what=task, samples=(sample,) * by_document, interval="documents" if by_document else "none",
-                logged=(f"{self.kind}/{task}/{name}",), shown=shown,
+                logged=(f"{self.kind}/{task}/{name}",), shown=display,
             )  # fmt: skip
 
 
 @contextmanager
 def _own_random_state() -> Iterator[None]:
     """Keep the random state of Python, numpy and torch, which the harness seeds."""
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (the harness seeds this one)
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 (the harness seeds this one)
     with torch.random.fork_rng():
         yield
-    random.setstate(python)
-    np.random.set_state(numpy)  # noqa: NPY002
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)  # noqa: NPY002

@@ -1,4 +1,4 @@
-"""Held-out sequences, numbers of each of them (in batches, split over ranks), and their loss: at a length, by position, by length."""
+"""Held-out sequences, numbers of each sequence (in batches, split over ranks), and their loss: at a length, by position, by length."""
 
 import hashlib
 import math
@@ -39,10 +39,10 @@ class HeldOut:
 
     sequences: np.ndarray  # (N, length + 1) token ids
     token_bytes: np.ndarray  # (V,) UTF-8 bytes that each token stands for
-    documents: np.ndarray | None = None  # (N,) index of the held-out document that each begins in; None: sequences are independent
-    sources: np.ndarray | None = None  # (N,) index of the source or task that each is from; None: not known
+    documents: np.ndarray | None = None  # (N,) index of the held-out document that each sequence begins in; None: sequences are independent
+    sources: np.ndarray | None = None  # (N,) index of the source or task of each sequence; None: not known
     answers: np.ndarray | None = None  # (N, length) bool, which predictions count; None: all
-    end_of_text: int | None = None  # the token that begins a document, where documents in a sequence don't see each other; else None
+    end_of_text: int | None = None  # the token that begins a document, if documents in a sequence don't see each other; else None
 
     @cached_property
     def sha256(self) -> str:
@@ -56,7 +56,7 @@ class HeldOut:
 
     @property
     def document_labels(self) -> np.ndarray:
-        """Labels (N,): equal ones for sequences of one document."""
+        """Labels (N,), equal for sequences of one document."""
         return np.arange(len(self.sequences)) if self.documents is None else self.documents
 
     @property
@@ -64,24 +64,24 @@ class HeldOut:
         """Which predictions count: (N, length) bool."""
         return np.ones((len(self.sequences), self.length), bool) if self.answers is None else self.answers
 
-    def batch(self, chosen: list[int]) -> Batch:
-        """A batch of the sequences of these indices."""
-        return Batch.of(self.sequences[chosen], None if self.answers is None else self.answers[chosen], self.end_of_text)
+    def batch(self, indices: list[int]) -> Batch:
+        """A batch of the sequences at `indices`."""
+        return Batch.of(self.sequences[indices], None if self.answers is None else self.answers[indices], self.end_of_text)
 
     def sample(self, values: np.ndarray, weights: np.ndarray | None = None) -> Sample:
-        """Values (N, columns) by sequence, grouped by document; weights: (N,), None: equal ones."""
+        """Values (N, columns) by sequence, grouped by document; weights: (N,), None: all equal."""
         return Sample(self.sha256, values, np.ones(len(values)) if weights is None else weights, self.document_labels)
 
-    def means(self, values: np.ndarray, chosen: slice | np.ndarray = slice(None)) -> tuple[float, Sample]:
-        """The mean of values (N, length) that count, and that of each sequence as a sample, of the `chosen` sequences."""
-        values, counts = values[chosen], self.counts[chosen]
-        by_sequence = values.mean(1, dtype=np.float64, where=counts)[:, None]
-        sample = Sample(self.sha256, by_sequence, counts.sum(1), self.document_labels[chosen])
+    def means(self, values: np.ndarray, selection: slice | np.ndarray = slice(None)) -> tuple[float, Sample]:
+        """The mean of the values (N, length) that count, over the sequences of `selection`, and the mean of each sequence as a sample."""
+        values, counts = values[selection], self.counts[selection]
+        sequence_means = values.mean(1, dtype=np.float64, where=counts)[:, None]
+        sample = Sample(self.sha256, sequence_means, counts.sum(1), self.document_labels[selection])
         return float(values.mean(dtype=np.float64, where=counts)), sample
 
     @classmethod
     def take(cls, store: Store, starts: np.ndarray, length: int, isolate: bool = False) -> "HeldOut":
-        """The sequences of `length` + 1 tokens that begin at `starts` of the held-out split; `isolate`: their documents."""
+        """The sequences of `length` + 1 tokens from `starts` of the held-out split on; `isolate`: their documents don't see each other."""
         sequences = store.val.take(starts, length + 1)
         ends = np.cumsum([source.n_tokens for source in store.val.sources])
         sources = np.searchsorted(ends, starts, "right")
@@ -90,15 +90,15 @@ class HeldOut:
 
 
 def validation_sequences(store: Store, config: Config) -> HeldOut:
-    """Up to `eval.sequences` of the training length, spread evenly over the held-out text; without text, test sequences of each task."""
+    """Up to `eval.sequences` windows of the training length, spread evenly over the held-out text; without text, task sequences."""
     if config.data.symbolic:
         return task_sequences(store, config)
     return spread(store, config, config.data.seq_len, config.eval.sequences)
 
 
-def spread(store: Store, config: Config, length: int, most: int) -> HeldOut:
-    """At most `most` sequences of `length`, spread evenly over the held-out text; documents see each other as in training."""
-    return HeldOut.take(store, validation_starts(store.val, length, most), length, config.data.documents == "isolate")
+def spread(store: Store, config: Config, length: int, limit: int) -> HeldOut:
+    """At most `limit` sequences of `length`, spread evenly over the held-out text; documents see each other as in training."""
+    return HeldOut.take(store, validation_starts(store.val, length, limit), length, config.data.documents == "isolate")
 
 
 def task_sequences(store: Store, config: Config) -> HeldOut:
@@ -106,31 +106,31 @@ def task_sequences(store: Store, config: Config) -> HeldOut:
     tasks = config.data.tasks
     ends = np.floor(np.cumsum([task.weight for task in tasks]) * config.eval.sequences + 0.5).astype(int)
     sources = np.searchsorted(ends, np.arange(config.eval.sequences), "right")
-    firsts = np.concatenate(([0], ends))
+    starts = np.concatenate(([0], ends))
     examples = [
-        example(tasks[number].task, STORE_SEED, int(index - firsts[number]), config.data.seq_len, "test")
+        example(tasks[number].task, STORE_SEED, int(index - starts[number]), config.data.seq_len, "test")
         for index, number in enumerate(sources)
     ]
-    sequences, answers = (np.stack([getattr(each, name) for each in examples]) for name in ("tokens", "answers"))
+    sequences, answers = (np.stack([getattr(item, name) for item in examples]) for name in ("tokens", "answers"))
     return HeldOut(sequences, store.token_bytes, None, sources, answers)
 
 
 def long_sequences(store: Store, config: Config) -> HeldOut:
-    """Up to `eval.long_context.sequences` long sequences, each within one held-out document. Raises ConfigError: none is long enough."""
-    asked, seq_len, longest = config.eval.long_context, config.data.seq_len, store.val.longest
-    length = asked.length(seq_len)
-    if asked.length_factor == "auto":
+    """Up to `eval.long_context.sequences` long sequences, each within one held-out document. Raises ConfigError: all are too short."""
+    options, seq_len, longest = config.eval.long_context, config.data.seq_len, store.val.longest
+    length = options.length(seq_len)
+    if options.length_factor == "auto":
         length = seq_len if config.model.position.ends else length
-        enough = min(2, int((store.val.lengths > 1).sum()))
-        while length > 1 and (store.val.lengths > length).sum() < enough:
+        min_documents = min(2, int((store.val.lengths > 1).sum()))
+        while length > 1 and (store.val.lengths > length).sum() < min_documents:
             length = max(1, length // 2)
     if length >= longest:
-        fitting = (longest - 1) / seq_len
-        smaller = f"{int(fitting * 10) / 10:g} or less, or to " if fitting >= 1 else ""
+        max_factor = (longest - 1) / seq_len
+        alternative = f"{int(max_factor * 10) / 10:g} or less, or to " if max_factor >= 1 else ""
         reason = f"with data.seq_len = {seq_len} it needs a held-out document of {length + 1:,} tokens, the longest has {longest:,}"
-        remedy = f"set it to {smaller}0 to train without this evaluation"
-        raise ConfigError([Problem("eval.long_context.length_factor", asked.length_factor, reason, remedy)])
-    return HeldOut.take(store, long_starts(store.val, length, asked.sequences), length)
+        remedy = f"set it to {alternative}0 to train without this evaluation"
+        raise ConfigError([Problem("eval.long_context.length_factor", options.length_factor, reason, remedy)])
+    return HeldOut.take(store, long_starts(store.val, length, options.sequences), length)
 
 
 # ---------------------------------------------------------------- numbers of each sequence
@@ -142,76 +142,76 @@ def tokens_sha256(sequences: Iterable[np.ndarray]) -> str:
 
 
 def batches(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
-    """Sequences of one `length` each, in their order, at most `EVAL_TOKENS` tokens together."""
+    """Batches of sequences of one `length`, in their order, of at most `EVAL_TOKENS` tokens in all."""
     by_length: dict[int, list[T]] = {}
     for item in items:
         by_length.setdefault(length(item), []).append(item)
-    for tokens, same in by_length.items():
+    for tokens, group in by_length.items():
         size = max(1, EVAL_TOKENS // tokens)
-        yield from (same[start : start + size] for start in range(0, len(same), size))
+        yield from (group[start : start + size] for start in range(0, len(group), size))
 
 
 def by_sequence(
     models: list[Decoder],
     lengths: Sequence[int],
     shape: tuple[int, ...],
-    where: Device,
+    device: Device,
     measure: Callable[[list[int]], Tensor],
     progress: Advance = ignore,
 ) -> np.ndarray:
     """Numbers of each sequence, (N, *shape) fp32, that `measure` gives. Collective.
 
-    Sequences are split over the ranks of `where`; every rank returns all. In fp32, unless `measure` turns autocast on.
+    Sequences are split over the ranks of `device`; every rank returns all numbers. In fp32, unless `measure` turns autocast on.
 
     Args:
-        models: those that `measure` runs; in evaluation mode meanwhile, and without gradients.
-        lengths: tokens in each sequence, (N,): those of one length are read together.
+        models: models that `measure` runs; in evaluation mode meanwhile, and without gradients.
+        lengths: tokens in each sequence, (N,); sequences of one length are read together.
         measure: indices of sequences of one length -> (indices, *shape).
         progress: called with the number of sequences done.
     """
 
     def local() -> Tensor:
         result = torch.zeros(len(lengths), *shape)
-        for part in batches(range(len(lengths))[where.rank :: where.world], lengths.__getitem__):
-            where.check_time()
-            with torch.autocast(where.device.type, enabled=False):
+        for part in batches(range(len(lengths))[device.rank :: device.world], lengths.__getitem__):
+            device.check_time()
+            with torch.autocast(device.device.type, enabled=False):
                 result[part] = measure(part).cpu()
             progress(len(part))
         return result
 
     with eval_mode(*models):
-        return all_reduce_sum(where, local).numpy()
+        return all_reduce_sum(device, local).numpy()
 
 
 def by_token(
     models: list[Decoder],
     held_out: HeldOut,
-    where: Device,
+    device: Device,
     measure: Callable[[Batch], Tensor],
     numbers: int = 1,
     progress: Advance = ignore,
 ) -> np.ndarray:
     """Numbers of each token, (numbers, N, length) fp32, by `measure`: a batch on the device -> (numbers, B, length).
 
-    Collective, as `by_sequence`.
+    Collective, as `by_sequence` is.
     """
 
-    def measure_batch(chosen: list[int]) -> Tensor:
-        return measure(held_out.batch(chosen).to(where.device)).transpose(0, 1)
+    def measure_batch(indices: list[int]) -> Tensor:
+        return measure(held_out.batch(indices).to(device.device)).transpose(0, 1)
 
     lengths = [held_out.length] * len(held_out.sequences)
-    return by_sequence(models, lengths, (numbers, held_out.length), where, measure_batch, progress).swapaxes(0, 1)
+    return by_sequence(models, lengths, (numbers, held_out.length), device, measure_batch, progress).swapaxes(0, 1)
 
 
-def nll_by_token(decoder: Decoder, held_out: HeldOut, where: Device, progress: Advance = ignore) -> np.ndarray:
+def nll_by_token(decoder: Decoder, held_out: HeldOut, device: Device, progress: Advance = ignore) -> np.ndarray:
     """-log p of every predicted token, (N, length) fp32, nats. Never holds T x T weights nor T x V logits. Collective."""
 
     def measure(batch: Batch) -> Tensor:
-        with where.autocast():
+        with device.autocast():
             hidden = decoder.hidden(batch)
         return token_nll(hidden.flatten(0, 1), decoder.head, batch.targets.flatten()).view(1, *batch.targets.shape)
 
-    return by_token([decoder], held_out, where, measure, progress=progress)[0]
+    return by_token([decoder], held_out, device, measure, progress=progress)[0]
 
 
 def bits_per_byte(nll: np.ndarray, held_out: HeldOut) -> float:
@@ -245,7 +245,7 @@ def lengths_axis(lengths: Iterable[int]) -> Axis:
 
 
 class Validation(Measurement):
-    """Loss at the training length: nats per token, bits per byte, and each sequence's mean for paired comparison."""
+    """Loss at the training length: nats per token, bits per byte, and each sequence's mean loss for paired comparison."""
 
     kind = KIND
 
@@ -265,30 +265,34 @@ class Validation(Measurement):
     def work(self) -> int:
         return len(self.held_out.sequences)
 
-    def measure(self, decoder: Decoder, where: Device, progress: Advance) -> list[Series]:
+    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         held_out, data = self.held_out, self.config.data
-        nll = nll_by_token(decoder, held_out, where, progress=progress)
+        nll = nll_by_token(decoder, held_out, device, progress=progress)
         bits = None if data.symbolic else bits_per_byte(nll, held_out)
         loss, sample = held_out.means(nll)
         level = self.store.val.unigram_cross_entropy if data.symbolic or data.text_weight else None  # text not trained on has none
         series = validation_series(loss, bits, level, held_out.length, sample, self.fingerprint)
-        labels = task_names([to_plain(each.task) for each in data.tasks]) if data.symbolic else [p.label for p in self.store.val.sources]
+        labels = (
+            task_names([to_plain(task.task) for task in data.tasks])
+            if data.symbolic
+            else [source.label for source in self.store.val.sources]
+        )
         for number, label in enumerate(labels if len(labels) > 1 else []):  # the sources of a mixture, or the tasks over symbols
-            chosen = held_out.sources == number
-            if chosen.any():
-                loss, sample = held_out.means(nll, chosen)
+            selection = held_out.sources == number
+            if selection.any():
+                loss, sample = held_out.means(nll, selection)
                 fields = {"samples": (sample,), "data_fingerprint": self.fingerprint, "logged": (f"val/loss {label}",)}
                 series.append(self.series(LOSS, NATS, "lower", loss, what=label, **fields))
         return series
 
 
 class Texts(Measurement):
-    """Loss at the training length on each of `eval.texts.of`, as `Validation` has it on the held-out text."""
+    """Loss at the training length on each text of `eval.texts.of`, as `Validation` measures it on the held-out text."""
 
     kind = "texts"
 
     def __init__(self, config: Config, store: Store):
-        """Raises DataError: a text can't be read; ConfigError: it is shorter than a sequence."""
+        """Raises DataError: a text can't be read; ConfigError: a text is shorter than a sequence."""
         super().__init__(config, store)
         self.stores = {name: self._prepared(name, source) for name, source in self.asked.of.items()}
         self.held_out: dict[str, HeldOut] = {}
@@ -317,27 +321,27 @@ class Texts(Measurement):
     def work(self) -> int:
         return sum(len(held_out.sequences) for held_out in self.held_out.values())
 
-    def measure(self, decoder: Decoder, where: Device, progress: Advance) -> list[Series]:
+    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         series = []
         for name, held_out in self.held_out.items():
-            nll = nll_by_token(decoder, held_out, where, progress)
+            nll = nll_by_token(decoder, held_out, device, progress)
             count, fingerprint = len(nll), self.stores[name].fingerprint
-            chosen = selects(fingerprint, held_out.document_labels)
-            shown = Shown(
+            selection = selects(fingerprint, held_out.document_labels)
+            display = Shown(
                 "Other texts, at the training length",
                 "sequences of other texts",
                 f"{count:,} of {held_out.length:,} tokens",
             )
-            divided = chosen.any() and not chosen.all()  # else its documents are too few to select on some: all report
-            by_sequence = nll.mean(1, dtype=np.float64)[:, None]
+            divided = selection.any() and not selection.all()  # else the documents are too few to select on some: all report
+            sequence_means = nll.mean(1, dtype=np.float64)[:, None]
             series += [
                 self.series(
-                    "loss", NATS, "lower", float(nll.mean(dtype=np.float64)), what=name, samples=(held_out.sample(by_sequence),),
-                    data_fingerprint=fingerprint if divided else "", interval="documents", logged=(self.asked.metric(name),), shown=shown,
+                    "loss", NATS, "lower", float(nll.mean(dtype=np.float64)), what=name, samples=(held_out.sample(sequence_means),),
+                    data_fingerprint=fingerprint if divided else "", interval="documents", logged=(self.asked.metric(name),), shown=display,
                 ),
                 self.series(
                     "bits per byte", "", "lower", bits_per_byte(nll, held_out), what=name,
-                    logged=(self.asked.metric(name, "bits_per_byte"),), shown=shown,
+                    logged=(self.asked.metric(name, "bits_per_byte"),), shown=display,
                 ),
             ]  # fmt: skip
         return series
@@ -360,19 +364,19 @@ class LongContext(Measurement):
     def work(self) -> int:
         return len(self.held_out.sequences) * len(self.asked.inference)
 
-    def measure(self, decoder: Decoder, where: Device, progress: Advance) -> list[Series]:
+    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         held_out, count, length, series = self.held_out, len(self.held_out.sequences), self.held_out.length, []
-        shown = Shown(
+        display = Shown(
             "Long sequences, by position",
             "long-context sequences",
             f"{count:,} of {length:,} tokens",
             "loss by position, mean over sequences",
         )
         for setting in self.asked.inference:
-            nll = nll_by_token(for_inference(decoder, setting), held_out, where, progress)
+            nll = nll_by_token(for_inference(decoder, setting), held_out, device, progress)
             series += [
                 self.series(
-                    "loss", NATS, "lower", **by_position(held_out, nll, self.config.data.seq_len), setting=setting.label, shown=shown,
+                    "loss", NATS, "lower", **by_position(held_out, nll, self.config.data.seq_len), setting=setting.label, shown=display,
                     data_fingerprint=self.fingerprint, interval="documents", logged=(self.asked.metric(setting.label),),
                 ),
                 self.series("bits per byte", "", "lower", bits_per_byte(nll, held_out), setting=setting.label),
@@ -399,7 +403,7 @@ class ByLength(Measurement):
         self.stretches = self._cut(self.longest)
 
     def _cut(self, length: int) -> HeldOut:
-        """All stretches cut into sequences of `length`, those of one stretch after each other."""
+        """All stretches cut into sequences of `length`, stretch by stretch."""
         starts = self.starts[:, None] + length * np.arange(self.longest // length)
         return HeldOut.take(self.store, starts.ravel(), length, self.config.data.documents == "isolate")
 
@@ -412,9 +416,9 @@ class ByLength(Measurement):
     def work(self) -> int:
         return len(self.starts) * sum(self.longest // length for length in self.lengths) * len(self.asked.inference)
 
-    def measure(self, decoder: Decoder, where: Device, progress: Advance) -> list[Series]:
+    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         count, series = len(self.starts), []
-        shown = Shown(
+        display = Shown(
             "Loss by sequence length",
             "stretches of held-out text",
             f"{count:,} of {self.longest:,} tokens",
@@ -422,13 +426,13 @@ class ByLength(Measurement):
         )
         for setting in self.asked.inference:
             model = for_inference(decoder, setting)
-            losses = [nll_by_token(model, self._cut(length), where, progress) for length in self.lengths]
+            losses = [nll_by_token(model, self._cut(length), device, progress) for length in self.lengths]
             by_stretch = np.stack([nll.reshape(count, -1).mean(1, dtype=np.float64) for nll in losses], axis=1)
             series.append(
                 self.series(
                     "loss", NATS, "lower", by_stretch.mean(0), setting=setting.label, axis=lengths_axis(self.lengths),
                     samples=(self.stretches.sample(by_stretch),), data_fingerprint=self.fingerprint, interval="documents",
-                    logged=tuple(self.asked.metric(length, setting.label) for length in self.lengths), shown=shown,
+                    logged=tuple(self.asked.metric(length, setting.label) for length in self.lengths), shown=display,
                 )
             )  # fmt: skip
         return series

@@ -1,4 +1,4 @@
-"""`lm swap`: a copy of a trained model with another normalizer, and what that did to loss, next-token distributions and attention."""
+"""`lm swap`: a copy of a trained model with another normalizer, and its effect on loss, next-token distributions and attention."""
 
 import shutil
 from collections.abc import Sequence
@@ -40,9 +40,9 @@ DRIFT_SEQUENCES = 4  # sequences of each length whose attention weights are comp
 
 
 def swap_sequences(store: Store, config: Config) -> list[HeldOut]:
-    """Held-out sequences of each of `eval.swap_lengths`, ascending: the validation sequences, and others within documents.
+    """Held-out sequences of each length of `eval.swap_lengths`, ascending: validation sequences, and at other lengths windows in documents.
 
-    Lengths that no held-out document has are left out, and those beyond the training length where positions are learned.
+    Lengths that no held-out document has are left out, and lengths beyond the training length if positions are learned.
     """
     sequences = []
     for length in sorted({int(factor * config.data.seq_len) for factor in config.eval.swap_lengths}):
@@ -55,21 +55,21 @@ def swap_sequences(store: Store, config: Config) -> list[HeldOut]:
 
 
 class SwapMeasurement(Measurement):
-    """A decoder after a swap of its normalizer beside the one before it, on identical tokens, without a change to RoPE.
+    """A comparison of a decoder before and after a swap of its normalizer, on identical tokens, without a change to RoPE.
 
-    For each length: loss before and after (nats per token) and KL(before || after) of the next-token distributions (nats), by
-    position; the change of the loss with its interval over documents; and the attention drift of each layer.
+    For each length, by position: loss before and after (nats per token) and KL(before || after) of the next-token distributions (nats).
+    For each length, too: the change of the loss with its interval over documents, and the attention drift of each layer.
     """
 
     kind = "swap"
 
-    def __init__(self, config: Config, store: Store, before: Decoder):
+    def __init__(self, config: Config, store: Store, old: Decoder):
         super().__init__(config, store)
-        self.before, self.held_out = before, swap_sequences(store, config)
+        self.before, self.held_out = old, swap_sequences(store, config)
 
     @property
     def asked(self) -> Timing:
-        return Timing()  # measured whenever a swap is made
+        return Timing()  # at every swap, not at times in training
 
     @property
     def options(self) -> dict[str, Plain]:
@@ -83,21 +83,21 @@ class SwapMeasurement(Measurement):
     def work(self) -> int:
         return sum(len(held_out.sequences) for held_out in self.held_out)
 
-    def measure(self, decoder: Decoder, where: Device, progress: Advance) -> list[Series]:
-        models = [self.before.to(where.device), decoder]
-        compared_at = [compared(*models, held_out, where, progress) for held_out in self.held_out]
+    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
+        models = [self.before.to(device.device), decoder]
+        comparisons = [compared(*models, held_out, device, progress) for held_out in self.held_out]
         series, fingerprint = [], {"data_fingerprint": self.fingerprint}
-        for first, (held_out, values) in enumerate(zip(self.held_out, compared_at, strict=True)):
-            what = f"sequences of {held_out.length:,}"
+        for index, (held_out, values) in enumerate(zip(self.held_out, comparisons, strict=True)):
+            label = f"sequences of {held_out.length:,}"
             for (metric, name), numbers in zip(_METRICS.items(), values, strict=True):
-                fields = {"what": what, "logged": () if first else (f"swap/{name}",)} | fingerprint
+                fields = {"what": label, "logged": () if index else (f"swap/{name}",)} | fingerprint
                 series.append(self._by_position(metric, numbers, held_out, **fields))
-            drift = attention_drift(*models, held_out, where)
+            drift = attention_drift(*models, held_out, device)
             layers = Axis("layer", "", "of layer", tuple(range(len(drift))), log=False)
-            series.append(self.series("attention drift", "", "lower", drift, what=what, axis=layers, **fingerprint))
+            series.append(self.series("attention drift", "", "lower", drift, what=label, axis=layers, **fingerprint))
         if self.held_out:
-            series.append(self._by_length("change of loss", [after - before for before, after, _ in compared_at]))
-            series.append(self._by_length("KL divergence", [kl for _, _, kl in compared_at]))
+            series.append(self._by_length("change of loss", [after - before for before, after, _ in comparisons]))
+            series.append(self._by_length("KL divergence", [kl for _, _, kl in comparisons]))
         return series
 
     def _by_position(self, metric: str, values: np.ndarray, held_out: HeldOut, **fields: object) -> Series:
@@ -118,25 +118,25 @@ class SwapMeasurement(Measurement):
         )  # fmt: skip
 
 
-_METRICS = {"loss before": "loss_before", "loss after": "loss_after", "KL divergence": "kl"}  # with their names in the metrics log
+_METRICS = {"loss before": "loss_before", "loss after": "loss_after", "KL divergence": "kl"}  # and their names in the metrics log
 
 
-def compared(old: Decoder, new: Decoder, held_out: HeldOut, where: Device, progress: Advance = ignore) -> np.ndarray:
+def compared(old: Decoder, new: Decoder, held_out: HeldOut, device: Device, progress: Advance = ignore) -> np.ndarray:
     """For every predicted token -log p under both models and KL(old || new): (3, N, length) float64, nats. Collective."""
 
     def measure(batch: Batch) -> Tensor:
-        with where.autocast():
+        with device.autocast():
             hidden = [model.hidden(batch).flatten(0, 1) for model in (old, new)]
-        losses = [token_nll(h, model.head, batch.targets.flatten()) for h, model in zip(hidden, (old, new), strict=True)]
+        losses = [token_nll(states, model.head, batch.targets.flatten()) for states, model in zip(hidden, (old, new), strict=True)]
         return torch.stack([*losses, token_kl(hidden[0], old.head, hidden[1], new.head)]).view(3, *batch.targets.shape)
 
-    return by_token([old, new], held_out, where, measure, numbers=3, progress=progress).astype("f8")
+    return by_token([old, new], held_out, device, measure, numbers=3, progress=progress).astype("f8")
 
 
-def attention_drift(old: Decoder, new: Decoder, held_out: HeldOut, where: Device) -> np.ndarray:
+def attention_drift(old: Decoder, new: Decoder, held_out: HeldOut, device: Device) -> np.ndarray:
     """Half the L1 distance between both models' attention weights, a mean over queries and heads: (layers,) float64.
 
-    0 for equal attention, at most 1 for weights that sum to one; layers above the first see what the layers below have changed. On the
+    0 for equal attention, at most 1 for weights that sum to one. Layers above the first also see the changes of lower layers. On the
     first `DRIFT_SEQUENCES` sequences. Collective.
     """
     layers, count = old.config.n_layer, min(DRIFT_SEQUENCES, len(held_out.sequences))
@@ -144,26 +144,26 @@ def attention_drift(old: Decoder, new: Decoder, held_out: HeldOut, where: Device
     def measure(part: list[int]) -> Tensor:
         drift = torch.zeros(len(part), layers, dtype=torch.float64)
         for place, index in enumerate(part):  # one at a time: attention weights are large
-            with where.autocast():
-                for a, b in in_lockstep([old, new], held_out.batch([index]).to(where.device)):
-                    distance = (a.weights - b.weights).abs().sum((0, 2, 3), dtype=torch.float64).mean()
-                    drift[place, a.layer] += float(distance) / 2 / held_out.length
+            with device.autocast():
+                for old_block, new_block in in_lockstep([old, new], held_out.batch([index]).to(device.device)):
+                    distance = (old_block.weights - new_block.weights).abs().sum((0, 2, 3), dtype=torch.float64).mean()
+                    drift[place, old_block.layer] += float(distance) / 2 / held_out.length
         return drift.float()
 
-    return by_sequence([old, new], [held_out.length] * count, (layers,), where, measure).mean(0, dtype=np.float64)
+    return by_sequence([old, new], [held_out.length] * count, (layers,), device, measure).mean(0, dtype=np.float64)
 
 
 # ---------------------------------------------------------------- lm swap
 
 
-SHORT_LENGTHS = (16, 256)  # tokens, as of prompts, at which the factor on the scores is printed
-FAR = 2.0  # a factor on the scores that is more than so many times the old one, or less than that part of it, is warned of
-FIT_TOKENS, FIT_BATCHES = 2048, 8  # what `--init fit` reads
+SHORT_LENGTHS = (16, 256)  # tokens, as in prompts, at which the factor on the scores is printed
+FAR = 2.0  # ratio of the new to the old factor on the scores, or of the old to the new one, above which a warning is given
+FIT_TOKENS, FIT_BATCHES = 2048, 8  # tokens in a batch, and batches, that `--init fit` reads
 
 
 @dataclass(frozen=True, eq=False)
 class SwapResult:
-    """The evaluation of a swap, the file of its numbers, and words: lines about the models, those that follow its tables, a warning."""
+    """The evaluation of a swap, the file of its numbers, and text to print: lines on the models, notes after the tables, a warning."""
 
     evaluation: Evaluation
     path: Path
@@ -173,61 +173,61 @@ class SwapResult:
 
 
 def swap_run(
-    source: Path, checkpoint: str, to: str, init: str | None, out: Path, overrides: list[str], files: Sequence[Path] = ()
+    source: Path, checkpoint: str, normalizer: str, init: str | None, destination: Path, overrides: list[str], files: Sequence[Path] = ()
 ) -> SwapResult:
-    """`lm swap`: a copy of a trained model with another normalizer, as a run folder `out` that holds weights alone.
+    """`lm swap`: a copy of a trained model with another normalizer, as a run folder `destination` that holds weights alone.
 
-    Measures both models on identical held-out tokens; the result is kept in `out`'s evaluations/ and returned.
+    Measures both models on identical held-out tokens; the result is kept in `destination`'s evaluations/ and returned.
 
     Args:
         source: a run folder, a checkpoint or an export.
-        checkpoint: of a run folder: `last`, `best` or a step.
-        to: name of the new normalizer.
-        init: initial values of its parameters: `match`, `unit`, `fit` or a number; None: its default, or as `overrides` say.
+        checkpoint: the checkpoint of a run folder: `last`, `best` or a step.
+        normalizer: name of the new normalizer.
+        init: initial values of its parameters: `match`, `unit`, `fit` or a number; None: its default, or the values of `overrides`.
         overrides: `key=value` of the new normalizer's options and of evaluation.
-        files: configurations of the text to measure on, of a model without a training run.
+        files: configurations of the text to measure on, for a model without a training run.
 
-    Raises LMError: nothing to load, a pair that can't be swapped, other data than it was trained on, `out` not empty.
+    Raises LMError: nothing to load, a pair that can't be swapped, other data than the model was trained on, `destination` not empty.
     """
-    with new_folder(out) as folder:
-        loaded = load(source, checkpoint)
+    with new_folder(destination) as folder:
+        model = load(source, checkpoint)
         if files:
-            loaded = replace(loaded, config=_text_config(loaded, files, overrides))
-        elif loaded.config is None:
-            remedy = f"name a configuration of text, e.g. lm swap {source} configs/sotu.yaml --to {to} -o {out}"
+            model = replace(model, config=_text_config(model, files, overrides))
+        elif model.config is None:
+            remedy = f"name a configuration of text, e.g. lm swap {source} configs/sotu.yaml --to {normalizer} -o {destination}"
             raise RunError(f"{source}: has no training run behind it, of whose text a swap could be measured; {remedy}")
         with PLUGINS.trusted():
-            config = _swapped_config(loaded, to, init, out, overrides)
-        old, new = loaded.decoder, swapped(loaded.decoder, config.model.normalizer)
+            config = _swapped_config(model, normalizer, init, destination, overrides)
+        old, new = model.decoder, swapped(model.decoder, config.model.normalizer)
         label = new.config.normalizer.label()
         if init == "fit" and not count_parameters(new)["normalizer"]:
             raise ConfigError([Problem("--init", init, f"{label} has no parameters to fit", "drop --init")])
-        loaded, store = on_text(loaded, loaded.config) if files else (loaded, open_store(config, loaded))
-        trained = {**loaded.environment, "data_fingerprint": loaded.metadata["data_fingerprint"]}  # an export has no environment
-        swap, where = SwapMeasurement(config, store, old), open_device(config, trained)
-        old.to(where.device), new.to(where.device)
-        facts: dict[str, Plain] = {"from": str(loaded.path), "arm": arm(to_plain(loaded.config), trained)}
+        model, store = on_text(model, model.config) if files else (model, open_store(config, model))
+        environment = {**model.environment, "data_fingerprint": model.metadata["data_fingerprint"]}  # an export has no environment
+        measurement, device = SwapMeasurement(config, store, old), open_device(config, environment)
+        old.to(device.device), new.to(device.device)
+        facts: dict[str, Plain] = {"from": str(model.path), "arm": arm(to_plain(model.config), environment)}
         facts["normalizer"] = old.config.normalizer.label()
         facts["init"] = "fit" if init == "fit" else getattr(config.model.normalizer, "init", None)
         if init == "fit":
             sequences = train_sequences(store, config, max(1, FIT_TOKENS // config.data.seq_len))
-            batches = [sequences.batch(step).to(where.device) for step in range(FIT_BATCHES)]
+            batches = [sequences.batch(step).to(device.device) for step in range(FIT_BATCHES)]
             facts["fit_kl_before"], facts["fit_kl_after"] = fit(old, new, batches)
-        evaluation = swap.evaluate(new, where, loaded.stamp["step"], loaded.stamp["tokens_seen"])
-        path = out / swap.write(folder, evaluation).relative_to(folder)
-        _write_run(folder, config, loaded, new.cpu(), {**trained, "command": command_line(), "swap": facts})
+        evaluation = measurement.evaluate(new, device, model.stamp["step"], model.stamp["tokens_seen"])
+        path = destination / measurement.write(folder, evaluation).relative_to(folder)
+        _write_run(folder, config, model, new.cpu(), {**environment, "command": command_line(), "swap": facts})
     factors, warning = _factors(old, new)
     models = [f"{facts['normalizer']} -> {label}, step {evaluation.step}", *_parameters(new), *factors]
     if not evaluation.series:
         models.append("nothing measured: eval.swap_lengths names no length that a held-out document has")
-    notes = [f"{out}: weights alone; go on with: lm eval {out}, or lm train CONFIG init_from={out} name=..."]
+    notes = [f"{destination}: weights alone; go on with: lm eval {destination}, or lm train CONFIG init_from={destination} name=..."]
     if init == "fit":
         notes.insert(0, f"fit: KL {facts['fit_kl_before']:.5f} -> {facts['fit_kl_after']:.5f} nats on training sequences")
     return SwapResult(evaluation, path, models, notes, warning)
 
 
 def _parameters(decoder: Decoder) -> list[str]:
-    """A line for each parameter of the normalizers that has a value a head: its mean over layers and heads, and its range."""
+    """A line for each parameter of the normalizers with one value per head: its mean over layers and heads, and its range."""
     values: dict[str, list[float]] = {}
     for normalizer in decoder.normalizers():
         for name, parameter in normalizer.named_parameters():
@@ -243,70 +243,75 @@ def _over_heads(values: Tensor) -> str:
 
 
 def _factors(old: Decoder, new: Decoder) -> tuple[list[str], str]:
-    """The factor on the scores before and after, at short lengths and at the training length, and a warning where they are far apart.
+    """The factor on the scores before and after, at short lengths and at the training length, and a warning if they are far apart.
 
-    No lines if scores are no multiple of q.k / sqrt(D).
+    No lines if the scores are not a multiple of q.k / sqrt(D).
     """
     lengths = sorted({min(length, old.seq_len) for length in (*SHORT_LENGTHS, old.seq_len)})
-    before, after = score_factors(old, lengths), score_factors(new, lengths)
-    if before is None or after is None:
+    old_factors, new_factors = score_factors(old, lengths), score_factors(new, lengths)
+    if old_factors is None or new_factors is None:
         return [], ""
     places = list(enumerate(lengths))
     lines = [
-        f"factor on the scores at n = {length:,}: {_over_heads(before[place])} -> {_over_heads(after[place])}" for place, length in places
+        f"factor on the scores at n = {length:,}: {_over_heads(old_factors[place])} -> {_over_heads(new_factors[place])}"
+        for place, length in places
     ]
-    ratios = (after.mean((1, 2)) / before.mean((1, 2))).tolist()
-    far = [f"{ratios[place]:.2g} times the old one at n = {n:,}" for place, n in places if not 1 / FAR <= ratios[place] <= FAR]
+    ratios = (new_factors.mean((1, 2)) / old_factors.mean((1, 2))).tolist()
+    deviations = [
+        f"{ratios[place]:.2g} times the old one at n = {length:,}" for place, length in places if not 1 / FAR <= ratios[place] <= FAR
+    ]
     remedy = "measure them by eval.swap_lengths; docs/swapping.md says which options keep the factor"
-    warning = f"warning: the factor on the scores is {', '.join(far)}: documents of such lengths may get much worse; {remedy}"
-    return lines, warning if far else ""
+    warning = f"warning: the factor on the scores is {', '.join(deviations)}: documents of such lengths may get much worse; {remedy}"
+    return lines, warning if deviations else ""
 
 
-def _text_config(loaded: Loaded, files: Sequence[Path], overrides: list[str]) -> Config:
-    """Configurations of text for a model folder, with the overrides of their keys."""
-    if (loaded.folder / CONFIG).is_file():
-        raise RunError(f"{loaded.folder}: a run folder: a swap is measured on its own text, not on that of {files[0]}; leave that out")
+def _text_config(model: Loaded, files: Sequence[Path], overrides: list[str]) -> Config:
+    """The configuration of text for a model folder, from `files` with the overrides of their keys."""
+    if (model.folder / CONFIG).is_file():
+        raise RunError(f"{model.folder}: a run folder: a swap is measured on its own text, not on that of {files[0]}; leave that out")
     changes = {name: value for name, value in overrides_in("swap", overrides).items() if name != "model"}
-    return parse(merge(to_plain(text_config(loaded, list(files))), changes))
+    return parse(merge(to_plain(text_config(model, list(files))), changes))
 
 
-def _swapped_config(loaded: Loaded, to: str, init: str | None, out: Path, overrides: list[str]) -> Config:
-    """The configuration of the new run folder; what the user's words name is imported, what the loaded model names was allowed before."""
+def _swapped_config(model: Loaded, name: str, init: str | None, destination: Path, overrides: list[str]) -> Config:
+    """The configuration of the new run folder. Imports packages that the overrides name; those of the loaded model were allowed before."""
     changes = overrides_in("swap", overrides)
     try:
-        options = OPTIONS[to]
+        options = OPTIONS[name]
     except Unavailable as error:
-        raise ConfigError([Problem("--to", to, error.reason, error.remedy)]) from None
+        raise ConfigError([Problem("--to", name, error.reason, error.remedy)]) from None
     except KeyError:
-        remedy = "for a list: --to layers 'model.normalizer.of=[window, ssmax]'" if to.startswith("[") else suggest(to, OPTIONS)
-        raise ConfigError([Problem("--to", to, "unknown normalizer", remedy)]) from None
-    set_by_hand = changes.get("model", {}).get("normalizer", {})
-    if not isinstance(set_by_hand, dict) or "name" in set_by_hand:
-        raise ConfigError([Problem("model.normalizer", set_by_hand, f"the new normalizer is --to {to}", "set its options by their keys")])
-    normalizer: dict[str, Plain] = {"name": to}
-    first = options.first_init()
-    if init is not None and first is None:
-        raise ConfigError([Problem("--init", init, f"{to} has no parameters to start", "drop --init")])
-    if init is not None and "init" in set_by_hand:
-        raise ConfigError([Problem("model.normalizer.init", set_by_hand["init"], f"--init says {init}", "give one of them")])
-    if first is not None:
-        normalizer["init"] = first if init in (None, "fit") else init
+        remedy = "for a list: --to layers 'model.normalizer.of=[window, ssmax]'" if name.startswith("[") else suggest(name, OPTIONS)
+        raise ConfigError([Problem("--to", name, "unknown normalizer", remedy)]) from None
+    user_options = changes.get("model", {}).get("normalizer", {})
+    if not isinstance(user_options, dict) or "name" in user_options:
+        raise ConfigError(
+            [Problem("model.normalizer", user_options, f"the new normalizer is --to {name}", "set its options by their keys")]
+        )
+    normalizer: dict[str, Plain] = {"name": name}
+    first_init = options.first_init()
+    if init is not None and first_init is None:
+        raise ConfigError([Problem("--init", init, f"{name} has no parameters to start", "drop --init")])
+    if init is not None and "init" in user_options:
+        raise ConfigError([Problem("model.normalizer.init", user_options["init"], f"--init says {init}", "give one of them")])
+    if first_init is not None:
+        normalizer["init"] = first_init if init in (None, "fit") else init
         with suppress(ValueError):
             normalizer["init"] = float(normalizer["init"])
-    plain = merge({**to_plain(loaded.config), "experiment": {}}, {"model": {"normalizer": to_plain(loaded.decoder.config.normalizer)}})
-    plain = merge(merge(plain, {"model": {"normalizer": normalizer}}), changes)
-    own = {"name": out.name, "runs": str(out.parent), "resume": "", "init_from": "", "train_only": None, "phases": []}
-    return parse({**plain, **own})
+    base = merge({**to_plain(model.config), "experiment": {}}, {"model": {"normalizer": to_plain(model.decoder.config.normalizer)}})
+    base = merge(merge(base, {"model": {"normalizer": normalizer}}), changes)
+    fields = {"name": destination.name, "runs": str(destination.parent), "resume": "", "init_from": "", "train_only": None, "phases": []}
+    return parse({**base, **fields})
 
 
-def _write_run(folder: Path, config: Config, loaded: Loaded, decoder: Decoder, environment: dict[str, Plain]) -> None:
-    """Write a run folder with one checkpoint of weights, from which nothing can be resumed."""
-    own = {"format": FORMAT, "config": to_yaml(config), "phase": 0, "best": None, "plugins": PLUGINS.versions(config.normalizer_names)}
-    path = step_path(folder / CHECKPOINTS, loaded.metadata["step"])
-    save_checkpoint({"state_dict": decoder.state_dict(), "lm": {**loaded.metadata, **own}}, path)
+def _write_run(folder: Path, config: Config, model: Loaded, decoder: Decoder, environment: dict[str, Plain]) -> None:
+    """Write a run folder with one checkpoint of weights, from which no run can be resumed."""
+    metadata = {"format": FORMAT, "config": to_yaml(config), "phase": 0, "best": None, "plugins": PLUGINS.versions(config.normalizer_names)}
+    path = step_path(folder / CHECKPOINTS, model.metadata["step"])
+    save_checkpoint({"state_dict": decoder.state_dict(), "lm": {**model.metadata, **metadata}}, path)
     link_checkpoint(LAST, path)
     write_text(folder / CONFIG, to_yaml(config))
-    if loaded.tokenizer:
-        shutil.copyfile(loaded.folder / TOKENIZER, folder / TOKENIZER)
-        environment = {**environment, TOKENIZER_SHA256: file_sha256(folder / TOKENIZER)}  # that of an export is empty
+    if model.tokenizer:
+        shutil.copyfile(model.folder / TOKENIZER, folder / TOKENIZER)
+        environment = {**environment, TOKENIZER_SHA256: file_sha256(folder / TOKENIZER)}  # the environment of an export is empty
     write_json(folder / ENVIRONMENT, {**environment, "parameters": count_parameters(decoder)})

@@ -1,4 +1,4 @@
-"""`lm compare`: plan experiments, train what they need, judge them, and write down what came out."""
+"""`lm compare`: plan experiments, train their runs, judge them, and write the results."""
 
 import shlex
 import sys
@@ -43,16 +43,16 @@ VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"
 
 @dataclass(frozen=True)
 class Work:
-    """How experiments are worked on.
+    """The options of work on experiments.
 
     Attributes:
         jobs: slots (`lm.experiments.slots`); None: all of this machine's GPUs, or one on the CPU.
         retry: whether runs that failed are tried again.
-        anew: whether an experiment whose folder has ended runs of another configuration alone is trained beside them.
+        anew: whether an experiment is trained although its folder has ended runs of another configuration alone.
         per_gpu: slots on each GPU.
         engine: the scheduler whose jobs train the runs; None: the slots of this machine do.
-        workers: jobs at a time.
-        options: of each job, as `--job-options` gives them.
+        workers: the number of jobs at a time.
+        options: the options of each job, as `--job-options` gives them.
     """
 
     jobs: int | None = None
@@ -68,7 +68,7 @@ class Work:
         return Slots(self.workers) if self.engine else slots_of(experiment, self.jobs, self.per_gpu)
 
     def timed(self, procedure: Procedure) -> Times:
-        """Seconds of an experiment's runs on this machine; none where they can't be known yet."""
+        """Seconds of an experiment's runs on this machine; empty if they can't be known yet."""
         return _times(procedure, costs(procedure), self.slots(procedure.experiment), PILOT_SECONDS)[0]
 
     def cluster(self, folder: Path) -> Cluster | None:
@@ -82,52 +82,60 @@ def compare_experiments(
     work: Work,
     plan_only: bool = False,
     report_only: bool = False,
-    out: Path | None = None,
+    report_folder: Path | None = None,
     send: Callable[[Experiment, list[dict[str, Plain]]], None] | None = None,
 ) -> None:
-    """Print the plans of experiments; then, unless `plan_only`, train what is missing (unless `report_only`) and judge what is there, one
-    experiment after the other. `out`: a folder for one report of all of them. `send`: called with each that was worked on and the lines of
-    its verdicts, when its report is written.
+    """Print the plans of experiments, then train and judge the experiments, one after the other.
+
+    Args:
+        plan_only: print the plans alone.
+        report_only: print no plans and train nothing, but judge the runs that exist.
+        report_folder: a folder for one report of all experiments.
+        send: a function that is called after the report of a trained experiment is written, with the experiment and the lines of its
+            verdicts.
 
     Raises:
         LMError: an experiment's file is wrong, or runs failed.
     """
-    working, experiments = not plan_only and not report_only, [read_experiment(path, overrides) for path in files]
-    jobs = [1 if report_only or work.engine else work.slots(each).jobs for each in experiments]  # enough, before text is prepared
-    opened = partial(start, timed=None if work.engine else work.timed) if working else open_experiment
+    is_working, experiments = not plan_only and not report_only, [read_experiment(path, overrides) for path in files]
+    # These reveal too few slots before text is prepared.
+    job_counts = [1 if report_only or work.engine else work.slots(experiment).jobs for experiment in experiments]
+    open_procedure = partial(start, timed=None if work.engine else work.timed) if is_working else open_experiment
     with ExitStack() as stack:
-        for folder in dict.fromkeys(each.folder for each in experiments if working):
+        for folder in dict.fromkeys(experiment.folder for experiment in experiments if is_working):
             stack.enter_context(working_on(folder))
         for path in files if work.engine else ():
             _settle_in_a_job(path, overrides, work)
-        procedures = [opened(path, overrides, each, work.anew or plan_only) for path, each in zip(files, jobs, strict=True)]
+        procedures = [
+            open_procedure(path, overrides, job_count, work.anew or plan_only) for path, job_count in zip(files, job_counts, strict=True)
+        ]
         times: list[Times] = [{} for _ in files]
         if not report_only:
             times = _planned(procedures, work)
         if plan_only:
             return
-        failures, judged = [], []
-        for procedure, each in zip(procedures, times, strict=True):
-            if working:
+        failure_words, judged_procedures = [], []
+        for procedure, procedure_times in zip(procedures, times, strict=True):
+            if is_working:
                 if work.retry:
                     retry(procedure)
                 try:
-                    procedure = _work(procedure, work, each)
+                    procedure = _work(procedure, work, procedure_times)
                 except RunsFailed as error:
-                    failures.append(str(error))
-            judged.append(next_look(procedure))
-            lines = _conclude(judged[-1])
-            if working and send:
+                    failure_words.append(str(error))
+            judged_procedures.append(next_look(procedure))
+            lines = _conclude(judged_procedures[-1])
+            if is_working and send:
                 send(procedure.experiment, lines)
-        if out:
-            print(f"report of all experiments: {write_page(judged, out)}")
-        if failures:
-            raise RunsFailed("; ".join(failures))
+        if report_folder:
+            print(f"report of all experiments: {write_page(judged_procedures, report_folder)}")
+        if failure_words:
+            raise RunsFailed("; ".join(failure_words))
 
 
 def _settle_in_a_job(path: Path, overrides: list[str], work: Work) -> None:
-    """Prepare the text of an experiment here, and start it in a job if it has not been: precision, compilation and threads are those of the
-    machines that train."""
+    """Prepare the text of an experiment here. If the experiment was never started, start it in a job: precision, compilation and threads
+    are then those of the machines that train."""
     experiment = open_experiment(path, overrides, 1, work.anew).experiment
     cluster = work.cluster(experiment.folder)
     prepare(experiment.first_config.data, progress=True)
@@ -137,19 +145,20 @@ def _settle_in_a_job(path: Path, overrides: list[str], work: Work) -> None:
 
 
 def _work(procedure: Procedure, work: Work, times: Times) -> Procedure:
-    """Train what an experiment needs, its second look included where there is one. Raises RunsFailed."""
+    """Train the runs of an experiment, and those of its second look if it needs one; returns the experiment at its last look. Raises
+    RunsFailed."""
     experiment = procedure.experiment
-    at_work = Jobs(procedure, work.slots(experiment), cluster=work.cluster(experiment.folder))
-    with live_table(at_work, times):
-        at_work.work()
-    following = next_look(procedure)
-    return procedure if following is procedure else _work(following, work, times)
+    jobs = Jobs(procedure, work.slots(experiment), cluster=work.cluster(experiment.folder))
+    with live_table(jobs, times):
+        jobs.work()
+    next_procedure = next_look(procedure)
+    return procedure if next_procedure is procedure else _work(next_procedure, work, times)
 
 
 def print_commands(files: list[Path], overrides: list[str], anew: bool = False) -> None:
-    """Print what a shell has to do for each run that can be started now, one line a run. Raises LMError: a file is wrong."""
+    """Print the shell commands that train each run that can be started now, one line a run. Raises LMError: a file is wrong."""
     for path in files:
-        with redirect_stdout(sys.stderr):  # what is said of the text, and of others at work, is no command
+        with redirect_stdout(sys.stderr):  # messages on the text and on other processes are no commands
             procedure = start(path, overrides, anew=anew)
             folder = procedure.experiment.folder
             if (folder / LOCK).exists():
@@ -160,29 +169,29 @@ def print_commands(files: list[Path], overrides: list[str], anew: bool = False) 
 
 
 def _planned(procedures: list[Procedure], work: Work) -> list[Times]:
-    """Print the plans; returns how long the runs of each experiment take."""
-    timed, end = [], time.monotonic() + PILOT_SECONDS
+    """Print the plans; returns the seconds that the runs of each experiment take."""
+    times_by_experiment, deadline = [], time.monotonic() + PILOT_SECONDS
     for procedure in procedures:
-        cost, places = costs(procedure), work.slots(procedure.experiment)
-        untimed = {}, "not estimated for the machines of the jobs"
-        times, words = untimed if work.engine else _times(procedure, cost, places, end - time.monotonic())
-        timed.append(times)
+        run_costs, slots = costs(procedure), work.slots(procedure.experiment)
+        no_estimate = {}, "not estimated for the machines of the jobs"
+        times, words = no_estimate if work.engine else _times(procedure, run_costs, slots, deadline - time.monotonic())
+        times_by_experiment.append(times)
         if times:
-            seconds = total_seconds(procedure, times, places)
-            words = f"about {duration(seconds)} for what is left, {len(places.lanes())} at a time, by {words}"
-        where = f"{work.workers} at a time, each in a job" if work.engine else str(places)
-        print("\n".join(plan(procedure, cost, words, where)), flush=True)
-        if others := other_runs(procedure):
-            print(f"note: {others}", flush=True)
-    return timed
+            seconds = total_seconds(procedure, times, slots)
+            words = f"about {duration(seconds)} for what is left, {len(slots.lanes())} at a time, by {words}"
+        place_words = f"{work.workers} at a time, each in a job" if work.engine else str(slots)
+        print("\n".join(plan(procedure, run_costs, words, place_words)), flush=True)
+        if note := other_runs(procedure):
+            print(f"note: {note}", flush=True)
+    return times_by_experiment
 
 
-def _times(procedure: Procedure, taken: Costs | None, slots: Slots, budget: float) -> tuple[Times, str]:
-    """Seconds of the runs and their source in words, or no times and the reason. `budget`: seconds that timing them may take."""
-    if taken is None:
+def _times(procedure: Procedure, run_costs: Costs | None, slots: Slots, budget: float) -> tuple[Times, str]:
+    """Seconds of the runs and their source in words, or no times and the reason. `budget`: seconds that the timing of runs may take."""
+    if run_costs is None:
         return {}, "not known before the text is there: lm prepare makes it"
     try:
-        return run_times(procedure, taken, slots, budget)
+        return run_times(procedure, run_costs, slots, budget)
     except DataError:
         return {}, "not known before there is text to time some steps on: lm prepare makes it"
     except Stopped:
@@ -192,44 +201,44 @@ def _times(procedure: Procedure, taken: Costs | None, slots: Slots, budget: floa
 
 
 def _conclude(procedure: Procedure) -> list[dict[str, Plain]]:
-    """Print the verdicts; write them, what tuning found, and the report into the experiment's folder, all of them or none.
+    """Print the verdicts. Write them, the results of tuning, and the report into the experiment's folder: all files or none.
 
     Returns the verdicts' lines.
 
     Raises:
         RunError: nothing has been trained yet.
-        LMError: a file of a run that the page shows can't be read.
+        LMError: a run's file that the page shows can't be read.
     """
     experiment = procedure.experiment
     if not any(run.outcome.ended for run in procedure.known()):
         reason, remedy = "no run has ended yet", other_runs(procedure) or "leave --report-only out to train"
-        if failed := failures(procedure):
-            reason, remedy = f"no run has a result; {len(failed)} failed, the first with {failed[0][1]}", "--retry tries again"
+        if failed_runs := failures(procedure):
+            reason, remedy = f"no run has a result; {len(failed_runs)} failed, the first with {failed_runs[0][1]}", "--retry tries again"
         raise RunError(f"{experiment.folder}: {reason}; {remedy}")
-    judged = procedure.judged()
-    lines, notes = summary_lines(procedure, judged), procedure.notes()
+    judgement = procedure.judged()
+    lines, notes = summary_lines(procedure, judgement), procedure.notes()
     verdicts = {"primary": vars(experiment.primary), "notes": notes, "arms": lines}
-    over_sizes = trends(procedure, judged)
-    verdicts |= {"trends": over_sizes} if over_sizes else {}
+    size_trends = trends(procedure, judgement)
+    verdicts |= {"trends": size_trends} if size_trends else {}
     files = {
         experiment.folder / f"{VERDICTS}.json": json_bytes(verdicts),
         experiment.folder / f"{VERDICTS}.csv": csv_text(lines, intervals=INTERVALS).encode(),
     }
-    if rates := tuning_table(procedure):
-        files[experiment.folder / f"{TUNING}.csv"] = csv_text(rates).encode()
-        without = ("size",) if "" in experiment.sizes else ()
-        by = experiment.chosen_by
-        means = [line | {"rate": rate_words(line["rate"]), by: digits(line[by])} for line in tuning_means(procedure)]
-        means = [{name: cell for name, cell in line.items() if name not in without} for line in means]
-        print_tables(from_lines(f"tuning: mean {by} on the selection text", means, ("rate", by)))
-    rates = f", each arm at its own {experiment.tune.heading}" * experiment.tuned
-    print_verdicts(judged, lines, f"{measured_words(procedure)}{rates}")
+    if tuning_lines := tuning_table(procedure):
+        files[experiment.folder / f"{TUNING}.csv"] = csv_text(tuning_lines).encode()
+        absent_columns = ("size",) if "" in experiment.sizes else ()
+        metric = experiment.chosen_by
+        means = [line | {"rate": rate_words(line["rate"]), metric: digits(line[metric])} for line in tuning_means(procedure)]
+        means = [{name: cell for name, cell in line.items() if name not in absent_columns} for line in means]
+        print_tables(from_lines(f"tuning: mean {metric} on the selection text", means, ("rate", metric)))
+    rate_note = f", each arm at its own {experiment.tune.heading}" * experiment.tuned
+    print_verdicts(judgement, lines, f"{measured_words(procedure)}{rate_note}")
     for note in notes:
         print(note)
     for run, failure in failures(procedure):
         print(f"failed: {run.stage}: {run.label}: {failure} ({failure.log}); --retry tries again")
-    write_together(files | experiment_files([procedure], experiment.folder / REPORT, judged), "verdicts and report")
-    if table := trend_table(judged, over_sizes):
+    write_together(files | experiment_files([procedure], experiment.folder / REPORT, judgement), "verdicts and report")
+    if table := trend_table(judgement, size_trends):
         print_tables(table)
     print(f"verdicts: {experiment.folder / VERDICTS}.json")
     print(f"report: {experiment.folder / REPORT / PAGE}")

@@ -40,7 +40,7 @@ LOCK = "compare.lock"  # in the experiment's folder: the machine and process tha
 FAILED, JOB = "failed.json", "job.json"  # beside the log of a run: why it failed, and which job trains it
 OUTPUT = "workers"  # in the experiment's folder: scripts and output of submitit's jobs
 POLL_SECONDS = 1.0  # between looks at a job
-RECORD_SECONDS = 120.0  # after which the file system must show a job that it is waited for
+RECORD_SECONDS = 120.0  # in which the file system must show a job the record that names it
 _STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # end a run after its step, with a checkpoint
 _CRASHES = (signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)  # SIGKILL: out of memory, perhaps
 
@@ -50,13 +50,13 @@ _CRASHES = (signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT, signal.SIGBUS, signa
 
 @contextmanager
 def working_on(experiment: Path) -> Iterator[None]:
-    """Hold the lock of an experiment's folder, which is made if need be.
+    """Hold the lock of an experiment's folder, which is created if it does not exist.
 
-    The system's lock of the folder ends with its process, however that ends, but may not reach other machines; the file LOCK names the
-    process to all who see the folder. What a killed process of this host has left behind is replaced.
+    The operating system's lock of the folder ends with its process, but other machines may not see it. The file LOCK names the process to
+    all machines that see the folder. A file that a killed process of this host has left behind is replaced.
 
     Raises:
-        RunError: another process works on the experiment, or one of another host may: which it is, and what can be done.
+        RunError: another process works on the experiment, or a process of another host may; the message names it, and a remedy.
     """
     path = experiment / LOCK
     try:
@@ -69,11 +69,11 @@ def working_on(experiment: Path) -> Iterator[None]:
         except RunError:
             raise RunError(f"{experiment}: {worker(experiment)}") from None
         stack.callback(_remove_if_empty, experiment)
-        theirs = _holder(path)
-        if theirs.get("host") == _host() and born(int(theirs["pid"])) != theirs["born"]:
+        holder = _holder(path)
+        if holder.get("host") == _host() and born(int(holder["pid"])) != holder["born"]:
             path.unlink()
-        mine = {"host": _host(), "pid": os.getpid(), "born": born(os.getpid()), "since": time.strftime("%F %T")}
-        if not write_new(path, json_bytes(mine)):
+        record = {"host": _host(), "pid": os.getpid(), "born": born(os.getpid()), "since": time.strftime("%F %T")}
+        if not write_new(path, json_bytes(record)):
             raise RunError(f"{experiment}: {worker(experiment)}")
         stack.callback(path.unlink, missing_ok=True)
         yield
@@ -83,13 +83,13 @@ def worker(experiment: Path) -> str:
     """Say which process holds the lock of an experiment, and what can be done."""
     path = experiment / LOCK
     holder = _holder(path)
-    who = f"process {holder['pid']} on {holder['host']} works on it since {holder['since']}" if holder else "another process works on it"
-    gone = f"; once that process is surely gone, delete {path}" if path.exists() and holder.get("host") != _host() else ""
-    return f"{who}{gone}; --report-only and --plan show how far it is"
+    words = f"process {holder['pid']} on {holder['host']} works on it since {holder['since']}" if holder else "another process works on it"
+    remedy = f"; once that process is surely gone, delete {path}" if path.exists() and holder.get("host") != _host() else ""
+    return f"{words}{remedy}; --report-only and --plan show how far it is"
 
 
 def _holder(path: Path) -> dict[str, Plain]:
-    """The host, process and start that a lock names; {} if it names none."""
+    """The host, process and start that the file of a lock names; {} if it names none."""
     with suppress(OSError, ValueError):
         content = json.loads(path.read_bytes())
         return content if isinstance(content, dict) and content.keys() == {"host", "pid", "born", "since"} else {}
@@ -113,11 +113,11 @@ class Failure:
     """A run that ended without a result.
 
     Attributes:
-        status: its exit status; negative: of the signal that killed it.
-        reason: its last line, or the signal.
-        log: the file of all its output.
-        saved: how far its checkpoints and evaluations had come.
-        again: whether a crash of the run before had come as far.
+        status: the exit status of the run; negative: the signal that killed it.
+        reason: the last line of the run's output, or the signal.
+        log: the file of all output of the run.
+        saved: the last saved step and the number of evaluations, in words.
+        again: whether an earlier crash of the run had saved exactly as much.
     """
 
     status: int
@@ -131,35 +131,36 @@ class Failure:
 
     @property
     def interrupted(self) -> bool:
-        """Whether a signal ended it from outside, or it crashed for the first time since it last saved something: the next start goes on
-        with it. A second crash at the same place is a failure."""
+        """Whether the next start continues the run: a signal from outside ended it, or it crashed for the first time since its last save. A
+        second crash at the same place is a failure."""
         return (self.status < 0 and not self.again) or self.status - 128 in _STOPS
 
     @property
     def crashed(self) -> bool:
-        """Whether a signal ended it that the run may be the cause of."""
+        """Whether a signal ended the run that the run itself may have caused."""
         return -self.status in _CRASHES
 
 
 def note_failure(experiment: Path, run: Run, status: int) -> Failure:
-    """Why a run has failed, by its log. It is kept for later calls, but of runs that the next one goes on with crashes alone."""
+    """The failure of a run, by its log. It is written to a file for later calls, unless the next call continues the run; crashes are always
+    written."""
     log, file, folder = log_path(experiment, run), log_path(experiment, run, FAILED), run.config.run_folder
     step = max(map(step_of, steps_saved(folder / CHECKPOINTS)), default=0)
-    saved = f"step {step}, {len(evaluation_files(folder))} evaluations"
+    progress = f"step {step}, {len(evaluation_files(folder))} evaluations"
     output = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
     reason = next((line for line in reversed(output) if line.strip()), "no output")[:300]
     if status < 0:
         reason = f"killed by {signal.Signals(-status).name}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
-    before = _read(file)
-    again = -status in _CRASHES and before is not None and before.crashed and before.saved == saved
-    failure = Failure(status, f"{reason}, twice in a row at the same place" if again else reason, str(log), saved, again)
+    earlier_failure = _read(file)
+    is_repeat = -status in _CRASHES and earlier_failure is not None and earlier_failure.crashed and earlier_failure.saved == progress
+    failure = Failure(status, f"{reason}, twice in a row at the same place" if is_repeat else reason, str(log), progress, is_repeat)
     if failure.crashed or not failure.interrupted:
         write_json(file, vars(failure) | {"at": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
     return failure
 
 
 def read_failure(experiment: Path, run: Run) -> Failure | None:
-    """Why a run failed; None if it has not, or was interrupted. Raises RunError: the file is damaged."""
+    """The failure of a run; None if it has not failed, or was interrupted. Raises RunError: the file is damaged."""
     failure = _read(log_path(experiment, run, FAILED))
     return None if failure is None or failure.interrupted else failure
 
@@ -171,13 +172,13 @@ def failures(procedure: Procedure) -> list[tuple[Run, Failure]]:
 
 
 def _read(path: Path) -> Failure | None:
-    """The failure that `note_failure` has written; None if it has not."""
+    """The failure that `note_failure` has written; None if there is none."""
     if not path.exists():
         return None
     content = read_json(path)
     try:
-        saved, again = str(content.get("saved", "")), bool(content.get("again"))
-        return Failure(int(content["status"]), str(content["reason"]), str(content["log"]), saved, again)
+        progress, is_repeat = str(content.get("saved", "")), bool(content.get("again"))
+        return Failure(int(content["status"]), str(content["reason"]), str(content["log"]), progress, is_repeat)
     except (KeyError, TypeError, ValueError):
         raise RunError(f"{path}: does not say why the run failed; delete it, and the run is tried again") from None
 
@@ -185,25 +186,25 @@ def _read(path: Path) -> Failure | None:
 # ---------------------------------------------------------------- jobs of a scheduler
 
 
-_SIGNAL = "SUBMITIT_PREEMPT_SIGNAL"  # where submitit reads which signal announces the end, here and in the job
-_COMMON = ("timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node", "name")  # to all engines
+_SIGNAL = "SUBMITIT_PREEMPT_SIGNAL"  # the variable from which submitit takes the signal that announces a job's end, here and in the job
+_COMMON = ("timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node", "name")  # options that all engines have
 _DEFAULTS = {"name": "lm", "timeout_min": 60}
 _REQUEUES = 1000  # how often a job may meet its time limit
 
 
 class Training:
-    """The job that trains a run: submitit calls it, and calls `checkpoint` when the job is about to end.
+    """A job that trains a run: submitit calls it, and calls `checkpoint` when the job is about to end.
 
     Args:
-        experiment: its folder.
+        experiment: the experiment's folder.
     """
 
     def __init__(self, run: Run, experiment: Path):
         self.run, self.experiment = run, experiment
-        self._children: Children | None = None  # has locks, which are not sent to a job
+        self._children: Children | None = None  # made in the job, as its locks can't be sent there
 
     def __call__(self) -> tuple[int, float]:
-        """Train the run, or go on with it; returns the exit status and the seconds that it took."""
+        """Train the run, or continue it; returns the exit status and the seconds that the training took."""
         self._children = Children(self.experiment)
         return self._children.train(self.run, None) if self._is_waited_for() else (128 + signal.SIGTERM, 0.0)
 
@@ -217,26 +218,28 @@ class Training:
         return DelayedSubmission(Training(self.run, self.experiment))
 
     def _is_waited_for(self) -> bool:
-        """Whether the run's record names this job: `lm compare` may have been killed before it wrote that, and submitted another later."""
+        """Whether the run's record names this job. It does not if `lm compare` was killed before it wrote the record, and later submitted
+        another job."""
         from submitit import JobEnvironment
 
-        mine, until = JobEnvironment().job_id, time.monotonic() + RECORD_SECONDS
-        while (waited_for := _job(self.experiment, self.run).get("id")) != mine and time.monotonic() < until:
+        job_id, deadline = JobEnvironment().job_id, time.monotonic() + RECORD_SECONDS
+        while (recorded_id := _job(self.experiment, self.run).get("id")) != job_id and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-        return waited_for == mine
+        return recorded_id == job_id
 
 
 class Cluster:
     """The jobs of a scheduler, through submitit. They go on when this process ends; `lm compare` finds them again by their records.
 
     Args:
-        experiment: its folder, which all machines see; scripts and output of the jobs lie in OUTPUT in it.
-        options: of a job: submitit's (timeout_min, gpus_per_node, cpus_per_task, mem_gb), and others of sbatch, such as partition.
-        engine: `local`: processes of this machine.
+        experiment: the experiment's folder, which all machines see; its subfolder OUTPUT holds the scripts and output of the jobs.
+        options: options of a job: those of submitit (timeout_min, gpus_per_node, cpus_per_task, mem_gb), and those of sbatch, such as
+            partition.
+        engine: the scheduler; `local`: the jobs are processes of this machine.
 
     Raises:
-        ConfigError: an option is none.
-        RunError: submitit or the scheduler is not there.
+        ConfigError: an option is unknown, or its value is wrong.
+        RunError: submitit or the scheduler is not installed.
     """
 
     def __init__(self, experiment: Path, options: dict[str, str], engine: Engine):
@@ -247,13 +250,13 @@ class Cluster:
             raise RunError("--submit needs submitit, which is not installed: pip install 'submitit>=1.5.4'") from None
         self.experiment, self.engine, self._errors = experiment.absolute(), engine, submitit.core.utils
         self._lock, self._stopping = threading.Lock(), threading.Event()
-        given = _DEFAULTS | {name: int(value) if value.isdigit() else value for name, value in options.items()}
-        prefixed: dict[str, object] = {name if name in _COMMON else f"{engine}_{name}": value for name, value in given.items()}
+        settings = _DEFAULTS | {name: int(value) if value.isdigit() else value for name, value in options.items()}
+        parameters: dict[str, object] = {name if name in _COMMON else f"{engine}_{name}": value for name, value in settings.items()}
         if engine == "slurm":
-            prefixed["slurm_setup"] = [f"export {_SIGNAL}=USR1"]  # where jobs don't inherit the environment
+            parameters["slurm_setup"] = [f"export {_SIGNAL}=USR1"]  # for jobs that don't inherit the environment
         try:
             self._executor = submitit.AutoExecutor(self.experiment / OUTPUT, engine, **{f"{engine}_max_num_timeout": _REQUEUES})
-            self._executor.update_parameters(**prefixed)
+            self._executor.update_parameters(**parameters)
         except (AssertionError, NameError, TypeError, ValueError) as error:
             raise ConfigError(f"--job-options {','.join(map('='.join, options.items()))}: {one_line(error)}") from None
         except RuntimeError as error:
@@ -261,33 +264,35 @@ class Cluster:
 
     @property
     def place(self) -> str:
-        """The scheduler of the jobs, with its machine if that has one of its own."""
+        """The scheduler of the jobs; `local` is followed by this machine's name."""
         return f"local on {_host()}" if self.engine == "local" else self.engine
 
     def submit(self, function: Callable[[], object]) -> "Job":
         """Submit a job. Raises RunError: the scheduler refuses."""
-        kept = {signal.SIGINT, signal.SIGHUP}  # from the terminal, for this process alone: a job of this machine inherits what is blocked
+        # The terminal sends these signals to this process alone; a job of this machine inherits the set of blocked signals.
+        signals = {signal.SIGINT, signal.SIGHUP}
         with self._lock:
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, kept)
+            old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
             try:
                 return self._executor.submit(function)
             except (RuntimeError, OSError) as error:
                 raise RunError(f"--submit {self.engine}: {one_line(error)}") from None
             finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
     def result(self, job: "Job") -> object:
-        """The result of a job, which is waited for. Raises RunError: it has failed, or vanished."""
+        """Wait for a job; returns its result. Raises RunError: the job has failed, or vanished."""
         try:
             return job.result()
         except self._errors.UncompletedJobError:
             raise RunError(f"--submit {self.engine}: job {job.job_id} failed; its output says why: {job.paths.stderr}") from None
 
     def train(self, run: Run, devices: Devices) -> tuple[int, float]:
-        """Submit a job that trains a run, or find the one that an earlier process has submitted, and wait for it.
+        """Submit a job that trains a run, or find the job that an earlier process has submitted, and wait for it.
 
         Returns:
-            The exit status, and the seconds that it took after its last start. A job that vanished was killed, perhaps for its memory.
+            The exit status, and the seconds that the job took after its last start. A job that vanished counts as killed, perhaps for its
+            memory.
         """
         record = _job(self.experiment, run)
         job = self._executor.job_class(self._executor.folder, str(record["id"])) if record else None
@@ -307,24 +312,24 @@ class Cluster:
         """Stop waiting for jobs, which go on."""
         self._stopping.set()
 
-    def _lives(self, job: "Job", since: Plain) -> bool:
-        """Whether a job waits or works; one of this machine is a process, which was born then."""
-        return bool(since) and born(int(job.job_id)) == since if self.engine == "local" else not job.done()
+    def _lives(self, job: "Job", birth: Plain) -> bool:
+        """Whether a job waits or works. A job of this machine is a process, whose time of birth must be `birth`."""
+        return bool(birth) and born(int(job.job_id)) == birth if self.engine == "local" else not job.done()
 
 
 def read_options(text: str) -> dict[str, str]:
     """`partition=gpu,timeout_min=240` as a map. Raises ConfigError."""
     options = {}
-    for part in filter(None, text.split(",")):
-        name, equals, value = part.partition("=")
-        if not name.isidentifier() or not equals:
+    for setting in filter(None, text.split(",")):
+        name, separator, value = setting.partition("=")
+        if not name.isidentifier() or not separator:
             raise ConfigError(f"--job-options {text}: must be KEY=VALUE,KEY=VALUE, e.g. partition=gpu,timeout_min=240")
         options[name] = value
     return options
 
 
 def _job(experiment: Path, run: Run) -> dict[str, Plain]:
-    """The record of a run's job: its scheduler, number and birth; {} if none has been submitted. Raises RunError: it is damaged."""
+    """The record of a run's job: its scheduler, number and birth; {} if there is no job. Raises RunError: the record is damaged."""
     path = log_path(experiment, run, JOB)
     record = read_json(path) if path.exists() else {}
     if record and not record.keys() >= {"engine", "id", "born"}:
@@ -349,16 +354,17 @@ class Jobs:
     """Trains what an experiment needs until nothing is left, or nothing more can be done.
 
     Args:
-        procedure: says what is needed next.
-        slots: how many runs work at a time, and on which GPUs.
-        launch: trains a run, or goes on with it, and gives the exit status; None: `lm` in a process of its own, or in a job of `cluster`.
+        procedure: gives the runs that are needed next.
+        slots: the number of runs at a time, and their GPUs.
+        launch: a function that trains or continues a run, and returns the exit status; None: a process of `lm`, or a job of `cluster`,
+            does.
         cluster: jobs that train the runs; None: this machine does.
 
     Attributes:
-        known: the runs that the experiment needs, as they were at the last look.
+        known: the runs that the experiment needs, as of the last look.
         pending: the runs that are being trained, with their GPUs.
-        failed: why runs have failed, by run folder.
-        seconds: that runs which have ended meanwhile would have taken without interruption, by size and arm.
+        failed: failures by run folder.
+        seconds: the seconds that ended runs would have taken without interruption, by size and arm.
     """
 
     def __init__(self, procedure: Procedure, slots: Slots, launch: Callable[[Run], int] | None = None, cluster: Cluster | None = None):
@@ -374,47 +380,47 @@ class Jobs:
         """Train until no run is left.
 
         Raises:
-            RunsFailed: at the end, if some did.
-            Stopped: by SIGINT, SIGTERM, SIGHUP or SIGUSR1; the runs have saved a checkpoint.
-            RunError: a job of another scheduler trains one of them.
+            RunsFailed: some runs failed; it is raised when no other run can be started.
+            Stopped: SIGINT, SIGTERM, SIGHUP or SIGUSR1 has arrived, and the runs have saved a checkpoint.
+            RunError: a job of another scheduler trains one of the runs.
         """
         self._check_jobs()
         self.pending = pending = dict[Future, tuple[Run, Devices]]()
-        with interruptible() as received, ThreadPoolExecutor(self.slots.jobs) as pool:
+        with interruptible() as signals, ThreadPoolExecutor(self.slots.jobs) as pool:
             try:
                 while True:
                     for run in self._startable({run.config.run_folder for run, _ in pending.values()}):
                         devices = self.slots.devices(run.size, run.arm, [devices for _, devices in pending.values()])
                         if devices is None:
-                            break  # no later one goes before it: a run of several GPUs would wait for as long as there are others
+                            break  # no later run goes first: else a run of several GPUs would wait for as long as there are others
                         pending[pool.submit(self.train, run, devices)] = run, devices
                     if not pending:
                         break
                     for future in wait(pending, None, FIRST_COMPLETED).done:
                         self._ended(*pending.pop(future), *future.result())
             except KeyboardInterrupt:
-                number, running = received[-1] if received else signal.SIGINT, len(pending)
+                number, running_count = signals[-1] if signals else signal.SIGINT, len(pending)
                 self.stop()
-                words = f"{running} jobs go on" if self.cluster else f"{running} runs were asked to save and have ended"
-                words = words if running else "no run was under way"
+                words = f"{running_count} jobs go on" if self.cluster else f"{running_count} runs were asked to save and have ended"
+                words = words if running_count else "no run was under way"
                 raise Stopped(f"stopped by {signal.Signals(number).name}: {words}; the same command goes on", number) from None
             except BaseException:
                 self.stop()
                 raise
         if self.failed:
             lines = "; ".join(f"{folder.name}: {failure}" for folder, failure in self.failed.items())
-            interrupted = {failure.interrupted for failure in self.failed.values()}
-            words = "the same command goes on with them" if False not in interrupted else "--retry tries them again"
-            words = "--retry tries all of them again, without it the killed ones go on" if len(interrupted) > 1 else words
+            interruptions = {failure.interrupted for failure in self.failed.values()}
+            words = "the same command goes on with them" if False not in interruptions else "--retry tries them again"
+            words = "--retry tries all of them again, without it the killed ones go on" if len(interruptions) > 1 else words
             raise RunsFailed(f"{len(self.failed)} runs failed ({lines}); {words}; their output is in {self.folder / LOGS}")
 
     def free(self) -> list[Run]:
-        """Runs that can be started now, and that no process of this machine trains. Raises RunError: a job trains one of them."""
+        """Runs that can be started now, and that no process of this machine trains. Raises RunError: a job trains one of the runs."""
         self._check_jobs()
         return [run for run in self._startable(set()) if not under_way(run.config.run_folder)]
 
     def _check_jobs(self) -> None:
-        """Raises RunError if a job that this work does not wait for trains a run; records of runs that have ended are deleted."""
+        """Delete the job records of runs that have ended. Raises RunError: a job for which this process does not wait trains a run."""
         for run in self.procedure.known():
             record = _job(self.folder, run)
             if record and run.outcome.ended:
@@ -424,13 +430,15 @@ class Jobs:
                 remedy = f"add --submit {engine.split()[0]} to wait for it, or delete this file once the job is gone"
                 raise RunError(f"{path}: job {record['id']} of {engine} trains this run; {remedy}")
 
-    def _startable(self, running: set[Path]) -> Iterator[Run]:
-        """Runs that are not done and have not failed, whose starting weights are there."""
-        self.known = known = self.procedure.known()
-        done = {run.config.run_folder for run in known if run.outcome.state == "finished" and run.config.run_folder not in running}
-        for run in known:
+    def _startable(self, running_folders: set[Path]) -> Iterator[Run]:
+        """Runs that have neither ended nor failed, and whose starting weights exist."""
+        self.known = runs = self.procedure.known()
+        finished_folders = {
+            run.config.run_folder for run in runs if run.outcome.state == "finished" and run.config.run_folder not in running_folders
+        }
+        for run in runs:
             folder = run.config.run_folder
-            if run.outcome.ended or folder in running | self.failed.keys() or (run.before and run.before not in done):
+            if run.outcome.ended or folder in running_folders | self.failed.keys() or (run.before and run.before not in finished_folders):
                 continue
             if failure := read_failure(self.folder, run):
                 self.failed[folder] = failure
@@ -439,7 +447,7 @@ class Jobs:
 
     def _ended(self, run: Run, devices: Devices, status: int, seconds: float) -> None:
         """Print how a run has ended, and how many runs remain."""
-        outcome, folder = replace(run.outcome), run.config.run_folder  # read anew
+        outcome, folder = replace(run.outcome), run.config.run_folder  # the copy reads the files again
         if outcome.ended:
             log_path(self.folder, run, FAILED).unlink(missing_ok=True)
             self.procedure.check_direction(outcome)
@@ -447,13 +455,13 @@ class Jobs:
             diverged = outcome.state == "diverged"
             words = f"diverged ({outcome.divergence})" if diverged else self._result(run, outcome)
             words += f", did not learn: {outcome.not_learned}" if outcome.not_learned and not diverged else ""
-            known = self.procedure.known()
-            waiting = [self.slots.taken(each.size, each.arm) for each in known if not each.outcome.ended]
-            took = [*chain(*self.seconds.values())]
-            rest = f"{len(waiting)} of the {len(known)} runs known so far are left"
-            rest += f", about {statistics.fmean(took) * sum(waiting) / self.slots.jobs / 60:.0f} min" if took else ""
-            where = f" on {named(devices)}" if devices else ""
-            print(f"{run.stage}: {run.label}: {words}, {seconds:.0f} s{where}; {rest}", flush=True)
+            runs = self.procedure.known()
+            slot_counts = [self.slots.taken(waiting_run.size, waiting_run.arm) for waiting_run in runs if not waiting_run.outcome.ended]
+            durations = [*chain(*self.seconds.values())]
+            rest_words = f"{len(slot_counts)} of the {len(runs)} runs known so far are left"
+            rest_words += f", about {statistics.fmean(durations) * sum(slot_counts) / self.slots.jobs / 60:.0f} min" if durations else ""
+            device_words = f" on {named(devices)}" if devices else ""
+            print(f"{run.stage}: {run.label}: {words}, {seconds:.0f} s{device_words}; {rest_words}", flush=True)
         elif not status:  # trained and measured, without a result
             metric, names = self.procedure.experiment.primary.metric, outcome.names
             if metric in names:
@@ -465,7 +473,8 @@ class Jobs:
             print(f"{run.stage}: {run.label}: failed with {failure} ({failure.log})", flush=True)
 
     def _result(self, run: Run, outcome: Outcome) -> str:
-        """The number of a finished run on the selection text: of a tuning run what chooses rates, of a final one what judges."""
+        """The result of a finished run on the selection text, in words: the value that chooses rates if it is a tuning run, else the
+        primary quantity."""
         experiment = self.procedure.experiment
         if (experiment.chosen_by if run.stage == "tune" else experiment.primary.quantity) == SELECTION:
             return f"selection loss {digits(outcome.mean(SELECTION, True))}"
@@ -473,7 +482,7 @@ class Jobs:
         return f"{experiment.primary.quantity} on the selection text {value}"
 
     def stop(self) -> None:
-        """Let the running ones save a checkpoint and end; a second signal kills them."""
+        """Let the pending runs save a checkpoint and end; a second signal kills them."""
         self.trainer.stop()
         try:
             wait(self.pending)

@@ -42,10 +42,10 @@ class Arm:
     """One arm.
 
     Attributes:
-        changes: how its configuration differs from the base.
-        start: the earlier arm whose trained weights it starts from, if any.
-        step: the step of it that the arm branches from, with optimizer state and place in the data; None: it starts from weights alone.
-        swap: what becomes of their normalizer; None: it stays.
+        changes: how the arm's configuration differs from the base.
+        start: the earlier arm whose trained weights it starts from; empty: random weights.
+        step: the step of `start` at which the arm branches off, with optimizer state and position in the data; None: no branch.
+        swap: the normalizer that replaces the weights' normalizer; None: the normalizer stays.
         trained: False: the swapped weights are measured as they are.
     """
 
@@ -58,13 +58,13 @@ class Arm:
 
     @property
     def tuned(self) -> bool:
-        """Whether it has a learning rate of its own where the experiment tunes one; else it has that of the arm it starts from."""
+        """Whether the arm gets its own learning rate if the experiment tunes one. Otherwise it has the rate of the arm it starts from."""
         return self.trained and self.step is None
 
 
 @dataclass
 class Tune:
-    """The grid every arm is tuned on."""
+    """The grid on which every arm is tuned."""
 
     grid: list[int | float] | list[list[int | float]] = key(
         [], "its values, e.g. [1e-3, 2e-3, 4e-3], of several keys a list for each; []: the arms are taken as they are", gt=0
@@ -101,12 +101,14 @@ class Tune:
             problems.append(Problem("key", self.key, "must be a key, or a list of different keys"))
         if self.table is not None and not self.table.strip():
             problems.append(Problem("table", self.table, "names no file", "name one as `tuning.csv`, or leave it out"))
-        several = isinstance(self.key, list)
-        if self.grid and (any(isinstance(values, list) != several for values in self.grid) or len(self.axes) != len(self.keys)):
-            reason = f"must be a list of values for each of {', '.join(self.keys)}" if several else "must be a list of values"
-            problems.append(Problem("grid", self.grid, reason, "" if several else "of several keys name them all: `key: [KEY, ...]`"))
+        has_several_keys = isinstance(self.key, list)
+        if self.grid and (any(isinstance(values, list) != has_several_keys for values in self.grid) or len(self.axes) != len(self.keys)):
+            reason = f"must be a list of values for each of {', '.join(self.keys)}" if has_several_keys else "must be a list of values"
+            problems.append(
+                Problem("grid", self.grid, reason, "" if has_several_keys else "of several keys name them all: `key: [KEY, ...]`")
+            )
         elif any(len(set(values)) < len(values) or len(values) < 2 for values in self.axes):
-            problems.append(Problem("grid", self.grid, "must be at least 2 different values" + " of each key" * several))
+            problems.append(Problem("grid", self.grid, "must be at least 2 different values" + " of each key" * has_several_keys))
         if self.grid and len(set(self.seeds)) < FEWEST_TUNING_SEEDS:
             problems.append(Problem("seeds", self.seeds, f"tuning needs at least {FEWEST_TUNING_SEEDS} seeds"))
         if self.grid and self.table:
@@ -127,8 +129,8 @@ class Primary:
 
     def problems(self) -> list[Problem]:
         """Contradictions between keys."""
-        twice = self.learned is not None and self.reach is not None
-        return [Problem("reach", self.reach, "runs would be compared in two ways", "give learned or reach")] if twice else []
+        is_ambiguous = self.learned is not None and self.reach is not None
+        return [Problem("reach", self.reach, "runs would be compared in two ways", "give learned or reach")] if is_ambiguous else []
 
     @property
     def quantity(self) -> str:
@@ -142,9 +144,9 @@ class Tried:
 
     Attributes:
         key: the configuration keys that are tuned, as `Tune.heading` gives them.
-        selection, primary: the mean of SELECTION and the primary quantity on the selection text; infinite if the run diverged, or did not
+        selection, primary: the mean of SELECTION and the primary quantity on the selection text. Infinite: the run diverged, or did not
             reach its level; None: not known.
-        configuration: what was tuned, as `described` gives it.
+        configuration: the settings of the run, as `described` gives them.
     """
 
     size: str
@@ -164,11 +166,11 @@ class Tried:
 
 @dataclass(frozen=True)
 class Departure:
-    """How an experiment differs from what was planned, in words.
+    """A difference between an experiment and its plan, in words.
 
     Attributes:
-        exploratory: whether it makes verdicts exploratory; else it is a note alone.
-        place: the size and arm whose verdict it concerns; None: all.
+        exploratory: whether the difference makes verdicts exploratory; if not, it is only noted.
+        place: the size and arm whose verdict is concerned; None: all verdicts.
     """
 
     words: str
@@ -183,14 +185,15 @@ class Experiment:
     Attributes:
         name: the file's name; runs lie in the base configuration's `runs`, in a folder of this name.
         base: plain configuration that all arms share.
-        sizes: changes by size, such as of model or steps; one without a name if there are none.
-        file, overrides: where it was read from, and what was changed in it.
-        table: the lines of `tune.table`.
-        planned: the seeds at its first start, of an experiment that was started.
-        evaluate: configuration keys that all finished runs are measured with at their last step, beside what they measure in training.
-        more_seeds: seeds of the second look, which are trained if the first leaves a comparison undecided.
-        look: which of the looks `seeds` are of; those of the second include the first's.
-        departures: what differs from what was planned when no final run had been measured.
+        sizes: changes of the configuration by size; an experiment without sizes has one size with an empty name.
+        file, overrides: the file that was read, and the `key=value` texts that change its base configuration.
+        table: the runs that the file `tune.table` lists.
+        planned: the seeds at the first start; None: no first start is recorded.
+        evaluate: configuration keys for the measurement of finished runs at their last step, in addition to the evaluations during
+            training.
+        more_seeds: seeds of the second look, which are trained if the first look leaves a comparison undecided.
+        look: the look that `seeds` belong to; the seeds of the second look include those of the first.
+        departures: differences from the plan that was recorded before any final run was measured.
     """
 
     name: str
@@ -208,11 +211,11 @@ class Experiment:
     look: Literal[1, 2] = 1
     planned: tuple[int, ...] | None = None
     departures: tuple[Departure, ...] = ()
-    _configs: dict[str, Config] = field(default_factory=dict, repr=False, compare=False)  # by their keys but for `_OWN`
+    _configs: dict[str, Config] = field(default_factory=dict, repr=False, compare=False)  # by their keys except `_OWN`
 
     @property
     def command(self) -> str:
-        """The shell command that trains and judges it, or goes on with it."""
+        """The shell command that trains and judges the experiment, or continues it."""
         return shlex.join(["lm", "compare", str(self.file), *self.overrides])
 
     @property
@@ -222,12 +225,12 @@ class Experiment:
 
     @property
     def looks(self) -> int:
-        """How often the data may be judged, which the 5 % are shared out among."""
+        """The number of times that the data may be judged; the error rate of 5 % is divided among them."""
         return 2 if self.more_seeds else 1
 
     @property
     def tuned(self) -> bool:
-        """Whether each arm has a learning rate of its own, from a grid or a table."""
+        """Whether each arm has its own learning rate, from a grid or a table."""
         return bool(self.tune.grid or self.table)
 
     @property
@@ -236,33 +239,33 @@ class Experiment:
         return SELECTION if self.tune.metric == SELECTION else self.primary.quantity
 
     def cost(self, value: float) -> float:
-        """A value of the metric that chooses rates as what is minimized; infinite stays infinite."""
-        higher = self.tune.metric == "primary" and self.primary.reach is None and self.primary.better == "higher"
-        return -value if higher and math.isfinite(value) else value
+        """The cost, to be minimized, of a value of the metric that chooses rates; infinite values stay infinite."""
+        higher_is_better = self.tune.metric == "primary" and self.primary.reach is None and self.primary.better == "higher"
+        return -value if higher_is_better and math.isfinite(value) else value
 
-    def choosing(self, tried: Tried) -> float | None:
-        """The value of a tuning run that chooses rates; infinite if it diverged, or did not reach its level; None: not known."""
-        return tried.selection if self.tune.metric == SELECTION else tried.primary
+    def choosing(self, run: Tried) -> float | None:
+        """The value of a tuning run that chooses rates. Infinite: the run diverged, or did not reach its level; None: not known."""
+        return run.selection if self.tune.metric == SELECTION else run.primary
 
-    def costs_of(self, tried: Iterable[Tried], size: str) -> dict[str, dict[Rate, list[float]]]:
-        """The costs to be minimized, of the tuning runs of a size, by arm, rate and seed (ascending)."""
-        values = by_arm_and_rate(tried, size, self.choosing)
-        return {arm: {rate: [self.cost(value) for value in some] for rate, some in rates.items()} for arm, rates in values.items()}
+    def costs_of(self, runs: Iterable[Tried], size: str) -> dict[str, dict[Rate, list[float]]]:
+        """The costs of a size's tuning runs, to be minimized, by arm, rate and seed (ascending)."""
+        values = by_arm_and_rate(runs, size, self.choosing)
+        return {arm: {rate: [self.cost(value) for value in numbers] for rate, numbers in rates.items()} for arm, rates in values.items()}
 
     def tuned_keys(self, size: str, arm: Arm, rate: Rate | None) -> dict[str, Plain]:
-        """The tuned keys at a rate with their values; without those of the normalizer's parameters in an arm that has none."""
+        """The tuned keys with their values at a rate. Keys of the normalizer's parameters are left out if the arm's normalizer has none."""
         if rate is None:
             return {}
         values = dict(zip(self.tune.keys, coordinates(rate), strict=True))
         if not any(key.startswith(_OF_NORMALIZER) for key in values):
             return values
         plan = self.config(size, arm, self.seeds[0], None, {"name": "any"}).plan
-        learned = any(_has_parameters(options) for phase in plan for options in phase.normalizer.layer_options())
-        return {key: value for key, value in values.items() if learned or not key.startswith(_OF_NORMALIZER)}
+        has_parameters = any(_has_parameters(options) for phase in plan for options in phase.normalizer.layer_options())
+        return {key: value for key, value in values.items() if has_parameters or not key.startswith(_OF_NORMALIZER)}
 
     @property
     def folder(self) -> Path:
-        """Where its runs and its report are kept."""
+        """The folder of the experiment's runs and report."""
         return Path(self.first_config.runs) / self.name
 
     @property
@@ -272,7 +275,7 @@ class Experiment:
 
     @property
     def places(self) -> list[tuple[str, Arm]]:
-        """Each size with each arm."""
+        """All pairs of a size and an arm."""
         return [*product(self.sizes, self.arms)]
 
     @property
@@ -285,22 +288,22 @@ class Experiment:
         return self.config(size, arm, self.seeds[0], self.any_rate, {"name": "any"})
 
     def config(self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]) -> Config:
-        """The configuration of one run; `rate` is the value of the tuned key. Runs that differ in `_OWN` alone share one that was parsed
-        once, as do experiments that were made of each other. Raises ConfigError."""
+        """The configuration of one run; `rate` holds the values of the tuned keys. Runs that differ in `_OWN` alone share one parsed
+        configuration, and so do experiments that `replace` has made of each other. Raises ConfigError."""
         plain = self.base
-        for more in (self.sizes[size], arm.changes, nested(self.tuned_keys(size, arm, rate)), {"seed": seed}, changes):
-            plain = merge(plain, more)
+        for block in (self.sizes[size], arm.changes, nested(self.tuned_keys(size, arm, rate)), {"seed": seed}, changes):
+            plain = merge(plain, block)
         plain = interpolated(plain)
-        own = {name: plain[name] for name in _OWN if name in plain}
-        known = repr({name: value for name, value in plain.items() if name not in own})
-        if known not in self._configs:
-            with PLUGINS.trusted():  # the user's own file names them
-                self._configs[known] = parse(plain)
+        own_keys = {name: plain[name] for name in _OWN if name in plain}
+        cache_key = repr({name: value for name, value in plain.items() if name not in own_keys})
+        if cache_key not in self._configs:
+            with PLUGINS.trusted():  # the user's file names the plugins
+                self._configs[cache_key] = parse(plain)
         problems: list[Problem] = []
-        build(Config, own, "", problems)
+        build(Config, own_keys, "", problems)
         if problems:
             raise ConfigError(problems)
-        return replace(self._configs[known], **own)
+        return replace(self._configs[cache_key], **own_keys)
 
     def evaluated(self, config: Config) -> Config:
         """The configuration that a run is measured with after training. Raises ConfigError."""
@@ -320,30 +323,30 @@ def _has_parameters(options: Options) -> bool:
         return any(True for _ in make_normalizer(options, LayerSpec(1, 2, 2, 2)).parameters())
 
 
-def _leaves(plain: dict[str, Plain], above: str = "") -> Iterator[tuple[str, Plain]]:
+def _leaves(plain: dict[str, Plain], prefix: str = "") -> Iterator[tuple[str, Plain]]:
     """The values of nested blocks by their dotted paths; lists are values."""
     for name, value in plain.items():
         if is_block(value) and value:
-            yield from _leaves(value, f"{above}{name}.")
+            yield from _leaves(value, f"{prefix}{name}.")
         else:
-            yield f"{above}{name}", value
+            yield f"{prefix}{name}", value
 
 
 def config_hash(config: Config) -> str:
-    """Eight letters of all that decides what a run learns and what of it is measured: what differs in it is another run. Keys that are
-    null (off) are left out, so that a later version's new keys do not make other runs of the same experiment. `init_from` counts as it is:
-    of a run that starts from another of its experiment it must not hold where the experiment lies (`lm.experiments.procedure`)."""
+    """A hash (eight hexadecimal digits) of all keys that decide what a run learns and how it is measured: another hash means another run.
+    Keys that are null (off) are left out, so that new keys of a later version do not change the hash. `init_from` counts literally: in a
+    run that starts from another run of its experiment, it must not hold the location of the experiment (`lm.experiments.procedure`)."""
     return hashlib.sha256(json.dumps(deciding(to_plain(config)), sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
 def deciding(plain: dict[str, Plain]) -> dict[str, Plain]:
-    """The keys of a run's configuration that decide what it learns and what of it is measured, dotted; without those that are null."""
-    ours = ("model", "training", "seed", "numerics", "evaluation")
-    return {path: value for path, value in flatten(plain).items() if value is not None and effect_of(path).affects in ours}
+    """The dotted keys, with their values, that decide what a run learns and how it is measured; null values are left out."""
+    areas = ("model", "training", "seed", "numerics", "evaluation")
+    return {path: value for path, value in flatten(plain).items() if value is not None and effect_of(path).affects in areas}
 
 
 def nested(changes: Mapping[str, Plain]) -> dict[str, Plain]:
-    """{"optim.lr": 1} as {"optim": {"lr": 1}}; what is nested already stays so."""
+    """The keys as nested blocks: {"optim.lr": 1} becomes {"optim": {"lr": 1}}, and nested blocks stay as they are."""
     plain: dict[str, Plain] = {}
     for path, value in changes.items():
         names = str(path).split(".")
@@ -355,17 +358,20 @@ def nested(changes: Mapping[str, Plain]) -> dict[str, Plain]:
     return plain
 
 
-def described(config: Config, tuned_keys: Iterable[str], start: str) -> str:
-    """The settings of a run but for seed, precision and tuned keys: the keys that are not at their defaults, `KEY=VALUE; KEY=VALUE`.
+def described(config: Config, tuned_keys: Iterable[str], source_name: str) -> str:
+    """The settings of a run that are not at their defaults, as `KEY=VALUE; KEY=VALUE`, without seed, precision and tuned keys.
 
-    `start`: the arm whose weights it starts from, in place of their path.
+    Args:
+        source_name: the arm whose weights the run starts from, which replaces their path; empty: none.
     """
-    changed = {path: value for path, value in flatten(to_plain(config)).items() if value is not None and _defaults().get(path) != value}
+    changed_values = {
+        path: value for path, value in flatten(to_plain(config)).items() if value is not None and _defaults().get(path) != value
+    }
     settings = {
         path: value
-        for path, value in changed.items()
+        for path, value in changed_values.items()
         if path not in (*tuned_keys, "init_from", "branch_from") and effect_of(path).affects in ("model", "training")
-    } | ({"from": start} if start else {})
+    } | ({"from": source_name} if source_name else {})
     return "; ".join(f"{path}={value}" for path, value in sorted(settings.items()))
 
 
@@ -374,15 +380,15 @@ def _defaults() -> dict[str, Plain]:
     return flatten(to_plain(Config()))
 
 
-def differing_keys(ours: str, theirs: str) -> list[str]:
-    """The keys in which two configurations, as `described`, differ."""
-    return sorted({setting.partition("=")[0] for setting in {*ours.split("; ")} ^ {*theirs.split("; ")}})
+def differing_keys(description: str, other_description: str) -> list[str]:
+    """The keys in which two configurations, in the form that `described` gives, differ."""
+    return sorted({setting.partition("=")[0] for setting in {*description.split("; ")} ^ {*other_description.split("; ")}})
 
 
-def by_arm_and_rate(tried: Iterable[Tried], size: str, value: Callable[[Tried], float | None]) -> dict[str, dict[Rate, list[float]]]:
-    """The values of a size's tuning runs, by arm, rate and seed (ascending); None are left out."""
+def by_arm_and_rate(runs: Iterable[Tried], size: str, value_of: Callable[[Tried], float | None]) -> dict[str, dict[Rate, list[float]]]:
+    """The values of a size's tuning runs, by arm, rate and seed (ascending); values that are None are left out."""
     numbers: dict[str, dict[Rate, list[float]]] = {}
-    for run in sorted((run for run in tried if run.size == size), key=lambda run: (run.rate, run.seed)):
-        if (number := value(run)) is not None:
+    for run in sorted((run for run in runs if run.size == size), key=lambda run: (run.rate, run.seed)):
+        if (number := value_of(run)) is not None:
             numbers.setdefault(run.arm, {}).setdefault(run.rate, []).append(number)
     return numbers

@@ -1,4 +1,4 @@
-"""Reading the file of an experiment, and what is wrong with it beyond single keys: its arms, what they are compared on, its table."""
+"""Read an experiment's file, and check its arms, the comparison of the arms, and its tuning table."""
 
 import csv
 import math
@@ -26,7 +26,7 @@ from lm.statistics.tuning import FEWEST_TUNING_SEEDS, Rate, coordinates, rate_wo
 
 @dataclass
 class _File:
-    """The keys of an experiment file but for `base`, `arms`, `sizes` and `evaluate`, which hold keys of configurations."""
+    """The keys of an experiment file except `base`, `arms`, `sizes` and `evaluate`, which hold configuration keys."""
 
     seeds: list[int] = key([1, 2, 3], "seeds of the final runs", ge=0, lt=2**31)
     more_seeds: list[int] = key([], "seeds of a second look, trained if the first leaves a comparison undecided", ge=0, lt=2**31)
@@ -36,16 +36,22 @@ class _File:
 
 TOKENS = "trainer.tokens_per_parameter"
 _REMEDY = "tuning.csv, which `lm compare` writes, has the form"
-TAKEN = {"arms": (".", ".."), "sizes": (".", "..", "logs", "report", SWAPPED, "workers")}  # sizes are folders beside these
+TAKEN = {
+    "arms": (".", ".."),
+    "sizes": (".", "..", "logs", "report", SWAPPED, "workers"),
+}  # names that no arm or size may have: a size's folder lies beside these
 _NAME = "letters, digits, '-', '_' and '.'"
 _KEYS = ("base", "arms", "sizes", *(spec.name for spec in fields(_File)), "evaluate")
 
 
 def read_experiment(file: Path, overrides: list[str]) -> Experiment:
-    """The experiment of a YAML file; `key=value` texts change the base configuration of all arms.
+    """The experiment that a YAML file describes.
+
+    Args:
+        overrides: `key=value` texts, which change the base configuration of all arms.
 
     Raises:
-        ConfigError: everything that is wrong with it, in one message, also with the configuration of any arm.
+        ConfigError: the file or an arm's configuration is wrong; one message lists all problems.
     """
     file = presets.find(file, "experiments")
     try:
@@ -57,172 +63,177 @@ def read_experiment(file: Path, overrides: list[str]) -> Experiment:
 
 
 def _experiment(file: Path, overrides: list[str]) -> Experiment:
-    """The experiment that the file describes, its arms' configurations not yet made."""
+    """The experiment that the file describes, before the configurations of its arms are built."""
     plain = _read(file)
     problems: list[Problem] = []
     arms = read_arms(plain.pop("arms", None), problems)
     sizes = {name: nested(changes) for name, changes in read_blocks("sizes", plain.pop("sizes", None) or {}, problems).items()}
-    base, evaluate = _base(file, plain.pop("base", None)), plain.pop("evaluate", None) or {}
-    if not isinstance(evaluate, dict):
-        problems.append(Problem("evaluate", evaluate, "must be a block of configuration keys"))
-        evaluate = {}
+    base, evaluation_keys = _base(file, plain.pop("base", None)), plain.pop("evaluate", None) or {}
+    if not isinstance(evaluation_keys, dict):
+        problems.append(Problem("evaluate", evaluation_keys, "must be a block of configuration keys"))
+        evaluation_keys = {}
     for name in sorted(plain.keys() - _KEYS, key=str):
         problems.append(Problem(str(name), plain.pop(name), "unknown key", suggest(str(name), _KEYS)))
-    keys = build(_File, plain, "", problems)
-    problems += own_problems(keys)
-    if len(set(keys.seeds)) < len(keys.seeds) or not keys.seeds:
-        problems.append(Problem("seeds", keys.seeds, "must be different seeds, at least one"))
-    if len({*keys.seeds, *keys.more_seeds}) < len({*keys.seeds}) + len(keys.more_seeds):
-        problems.append(Problem("more_seeds", keys.more_seeds, "must be different seeds, and none of `seeds`"))
-    if keys.more_seeds and (keys.tune.grid or keys.tune.table) and any(arm.start for arm in arms):
+    settings = build(_File, plain, "", problems)
+    problems += own_problems(settings)
+    if len(set(settings.seeds)) < len(settings.seeds) or not settings.seeds:
+        problems.append(Problem("seeds", settings.seeds, "must be different seeds, at least one"))
+    if len({*settings.seeds, *settings.more_seeds}) < len({*settings.seeds}) + len(settings.more_seeds):
+        problems.append(Problem("more_seeds", settings.more_seeds, "must be different seeds, and none of `seeds`"))
+    if settings.more_seeds and (settings.tune.grid or settings.tune.table) and any(arm.start for arm in arms):
         reason = "a second look may choose another rate for the arms that others start from"
-        problems.append(Problem("more_seeds", keys.more_seeds, reason, "give all seeds in `seeds`, or tune nothing"))
-    if keys.tune.grid and (both := sorted({*keys.seeds, *keys.more_seeds} & {*keys.tune.seeds})):
-        problems.append(Problem("tune.seeds", both, "are also final seeds", "the runs that choose a rate must not judge it"))
-    fixed = {"seed", "data.seed", "name", "runs", "resume", "init_from", "branch_from"}
-    fixed |= {*(f"experiment.{spec.name}" for spec in fields(ExperimentConfig))}
-    for tuned_key in keys.tune.keys:
-        if tuned_key in fixed or not is_learned(tuned_key):
-            reason = "is set by the experiment" if tuned_key in fixed else "is nothing that training depends on"
+        problems.append(Problem("more_seeds", settings.more_seeds, reason, "give all seeds in `seeds`, or tune nothing"))
+    if settings.tune.grid and (shared_seeds := sorted({*settings.seeds, *settings.more_seeds} & {*settings.tune.seeds})):
+        problems.append(Problem("tune.seeds", shared_seeds, "are also final seeds", "the runs that choose a rate must not judge it"))
+    fixed_keys = {"seed", "data.seed", "name", "runs", "resume", "init_from", "branch_from"}
+    fixed_keys |= {*(f"experiment.{spec.name}" for spec in fields(ExperimentConfig))}
+    for tuned_key in settings.tune.keys:
+        if tuned_key in fixed_keys or not is_learned(tuned_key):
+            reason = "is set by the experiment" if tuned_key in fixed_keys else "is nothing that training depends on"
             problems.append(Problem("tune.key", tuned_key, reason, "name a key of the optimizer, such as optim.lr"))
-    fixed |= {*keys.tune.keys} if keys.tune.grid or keys.tune.table else set()
+    fixed_keys |= {*settings.tune.keys} if settings.tune.grid or settings.tune.table else set()
     blocks = {f"arms.{arm.name}": arm.changes for arm in arms} | {f"sizes.{name}": changes for name, changes in sizes.items()}
-    for where, changes in blocks.items():
-        for path in sorted(fixed & set(flatten(changes))):
-            problems.append(Problem(f"{where}.{path}", flatten(changes)[path], "is set by the experiment", "drop it"))
+    for prefix, changes in blocks.items():
+        for path in sorted(fixed_keys & set(flatten(changes))):
+            problems.append(Problem(f"{prefix}.{path}", flatten(changes)[path], "is set by the experiment", "drop it"))
     arms = tuple(replace(arm, changes=_with_files(file, f"arms.{arm.name}", arm.changes)) for arm in arms)
     sizes = {name: _with_files(file, f"sizes.{name}", changes) for name, changes in sizes.items()}
     for arm in arms:
-        if (given := flatten(arm.changes).get(TOKENS)) is not None:
+        if (tokens := flatten(arm.changes).get(TOKENS)) is not None:
             problems.append(
-                Problem(f"arms.{arm.name}.{TOKENS}", given, "the arms of a size train equally long", "give it in base or sizes")
+                Problem(f"arms.{arm.name}.{TOKENS}", tokens, "the arms of a size train equally long", "give it in base or sizes")
             )
-    overridden = read_overrides(overrides)
+    override_values = read_overrides(overrides)
     reason = "is a key of the experiment; overrides change its base configuration"
-    problems += [Problem(name, overridden[name], reason, f"change it in {file.name}") for name in _KEYS if name in overridden]
+    problems += [Problem(name, override_values[name], reason, f"change it in {file.name}") for name in _KEYS if name in override_values]
     if problems:
         raise ConfigError(problems)
-    base = merge(base, overridden)
-    sizes, seeds = sizes or {"": {}}, tuple(keys.seeds)
-    table = read_table(file.parent / keys.tune.table, keys.primary.quantity) if keys.tune.table else ()
-    if wrong := {run.key for run in table} - {keys.tune.heading}:
-        raise ConfigError([Problem("tune.key", keys.tune.heading, f"the table {keys.tune.table} is of {', '.join(sorted(wrong))}")])
+    base = merge(base, override_values)
+    sizes, seeds = sizes or {"": {}}, tuple(settings.seeds)
+    table = read_table(file.parent / settings.tune.table, settings.primary.quantity) if settings.tune.table else ()
+    if wrong_keys := {run.key for run in table} - {settings.tune.heading}:
+        raise ConfigError(
+            [Problem("tune.key", settings.tune.heading, f"the table {settings.tune.table} is of {', '.join(sorted(wrong_keys))}")]
+        )
     return Experiment(
         file.stem,
         base,
         arms,
         sizes,
         seeds,
-        keys.tune,
-        keys.primary,
+        settings.tune,
+        settings.primary,
         file,
         tuple(overrides),
         table,
-        nested(evaluate),
-        more_seeds=tuple(keys.more_seeds),
+        nested(evaluation_keys),
+        more_seeds=tuple(settings.more_seeds),
     )
 
 
-def read_arms(given: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
-    """The arms that an experiment's file gives; what is wrong is appended to `problems`."""
+def read_arms(arm_blocks: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
+    """The arms that `arm_blocks`, the value of the file's key `arms`, describes. Problems are appended to `problems`."""
     arms: dict[str, Arm] = {}
-    for name, block in read_blocks("arms", given, problems).items():
-        where, own = f"arms.{name}", dict(block)
-        source, swap, trained, step = own.pop("from", None), own.pop("swap", None), own.pop("train", True), own.pop("step", None)
-        start = None if source is None else str(source)
-        changes = nested(own)
-        if start is not None and start not in arms:
-            remedy = suggest(start, arms) if arms else "the first arm is the baseline, which starts from random weights"
-            problems.append(Problem(f"{where}.from", source, "is no earlier arm", remedy))
-        if swap is not None and start is None:
-            problems.append(Problem(f"{where}.swap", swap, "there are no weights to swap", "say of which arm: `from`"))
+    for name, block in read_blocks("arms", arm_blocks, problems).items():
+        prefix, keys = f"arms.{name}", dict(block)
+        source, swap_block, trained, step = keys.pop("from", None), keys.pop("swap", None), keys.pop("train", True), keys.pop("step", None)
+        source_name = None if source is None else str(source)
+        changes = nested(keys)
+        if source_name is not None and source_name not in arms:
+            remedy = suggest(source_name, arms) if arms else "the first arm is the baseline, which starts from random weights"
+            problems.append(Problem(f"{prefix}.from", source, "is no earlier arm", remedy))
+        if swap_block is not None and source_name is None:
+            problems.append(Problem(f"{prefix}.swap", swap_block, "there are no weights to swap", "say of which arm: `from`"))
         if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 1):
-            problems.append(Problem(f"{where}.step", step, "must be a step of the arm it starts from, at least 1"))
-        elif step is not None and (start is None or swap is not None or trained is not True):
+            problems.append(Problem(f"{prefix}.step", step, "must be a step of the arm it starts from, at least 1"))
+        elif step is not None and (source_name is None or swap_block is not None or trained is not True):
             reason = "goes on with the optimizer state of another arm"
-            problems.append(Problem(f"{where}.step", step, reason, "name the arm: `from`, and drop `swap` and `train`"))
+            problems.append(Problem(f"{prefix}.step", step, reason, "name the arm: `from`, and drop `swap` and `train`"))
         if not isinstance(trained, bool):
-            problems.append(Problem(f"{where}.train", trained, "must be true or false"))
-        elif not trained and swap is None:
-            problems.append(Problem(f"{where}.train", trained, "would be the arm it starts from", "give a `swap`, or train it"))
-        before = len(problems)
-        swapped = None if swap is None else build(Swap, swap, f"{where}.swap", problems)
-        if swapped and len(problems) == before:
-            changes = _with_normalizer(changes, swapped, where, problems)
-        if trained is False and start in arms:
-            given = flatten(nested(own)) if own else {}
-            for path in (path for path in given if not path.startswith("model.normalizer")):
+            problems.append(Problem(f"{prefix}.train", trained, "must be true or false"))
+        elif not trained and swap_block is None:
+            problems.append(Problem(f"{prefix}.train", trained, "would be the arm it starts from", "give a `swap`, or train it"))
+        problem_count = len(problems)
+        swap = None if swap_block is None else build(Swap, swap_block, f"{prefix}.swap", problems)
+        if swap and len(problems) == problem_count:
+            changes = _with_normalizer(changes, swap, prefix, problems)
+        if trained is False and source_name in arms:
+            arm_keys = flatten(nested(keys)) if keys else {}
+            for path in (path for path in arm_keys if not path.startswith("model.normalizer")):
                 reason = "has no effect on an arm that is not trained"
-                problems.append(Problem(f"{where}.{path}", given[path], reason, "drop it, or train the arm"))
-            changes = merge(merge(arms[start].changes, {"phases": []}), changes)
-        if step is not None and start in arms:
-            changes = merge(arms[start].changes, changes)
-        arms[name] = Arm(name, changes, start or "", swapped, bool(trained), step=step)
+                problems.append(Problem(f"{prefix}.{path}", arm_keys[path], reason, "drop it, or train the arm"))
+            changes = merge(merge(arms[source_name].changes, {"phases": []}), changes)
+        if step is not None and source_name in arms:
+            changes = merge(arms[source_name].changes, changes)
+        arms[name] = Arm(name, changes, source_name or "", swap, bool(trained), step=step)
     if len(arms) < 2 and not problems:
         problems.append(Problem("arms", list(arms), "needs a baseline and at least one other arm"))
     return tuple(arms.values())
 
 
-def _with_normalizer(changes: dict[str, Plain], swap: Swap, where: str, problems: list[Problem]) -> dict[str, Plain]:
-    """The changes of an arm with the normalizer that its weights are swapped to."""
+def _with_normalizer(changes: dict[str, Plain], swap: Swap, prefix: str, problems: list[Problem]) -> dict[str, Plain]:
+    """The changes of an arm, including the normalizer that its weights are swapped to."""
     try:
         options = OPTIONS[swap.to]
     except Unavailable as error:
-        problems.append(Problem(f"{where}.swap.to", swap.to, error.reason, error.remedy))
+        problems.append(Problem(f"{prefix}.swap.to", swap.to, error.reason, error.remedy))
         return changes
     except KeyError:
-        problems.append(Problem(f"{where}.swap.to", swap.to, "unknown normalizer", suggest(swap.to, OPTIONS)))
+        problems.append(Problem(f"{prefix}.swap.to", swap.to, "unknown normalizer", suggest(swap.to, OPTIONS)))
         return changes
-    given = changes.get("model", {}).get("normalizer", {}) if is_block(changes.get("model", {})) else {}
-    if not is_block(given) or given.get("name", swap.to) != swap.to or "init" in given:
+    normalizer = changes.get("model", {}).get("normalizer", {}) if is_block(changes.get("model", {})) else {}
+    if not is_block(normalizer) or normalizer.get("name", swap.to) != swap.to or "init" in normalizer:
         reason = f"the weights are swapped to {swap.to}"
-        problems.append(Problem(f"{where}.model.normalizer", given, reason, "give its options by their keys, and init in `swap`"))
-    first = options.first_init()
-    if swap.init is not None and first is None:
-        problems.append(Problem(f"{where}.swap.init", swap.init, f"{swap.to} has no parameters to start", "drop it"))
+        problems.append(Problem(f"{prefix}.model.normalizer", normalizer, reason, "give its options by their keys, and init in `swap`"))
+    first_init = options.first_init()
+    if swap.init is not None and first_init is None:
+        problems.append(Problem(f"{prefix}.swap.init", swap.init, f"{swap.to} has no parameters to start", "drop it"))
     elif swap.init not in (None, "fit"):
-        wrong: list[Problem] = []
-        build(options, {"init": swap.init}, "", wrong)
-        for problem in wrong:
+        init_problems: list[Problem] = []
+        build(options, {"init": swap.init}, "", init_problems)
+        for problem in init_problems:
             reason = f"must be fit, or {problem.reason.removeprefix('must be ')}"
-            problems.append(Problem(f"{where}.swap.init", swap.init, reason, problem.remedy))
-    init = {} if first is None else {"init": first if swap.init in (None, "fit") else swap.init}
+            problems.append(Problem(f"{prefix}.swap.init", swap.init, reason, problem.remedy))
+    init = {} if first_init is None else {"init": first_init if swap.init in (None, "fit") else swap.init}
     return merge(changes, {"model": {"normalizer": {"name": swap.to, **init}}})
 
 
-def read_blocks(where: str, given: Plain, problems: list[Problem]) -> dict[str, dict[str, Plain]]:
-    """A map from names to blocks of keys; an empty block may be left out."""
-    if not isinstance(given, dict):
-        problems.append(Problem(where, given, "must be a map from names to what they change"))
+def read_blocks(map_name: str, value: Plain, problems: list[Problem]) -> dict[str, dict[str, Plain]]:
+    """The named blocks of keys in `value`, which is the value of the key `map_name` (`arms` or `sizes`). An empty block may be null."""
+    if not isinstance(value, dict):
+        problems.append(Problem(map_name, value, "must be a map from names to what they change"))
         return {}
     blocks = {}
-    for name, changes in given.items():
-        taken = str(name) in TAKEN[where]
-        if taken or not all(letter.isalnum() or letter in "-_." for letter in str(name)) or not 0 < len(str(name)) <= 40:
-            problems.append(Problem(f"{where}.{name}", name, f"must be a name of at most 40 {_NAME}, not {', '.join(TAKEN[where])}"))
+    for name, changes in value.items():
+        is_reserved = str(name) in TAKEN[map_name]
+        if is_reserved or not all(letter.isalnum() or letter in "-_." for letter in str(name)) or not 0 < len(str(name)) <= 40:
+            problems.append(Problem(f"{map_name}.{name}", name, f"must be a name of at most 40 {_NAME}, not {', '.join(TAKEN[map_name])}"))
         elif str(name) in blocks:
-            problems.append(Problem(f"{where}.{name}", name, "is there twice"))
+            problems.append(Problem(f"{map_name}.{name}", name, "is there twice"))
         elif isinstance(changes, dict | None):
             blocks[str(name)] = dict(changes or {})
         else:
-            problems.append(Problem(f"{where}.{name}", changes, "must be a block of configuration keys"))
+            problems.append(Problem(f"{map_name}.{name}", changes, "must be a block of configuration keys"))
     return blocks
 
 
 def read_table(path: Path, metric: str) -> tuple[Tried, ...]:
-    """The lines of a tuning table; `metric`: the primary one, None in all of them if the table has no column of it.
+    """The runs that a tuning table lists.
+
+    Args:
+        metric: the column of the primary metric. Without this column, `primary` is None in all runs.
 
     Raises:
-        ConfigError: there is no such file, or it is no tuning table.
+        ConfigError: the file does not exist, or is no tuning table.
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file, strict=True)
-            missing = [
+            missing_columns = [
                 name for name in ("size", "arm", "key", "rate", "seed", SELECTION, "configuration") if name not in (reader.fieldnames or ())
             ]
-            if missing:
-                raise ConfigError(f"{path}: not a tuning table: it has no column {', '.join(missing)}; {_REMEDY}")
+            if missing_columns:
+                raise ConfigError(f"{path}: not a tuning table: it has no column {', '.join(missing_columns)}; {_REMEDY}")
             runs = []
             for line in reader:
                 try:
@@ -253,21 +264,22 @@ def _number(text: str) -> float:
 
 
 def _with_steps(experiment: Experiment) -> Experiment:
-    """The experiment with the steps of each size that gives tokens by the number of parameters: those of the baseline, for all arms."""
+    """The experiment with `trainer.max_steps` in each size that sets `trainer.tokens_per_parameter`. All arms get the baseline's steps."""
     sizes = dict(experiment.sizes)
     for size, changes in experiment.sizes.items():
-        given = flatten(merge(experiment.base, changes)).get(TOKENS) is not None
-        for arm in reversed(experiment.arms) if given else ():  # the baseline last; the others only if it is wrong, or has steps of its own
-            with suppress(ConfigError):  # which `check_experiment` says, with its place
+        has_tokens = flatten(merge(experiment.base, changes)).get(TOKENS) is not None
+        # The baseline comes last: its steps replace those of another arm, unless its configuration is wrong or sets its own steps.
+        for arm in reversed(experiment.arms) if has_tokens else ():
+            with suppress(ConfigError):  # `check_experiment` reports it with the size and arm
                 config = experiment.config_of(size, arm)
                 if config.trainer.max_steps is None:
                     from lm.model.spec import steps_of  # torch takes seconds to import
 
-                    if not (entries := vocabulary(config.data)):
+                    if not (vocabulary_size := vocabulary(config.data)):
                         reason = "needs the vocabulary, which is not known before the text is there"
                         remedy = "lm prepare makes it; or set trainer.max_steps"
                         raise DataError(f"{TOKENS} = {config.trainer.tokens_per_parameter:g}: {reason}: {remedy}")
-                    sizes[size] = merge(changes, nested({"trainer.max_steps": steps_of(config, entries)}))
+                    sizes[size] = merge(changes, nested({"trainer.max_steps": steps_of(config, vocabulary_size)}))
     return replace(experiment, sizes=sizes)
 
 
@@ -276,8 +288,8 @@ def _read(path: Path) -> dict[str, Plain]:
         with path.open("rb") as file:
             plain = parse_yaml(file.read(MAX_BYTES + 1), str(path))
     except IsADirectoryError:
-        what = "a run folder, whose report lm report writes" if (path / CONFIG).is_file() else "a folder"
-        raise ConfigError(f"{path}: {what}; name an experiment's YAML file") from None
+        description = "a run folder, whose report lm report writes" if (path / CONFIG).is_file() else "a folder"
+        raise ConfigError(f"{path}: {description}; name an experiment's YAML file") from None
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such experiment file{presets.suggestion(path)}") from None
     except OSError as error:
@@ -290,40 +302,50 @@ def _read(path: Path) -> dict[str, Plain]:
     return plain
 
 
-def _base(path: Path, given: Plain) -> dict[str, Plain]:
-    """The base configuration: a file or a list of files beside the experiment's, or a block of keys, which may have a `base` of its own."""
-    if isinstance(given, dict):
-        return _with_files(path, "base", nested(given))
-    return _files(path, "base", given, ", a list of them, or a block of keys")
+def _base(path: Path, value: Plain) -> dict[str, Plain]:
+    """The base configuration. `value` names a file or a list of files beside the experiment's, or is a block of keys, which may have a key
+    `base`."""
+    if isinstance(value, dict):
+        return _with_files(path, "base", nested(value))
+    return _files(path, "base", value, ", a list of them, or a block of keys")
 
 
-def _with_files(path: Path, where: str, changes: dict[str, Plain]) -> dict[str, Plain]:
-    """The keys of a block, laid on the configuration files that its `base` names. Of an arm or a size its own keys alone were checked: a
-    file may hold what the experiment sets, such as a learning rate."""
-    own = {name: value for name, value in changes.items() if name != "base"}
-    return merge(_files(path, f"{where}.base", changes["base"], " or a list of them"), own) if "base" in changes else own
+def _with_files(path: Path, key_path: str, changes: dict[str, Plain]) -> dict[str, Plain]:
+    """The keys of a block, which override those of the configuration files that its `base` names. The checks of arms and sizes cover the
+    block's keys alone: a file may hold a key that the experiment sets, such as a learning rate."""
+    own_keys = {name: value for name, value in changes.items() if name != "base"}
+    return merge(_files(path, f"{key_path}.base", changes["base"], " or a list of them"), own_keys) if "base" in changes else own_keys
 
 
-def _files(path: Path, where: str, given: Plain, forms: str) -> dict[str, Plain]:
-    """Configuration files by their paths relative to the experiment's, or names of presets, the later over the earlier."""
-    names = given if isinstance(given, list) else [given]
+def _files(path: Path, key_path: str, value: Plain, forms: str) -> dict[str, Plain]:
+    """The merged keys of configuration files, of which later files override earlier ones.
+
+    Args:
+        value: a path relative to the experiment's file, or the name of a preset, or a list of them.
+        forms: the further forms that the value may have, for the error message.
+    """
+    names = value if isinstance(value, list) else [value]
     if not names or not all(isinstance(name, str) for name in names):
-        raise ConfigError([Problem(where, given, f"must be a configuration file{forms}")])
-    merged: dict[str, Plain] = {}
+        raise ConfigError([Problem(key_path, value, f"must be a configuration file{forms}")])
+    configuration: dict[str, Plain] = {}
     for name in names:
-        merged = merge(merged, read_yaml(presets.base(path, name)))
-    return merged
+        configuration = merge(configuration, read_yaml(presets.base(path, name)))
+    return configuration
 
 
-# Kinds that are measured in training lengths: arms of different ones read different text.
+# Evaluation kinds whose lengths are multiples of the training length: arms of other training lengths are measured on other sequences.
 _OF_TRAINING_LENGTH = ("validation", "long_context", "texts")
-_KINDS = {"val": "validation", "long": "long_context", "text": "texts"}  # of a metric by what its name begins with; else the kind itself
+_KINDS = {
+    "val": "validation",
+    "long": "long_context",
+    "text": "texts",
+}  # evaluation kind by the first part of a metric's name; any other first part is the kind
 
 
 def check_experiment(experiment: Experiment) -> None:
-    """Raises ConfigError: everything that is wrong with the configurations of all arms in all sizes, or with the tuning table."""
+    """Check the configurations of all arms in all sizes, and the tuning table. Raises ConfigError: lists all problems."""
     problems = [*_check_table(experiment), *_check_evaluate(experiment)]
-    wrong: dict[str, list[tuple[str, str]]] = {}
+    places_by_problem: dict[str, list[tuple[str, str]]] = {}
     configs: dict[tuple[str, str], Config] = {}
     for size, arm in experiment.places:
         try:
@@ -333,9 +355,9 @@ def check_experiment(experiment: Experiment) -> None:
                 _check_metric(experiment, experiment.evaluated(config))
         except ConfigError as error:
             for problem in error.problems or [str(error)]:
-                wrong.setdefault(str(problem), []).append((size, arm.name))
-    for text, where in wrong.items():
-        problems.append(f"{_places(experiment, where)}{text}")
+                places_by_problem.setdefault(str(problem), []).append((size, arm.name))
+    for text, places in places_by_problem.items():
+        problems.append(f"{_places(experiment, places)}{text}")
     for size in experiment.sizes:
         problems += _check_arms(experiment, [(arm, configs[size, arm.name]) for arm in experiment.arms if (size, arm.name) in configs])
     problems += _check_sizes(experiment, configs)
@@ -343,71 +365,77 @@ def check_experiment(experiment: Experiment) -> None:
         raise ConfigError(list(dict.fromkeys(map(str, problems))))
 
 
-def _places(experiment: Experiment, where: list[tuple[str, str]]) -> str:
-    """Sizes and arms as the beginning of a message; nothing if they are all there are of several."""
-    if len(where) == len(experiment.sizes) * len(experiment.arms) and (len(experiment.sizes) > 1 or "" in experiment.sizes):
+def _places(experiment: Experiment, places: list[tuple[str, str]]) -> str:
+    """The sizes and arms that a message begins with; empty if `places` holds every arm in every size. A single size that has a name is
+    named even then."""
+    if len(places) == len(experiment.sizes) * len(experiment.arms) and (len(experiment.sizes) > 1 or "" in experiment.sizes):
         return ""
     words = []
     for size in experiment.sizes:
-        arms = [arm for at, arm in where if at == size]
-        of_size = f"size {size}" if size else ""
-        words += [of_size] if len(arms) == len(experiment.arms) else [", ".join(filter(None, (f"arm {arm}", of_size))) for arm in arms]
+        arms = [arm for arm_size, arm in places if arm_size == size]
+        size_words = f"size {size}" if size else ""
+        words += (
+            [size_words] if len(arms) == len(experiment.arms) else [", ".join(filter(None, (f"arm {arm}", size_words))) for arm in arms]
+        )
     return "; ".join(words) + ": "
 
 
 def _check_sizes(experiment: Experiment, configs: dict[tuple[str, str], Config]) -> Iterator[Problem]:
-    """Check that no two sizes are the same."""
-    seen = {}
+    """Check that no two sizes have the same runs."""
+    size_by_hashes = {}
     for size, changes in experiment.sizes.items() if len(experiment.sizes) > 1 else ():
-        runs = tuple(config_hash(configs[size, arm.name]) for arm in experiment.arms if (size, arm.name) in configs)
-        if runs in seen and len(runs) == len(experiment.arms):
-            yield Problem(f"sizes.{size}", changes, f"is the same as {seen[runs]}", "change it, or drop it")
-        seen.setdefault(runs, size)
+        hashes = tuple(config_hash(configs[size, arm.name]) for arm in experiment.arms if (size, arm.name) in configs)
+        if hashes in size_by_hashes and len(hashes) == len(experiment.arms):
+            yield Problem(f"sizes.{size}", changes, f"is the same as {size_by_hashes[hashes]}", "change it, or drop it")
+        size_by_hashes.setdefault(hashes, size)
 
 
 def _check_arms(experiment: Experiment, arms: list[tuple[Arm, Config]]) -> Iterator[Problem]:
-    """Check that no two arms of a size are the same, all read the same data, and what is compared is measured alike."""
-    seen, plans = {}, {}
+    """Check the arms of a size: no two are the same, all read the same data, and all are measured on the same sequences."""
+    name_by_identity, configs = {}, {}
     for arm, config in arms:
-        first = arms[0][1]
-        same = f"{arm.start} {arm.step} {arm.swap} {arm.trained} {config_hash(config)}"
-        if same in seen:
-            yield Problem(f"arms.{arm.name}", arm.changes, f"is the same as {seen[same]}", "change it, or drop it")
-        seen[same], plans[arm.name] = arm.name, config
-        if arm.step is not None and arm.start in plans and config.trainer.max_steps:
-            yield from _check_branch(arm, config, plans[arm.start])
-        elif arm.start in plans and not arm.swap and config.plan[0].normalizer != plans[arm.start].plan[-1].normalizer:
+        baseline = arms[0][1]
+        identity = f"{arm.start} {arm.step} {arm.swap} {arm.trained} {config_hash(config)}"
+        if identity in name_by_identity:
+            yield Problem(f"arms.{arm.name}", arm.changes, f"is the same as {name_by_identity[identity]}", "change it, or drop it")
+        name_by_identity[identity], configs[arm.name] = arm.name, config
+        if arm.step is not None and arm.start in configs and config.trainer.max_steps:
+            yield from _check_branch(arm, config, configs[arm.start])
+        elif arm.start in configs and not arm.swap and config.plan[0].normalizer != configs[arm.start].plan[-1].normalizer:
             reason = f"has another normalizer than {arm.start}, whose weights it starts from"
             remedy = "swap it: `swap: {to: ...}`, or in during training: `phases`"
             yield Problem(f"arms.{arm.name}.from", arm.start, reason, remedy)
-        texts = [repr((each.data.source, each.data.tokenizer, each.data.val_fraction)) for each in (first, config)]
-        if texts[0] != texts[1]:
+        data_settings = [
+            repr((arm_config.data.source, arm_config.data.tokenizer, arm_config.data.val_fraction)) for arm_config in (baseline, config)
+        ]
+        if data_settings[0] != data_settings[1]:
             reason, remedy = "reads other data than the baseline", "give all arms one data.source, tokenizer and val_fraction"
             yield Problem(f"arms.{arm.name}", arm.changes, reason, remedy)
-        if (first.data.seq_len, first.eval) != (config.data.seq_len, config.eval):
-            yield from _check_compared(experiment, arm, first, config)
+        if (baseline.data.seq_len, baseline.eval) != (config.data.seq_len, config.eval):
+            yield from _check_compared(experiment, arm, baseline, config)
 
 
 def _check_branch(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
-    """Check that the arm that another one branches from keeps the checkpoint of that step, and that a step is left."""
-    every, steps = source.checkpoint_every, source.trainer.max_steps
-    regular = [step for step in range(1, steps + 1) if step % every == 0 or step == steps]
-    kept = {*regular[-source.trainer.keep_checkpoints :], *source.phase_ends[:-1]}
-    if arm.step not in kept:
-        reason = f"is no step that {arm.start} keeps a checkpoint of ({', '.join(map(str, sorted(kept)))})"
+    """Check that an arm's source keeps the checkpoint at which the arm branches off. Steps must remain after it, and only settings that may
+    change during a run may differ."""
+    interval, steps = source.checkpoint_every, source.trainer.max_steps
+    regular_steps = [step for step in range(1, steps + 1) if step % interval == 0 or step == steps]
+    kept_steps = {*regular_steps[-source.trainer.keep_checkpoints :], *source.phase_ends[:-1]}
+    if arm.step not in kept_steps:
+        reason = f"is no step that {arm.start} keeps a checkpoint of ({', '.join(map(str, sorted(kept_steps)))})"
         remedy = "set trainer.checkpoint_every to a divisor of it, and raise trainer.keep_checkpoints"
         yield Problem(f"arms.{arm.name}.step", arm.step, reason, remedy)
     if config.trainer.max_steps <= arm.step:
         reason, remedy = f"leaves no step after step {arm.step} of {arm.start}", "raise it: it counts all steps from the first"
         yield Problem(f"arms.{arm.name}.trainer.max_steps", config.trainer.max_steps, reason, remedy)
-    for path, (ours, theirs) in differences(to_plain(config), to_plain(source)).items():
+    for path, (branch_value, source_value) in differences(to_plain(config), to_plain(source)).items():
         if effect_of(path).on_resume == "same":
-            reason = f"is {shown(theirs)} in {arm.start}, which it branches from"
-            yield Problem(f"arms.{arm.name}.{path}", ours, reason, "drop it: length, rate and schedule alone may differ")
+            reason = f"is {shown(source_value)} in {arm.start}, which it branches from"
+            yield Problem(f"arms.{arm.name}.{path}", branch_value, reason, "drop it: length, rate and schedule alone may differ")
 
 
-def _check_compared(experiment: Experiment, arm: Arm, first: Config, config: Config) -> Iterator[Problem]:
-    """Check that an arm of another training length or other evaluations than the baseline is compared on the same sequences."""
+def _check_compared(experiment: Experiment, arm: Arm, baseline: Config, config: Config) -> Iterator[Problem]:
+    """Check that an arm is compared on the baseline's sequences although its training length or evaluations differ."""
     metric = experiment.primary.metric
     if not experiment.evaluate:
         reason = "is measured on other sequences than the baseline"
@@ -415,8 +443,8 @@ def _check_compared(experiment: Experiment, arm: Arm, first: Config, config: Con
         yield Problem(f"arms.{arm.name}", arm.changes, reason, remedy)
         return
     kind = kind_of_metric(metric)
-    options = [experiment.evaluated(each).eval.asked(kind) for each in (first, config)]
-    if options[0] != options[1] or (kind in _OF_TRAINING_LENGTH and first.data.seq_len != config.data.seq_len):
+    options = [experiment.evaluated(arm_config).eval.asked(kind) for arm_config in (baseline, config)]
+    if options[0] != options[1] or (kind in _OF_TRAINING_LENGTH and baseline.data.seq_len != config.data.seq_len):
         reason = f"measures {metric} on other sequences than the baseline"
         remedy = "name a metric that `evaluate` measures alike in all arms, such as by_length/loss"
         yield Problem(f"arms.{arm.name}", arm.changes, reason, remedy)
@@ -424,46 +452,49 @@ def _check_compared(experiment: Experiment, arm: Arm, first: Config, config: Con
 
 def kind_of_metric(metric: str) -> str:
     """The kind of evaluation that logs a metric of this name."""
-    first = metric.partition("/")[0]
-    return _KINDS.get(first, first)
+    prefix = metric.partition("/")[0]
+    return _KINDS.get(prefix, prefix)
 
 
 def _check_metric(experiment: Experiment, config: Config) -> None:
-    """Raises ConfigError if no evaluation that a run is measured with logs the primary metric, as far as its name shows it, or if it is
-    not measured often enough to be reached."""
-    metric, wanted = experiment.primary.metric, config.eval.wanted(config.data)
-    if kind_of_metric(metric) not in wanted:
+    """Check that the evaluations of a run log the primary metric, by its name, and often enough for `primary.reach`. Raises ConfigError."""
+    metric, kinds = experiment.primary.metric, config.eval.wanted(config.data)
+    if kind_of_metric(metric) not in kinds:
         prefixes = {kind: prefix for prefix, kind in _KINDS.items()}
-        measured = ", ".join(f"{prefixes.get(kind, kind)}/..." for kind in wanted)
+        patterns = ", ".join(f"{prefixes.get(kind, kind)}/..." for kind in kinds)
         remedy = "name one of these, or ask for the evaluation in the base's `eval` or in `evaluate`"
-        raise ConfigError([Problem("primary.metric", metric, f"is not measured: at the last step runs have {measured}", remedy)])
-    names = {kind: _names(config, kind) for kind in wanted}
-    if (known := names[kind_of_metric(metric)]) is not None and metric not in known:
-        every = [name for some in names.values() for name in some or ()]
-        raise ConfigError([Problem("primary.metric", metric, "is not measured by sequence", suggest(metric, every))])
-    when = config.eval.kinds.get(kind_of_metric(metric))
+        raise ConfigError([Problem("primary.metric", metric, f"is not measured: at the last step runs have {patterns}", remedy)])
+    names = {kind: _names(config, kind) for kind in kinds}
+    if (kind_names := names[kind_of_metric(metric)]) is not None and metric not in kind_names:
+        all_names = [name for metric_names in names.values() for name in metric_names or ()]
+        raise ConfigError([Problem("primary.metric", metric, "is not measured by sequence", suggest(metric, all_names))])
+    timing = config.eval.kinds.get(kind_of_metric(metric))
     steps = config.trainer.max_steps
-    if experiment.primary.reach is not None and when and sum(when.is_due(step, steps) for step in range(1, steps + 1)) < 2:
+    if experiment.primary.reach is not None and timing and sum(timing.is_due(step, steps) for step in range(1, steps + 1)) < 2:
         reason, remedy = f"{metric} is measured once, at the last step", f"measure it on the way: eval.{kind_of_metric(metric)}.every"
         raise ConfigError([Problem("primary.reach", experiment.primary.reach, reason, remedy)])
-    if experiment.primary.reach is not None and (still := [arm.name for arm in experiment.arms if not arm.trained]):
-        raise ConfigError([Problem("primary.reach", experiment.primary.reach, f"{still[0]} is not trained", "drop the arm, or train it")])
+    if experiment.primary.reach is not None and (untrained_arms := [arm.name for arm in experiment.arms if not arm.trained]):
+        raise ConfigError(
+            [Problem("primary.reach", experiment.primary.reach, f"{untrained_arms[0]} is not trained", "drop the arm, or train it")]
+        )
 
 
 def _names(config: Config, kind: str) -> list[str] | None:
-    """The metrics that a kind of evaluation measures by unit; None if that is not known before it has."""
+    """The metrics that a kind of evaluation measures by unit; None if their names are unknown before the first measurement."""
     if kind != "validation":
         return config.eval.kinds[kind].metrics(config.data)
     data = config.data
-    parts = task_names([to_plain(weighted.task) for weighted in data.tasks]) if data.symbolic else labels(data)
+    parts = task_names([to_plain(weighted_task.task) for weighted_task in data.tasks]) if data.symbolic else labels(data)
     return [SELECTION, *(f"{SELECTION} {part}" for part in parts if len(parts) > 1)]
 
 
 def _check_evaluate(experiment: Experiment) -> Iterator[Problem]:
-    """Check that `evaluate` names keys of evaluations."""
-    given = flatten(experiment.evaluate) if experiment.evaluate else {}
-    if others := [path for path in given if not path.startswith("eval.")]:
-        yield from (Problem(f"evaluate.{path}", given[path], "is no key of an evaluation", "name keys of `eval`") for path in others)
+    """Check that `evaluate` holds only keys of evaluations."""
+    evaluation_keys = flatten(experiment.evaluate) if experiment.evaluate else {}
+    if other_paths := [path for path in evaluation_keys if not path.startswith("eval.")]:
+        yield from (
+            Problem(f"evaluate.{path}", evaluation_keys[path], "is no key of an evaluation", "name keys of `eval`") for path in other_paths
+        )
         return
     try:
         overrides_in("eval", experiment.evaluate_overrides)
@@ -472,27 +503,29 @@ def _check_evaluate(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _check_table(experiment: Experiment) -> Iterator[Problem]:
-    """Check that a tuning table has a finished run of every arm and size, at several rates, with several seeds that are the same of all
-    arms and none of them final."""
-    where = experiment.tune.table
-    if both := sorted({*experiment.all_seeds} & {run.seed for run in experiment.table}):
-        yield Problem("tune.table", both, "are final seeds", "the runs that choose a rate must not judge it")
-    remedy, base = "make it again by `lm compare` with a grid: it writes tuning.csv", experiment.arms[0].name
-    tried: dict[tuple[str, str], dict[Rate, set[int]]] = {}  # seeds of each arm and size at each rate
+    """Check that a tuning table has ended runs of every arm and size, at several rates with several seeds. All arms must have the same
+    seeds at a rate, and none may be a final seed."""
+    table_file = experiment.tune.table
+    if shared_seeds := sorted({*experiment.all_seeds} & {run.seed for run in experiment.table}):
+        yield Problem("tune.table", shared_seeds, "are final seeds", "the runs that choose a rate must not judge it")
+    remedy, baseline = "make it again by `lm compare` with a grid: it writes tuning.csv", experiment.arms[0].name
+    seeds_by_rate: dict[tuple[str, str], dict[Rate, set[int]]] = {}  # seeds of each arm and size at each rate
     for run in experiment.table:
-        tried.setdefault((run.size, run.arm), {}).setdefault(run.rate, set()).add(run.seed)
-    for size, arm in product(experiment.sizes if where else (), (arm for arm in experiment.arms if arm.tuned)):
-        ours, theirs = tried.get((size, arm.name), {}), tried.get((size, base), {})
+        seeds_by_rate.setdefault((run.size, run.arm), {}).setdefault(run.rate, set()).add(run.seed)
+    for size, arm in product(experiment.sizes if table_file else (), (arm for arm in experiment.arms if arm.tuned)):
+        arm_seeds, baseline_seeds = seeds_by_rate.get((size, arm.name), {}), seeds_by_rate.get((size, baseline), {})
         name = " ".join(filter(None, (size, arm.name)))
-        by_rate = experiment.costs_of(experiment.table, size).get(arm.name, {})
-        mine = [run for run in experiment.table if (run.size, run.arm) == (size, arm.name)]
-        if not mine:
-            yield Problem("tune.table", where, f"has no {name}", remedy)
-        elif any(experiment.choosing(run) is None for run in mine):
-            yield Problem("tune.table", where, f"has runs of {name} that have not ended", remedy)
-        elif len(by_rate) < 2 or min(map(len, by_rate.values())) < FEWEST_TUNING_SEEDS:
+        costs_by_rate = experiment.costs_of(experiment.table, size).get(arm.name, {})
+        arm_runs = [run for run in experiment.table if (run.size, run.arm) == (size, arm.name)]
+        if not arm_runs:
+            yield Problem("tune.table", table_file, f"has no {name}", remedy)
+        elif any(experiment.choosing(run) is None for run in arm_runs):
+            yield Problem("tune.table", table_file, f"has runs of {name} that have not ended", remedy)
+        elif len(costs_by_rate) < 2 or min(map(len, costs_by_rate.values())) < FEWEST_TUNING_SEEDS:
             reason = f"has fewer than 2 rates of {name}, or fewer than {FEWEST_TUNING_SEEDS} seeds at one"
-            yield Problem("tune.table", where, reason, remedy)
-        elif apart := sorted(rate for rate in ours.keys() & theirs.keys() if ours[rate] != theirs[rate]):
-            reason = f"has other seeds of {name} than of {base} at {', '.join(map(rate_words, apart))}"
-            yield Problem("tune.table", where, reason, "give all arms the same seeds at a rate")
+            yield Problem("tune.table", table_file, reason, remedy)
+        elif differing_rates := sorted(
+            rate for rate in arm_seeds.keys() & baseline_seeds.keys() if arm_seeds[rate] != baseline_seeds[rate]
+        ):
+            reason = f"has other seeds of {name} than of {baseline} at {', '.join(map(rate_words, differing_rates))}"
+            yield Problem("tune.table", table_file, reason, "give all arms the same seeds at a rate")

@@ -1,4 +1,4 @@
-"""The folder of an experiment: what its first start settles for all runs, and what departs from the plan."""
+"""The folder of an experiment: the settings that its first start fixes for all runs, and departures from the plan."""
 
 import re
 import time
@@ -26,18 +26,19 @@ from lm.statistics.tuning import coordinates, rate_of
 if TYPE_CHECKING:
     from lm.model.device import Resolved
 
-PLAN = "plan"  # in RESOLVED: what was settled when it was written; null: it was lost
-_OVERRIDES = "overrides"  # in RESOLVED: those of the first start
+PLAN = "plan"  # key in RESOLVED: the plan when the file was written; null: the plan was lost
+_OVERRIDES = "overrides"  # key in RESOLVED: the overrides of the first start
 
 
 def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False) -> Procedure:
     """An experiment as it stands: nothing is prepared, trained or written.
 
-    Seeds of the second look are in where the first was undecided. Where the file leaves precision, compilation and threads open, they are
-    as the first start has settled them; before it, as they would be settled on this machine for so many runs at a time.
+    Seeds of the second look are included if the first look was undecided. If the file leaves precision, compilation or threads open, the
+    settings of the first start hold. Before a first start they are resolved for this machine.
 
     Args:
-        anew: open it although its folder has ended runs of another configuration alone (`other_runs`).
+        jobs: the number of runs at a time, on which the number of threads depends.
+        anew: open the experiment although its folder has ended runs of another configuration alone (`other_runs`).
 
     Raises:
         LMError: the file is wrong, or the experiment's folder is something else.
@@ -45,132 +46,144 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
     experiment = read_experiment(path, overrides)
     if (experiment.folder / CONFIG).exists():
         raise RunError(f"{experiment.folder}: a run folder; give the experiment's file another name, or set runs=...")
-    kept = experiment.folder / RESOLVED
-    settled = read_json(kept) if kept.exists() else _on_this_machine(experiment, jobs)
-    if wrong := _wrong(settled):
-        raise RunError(f"{kept}: {wrong}; bring it back, or delete it, and the next start writes it anew")
-    trainer = experiment.base.get("trainer", {})  # sizes and arms may say otherwise, each for itself
-    left_open = {name: settled[name] for name in SHARED if trainer.get(name) in ("auto", None)}
-    planned = tuple(settled["seeds"]) if "seeds" in settled else None
-    experiment = replace(experiment, base=merge(experiment.base, {"trainer": left_open}), planned=planned)
-    procedure = Procedure(replace(experiment, departures=departures(experiment, settled if kept.exists() else None)))
-    if not anew and not any(run.config.run_folder.is_dir() for run in procedure.known()) and (others := other_runs(procedure)):
-        raise RunError(f"{experiment.folder}: {others}; to train what is asked for now, add --anew")
+    settings_file = experiment.folder / RESOLVED
+    settings = read_json(settings_file) if settings_file.exists() else _on_this_machine(experiment, jobs)
+    if problem := _wrong(settings):
+        raise RunError(f"{settings_file}: {problem}; bring it back, or delete it, and the next start writes it anew")
+    trainer = experiment.base.get("trainer", {})  # sizes and arms may set these keys, too
+    open_settings = {name: settings[name] for name in SHARED if trainer.get(name) in ("auto", None)}
+    planned_seeds = tuple(settings["seeds"]) if "seeds" in settings else None
+    experiment = replace(experiment, base=merge(experiment.base, {"trainer": open_settings}), planned=planned_seeds)
+    procedure = Procedure(replace(experiment, departures=departures(experiment, settings if settings_file.exists() else None)))
+    if not anew and not any(run.config.run_folder.is_dir() for run in procedure.known()) and (note := other_runs(procedure)):
+        raise RunError(f"{experiment.folder}: {note}; to train what is asked for now, add --anew")
     return next_look(procedure)
 
 
 def start(
     path: Path, overrides: list[str], jobs: int = 1, anew: bool = False, timed: Callable[[Procedure], Times] | None = None
 ) -> Procedure:
-    """An experiment that can be worked on: with its text prepared, and settled what all runs share. Of several processes that start it
-    at the same time, one settles.
+    """An experiment that can be trained: its text is prepared, and the settings that all runs share are fixed. If several processes start
+    it at the same time, one of them fixes the settings.
 
     Args:
-        timed: gives the seconds of runs, as far as they are known: whether to compile is settled by them, else by FLOPs.
+        timed: a function that gives the seconds of runs, as far as they are known. They decide whether to compile; without them, FLOPs do.
 
     Raises:
-        LMError: as `open_experiment`; the text can't be prepared, or is another than that of the first runs.
+        LMError: as `open_experiment`; or the text can't be prepared, or is not the text of the first runs.
     """
     store = prepare(open_experiment(path, overrides, jobs, anew).experiment.first_config.data, progress=True)
     procedure = open_experiment(path, overrides, jobs, True)  # the vocabulary is known now
     experiment = procedure.experiment
-    trainer, kept = experiment.first_config.trainer, experiment.folder / RESOLVED
-    settled = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED}
-    undecided = read_experiment(path, overrides)
-    if timed and not kept.exists() and undecided.first_config.trainer.compile == "auto":
-        compiled = _compiled(undecided, timed(procedure).get((next(iter(undecided.sizes)), undecided.arms[0].name)))
-        settled["compile"] = compiled.value == "true"
-        print(f"trainer.compile of all runs: {compiled}", flush=True)
-        experiment = replace(experiment, base=merge(experiment.base, {"trainer": {"compile": settled["compile"]}}))
-    late, plan = is_measured(experiment), plan_of(experiment)
-    settled |= {"seeds": list(experiment.all_seeds), _OVERRIDES: list(overrides), PLAN: None if late else plan}
-    if not write_new(kept, json_bytes(settled)) and not late:  # nothing that a plan could be chosen by was measured yet
-        before = read_json(kept)
-        now = before | ({PLAN: plan} if is_another(before.get(PLAN), plan) else {})
-        now |= {"seeds": settled["seeds"]} if "seeds" in before else {}
-        if now != before:
-            write_json(kept, now)
-    if read_json(kept).get("data_fingerprint") != store.fingerprint:
+    trainer, settings_file = experiment.first_config.trainer, experiment.folder / RESOLVED
+    settings = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED}
+    file_experiment = read_experiment(path, overrides)
+    if timed and not settings_file.exists() and file_experiment.first_config.trainer.compile == "auto":
+        compilation = _compiled(file_experiment, timed(procedure).get((next(iter(file_experiment.sizes)), file_experiment.arms[0].name)))
+        settings["compile"] = compilation.value == "true"
+        print(f"trainer.compile of all runs: {compilation}", flush=True)
+        experiment = replace(experiment, base=merge(experiment.base, {"trainer": {"compile": settings["compile"]}}))
+    measured, plan = is_measured(experiment), plan_of(experiment)
+    settings |= {"seeds": list(experiment.all_seeds), _OVERRIDES: list(overrides), PLAN: None if measured else plan}
+    if not write_new(settings_file, json_bytes(settings)) and not measured:  # no measurement exists that the plan could be chosen by
+        old_settings = read_json(settings_file)
+        new_settings = old_settings | ({PLAN: plan} if is_another(old_settings.get(PLAN), plan) else {})
+        new_settings |= {"seeds": settings["seeds"]} if "seeds" in old_settings else {}
+        if new_settings != old_settings:
+            write_json(settings_file, new_settings)
+    if read_json(settings_file).get("data_fingerprint") != store.fingerprint:
         reason = "the text is not what the first runs were trained on"
-        raise RunError(f"{kept}: {reason}; give the experiment's file another name, or set runs=...")
+        raise RunError(f"{settings_file}: {reason}; give the experiment's file another name, or set runs=...")
     return open_experiment(path, overrides, jobs, True)
 
 
 def other_runs(procedure: Procedure) -> str:
-    """How many ended runs in an experiment's folder are of its arms, rates and seeds but of another configuration than is asked for now, in
-    which keys, and the command that goes on with them; empty if there are none. Arms that start from others are left out, as these tell."""
-    experiment, known = procedure.experiment, {run.config.run_folder for run in procedure.known()}
+    """A note on ended runs in an experiment's folder with its arms, rates and seeds but another configuration; empty if there are none. It
+    gives their number, the keys that differ, and the command that continues them. Arms that start from others are left out: the arms that
+    they start from show the difference."""
+    experiment, known_folders = procedure.experiment, {run.config.run_folder for run in procedure.known()}
     count, differences = 0, list[dict[str, tuple[Plain, Plain]]]()
-    any_rate, number = experiment.any_rate, r"[\d.]+(?:e[+-]\d+)?"
+    any_rate, number_pattern = experiment.any_rate, r"[\d.]+(?:e[+-]\d+)?"
     for size, arm in ((size, arm) for size, arm in experiment.places if not arm.start):
-        keys = experiment.tuned_keys(size, arm, any_rate)  # whose values its folders are named with
-        values = f"-{'_'.join([number] * len(keys))}" if keys else ""
-        name = re.compile(rf"{re.escape(arm.name)}({values})-seed(\d+)-[0-9a-f]{{8}}")
-        by_rate: dict[str, list[tuple[Path, int]]] = {}
+        keys = experiment.tuned_keys(size, arm, any_rate)  # the names of run folders hold their values
+        rate_pattern = f"-{'_'.join([number_pattern] * len(keys))}" if keys else ""
+        name_pattern = re.compile(rf"{re.escape(arm.name)}({rate_pattern})-seed(\d+)-[0-9a-f]{{8}}")
+        runs_by_rate: dict[str, list[tuple[Path, int]]] = {}
         for folder in sorted((experiment.folder / size).glob("*-seed*")):
-            if (match := name.fullmatch(folder.name)) and folder not in known and (folder / CONFIG).is_file():
-                by_rate.setdefault(match[1], []).append((folder, int(match[2])))
-        for at, runs in by_rate.items():
-            own = dict(zip(keys, map(float, filter(None, at[1:].split("_"))), strict=True))
-            every = zip(experiment.tune.keys, coordinates(any_rate), strict=True) if any_rate else ()
-            rate = rate_of(own.get(key, value) for key, value in every) if any_rate else None
+            if (match := name_pattern.fullmatch(folder.name)) and folder not in known_folders and (folder / CONFIG).is_file():
+                runs_by_rate.setdefault(match[1], []).append((folder, int(match[2])))
+        for rate_text, runs in runs_by_rate.items():
+            rate_values = dict(zip(keys, map(float, filter(None, rate_text[1:].split("_"))), strict=True))
+            rate_items = zip(experiment.tune.keys, coordinates(any_rate), strict=True) if any_rate else ()
+            rate = rate_of(rate_values.get(key, value) for key, value in rate_items) if any_rate else None
             configs = [procedure.run(size, arm, "final", rate, seed, {}).config for _, seed in runs]
-            others = [(run[0], config) for run, config in zip(runs, configs, strict=True) if run[0] != config.run_folder]
-            ended, differing = _ended_otherwise(others, experiment.tune.keys)
-            count, differences = count + ended, [*differences, differing] if differing else differences
+            folder_configs = [(run[0], config) for run, config in zip(runs, configs, strict=True) if run[0] != config.run_folder]
+            ended_count, differing_values = _ended_otherwise(folder_configs, experiment.tune.keys)
+            count, differences = count + ended_count, [*differences, differing_values] if differing_values else differences
     if not count:
         return ""
-    shared = {key: pair for key, pair in differences[0].items() if all(pair == each.get(key) for each in differences)}
-    listed = [*(shared or differences[0]).items()][:4]
-    words = ", ".join(f"{key}={shown(theirs)} (asked for: {shown(ours)})" for key, (theirs, ours) in listed)
-    more = ", ..." if len(shared or differences[0]) > 4 else ""
-    given = _overrides_of(experiment, shared if all(each.keys() == shared.keys() for each in differences) else {})
-    remedy = f"; the command that goes on with them: {replace(experiment, overrides=given).command}" if given is not None else ""
-    return f"{count} ended runs here are of another configuration: {words}{more}{remedy}"
+    shared_values = {key: pair for key, pair in differences[0].items() if all(pair == group.get(key) for group in differences)}
+    listed_values = [*(shared_values or differences[0]).items()][:4]
+    words = ", ".join(
+        f"{key}={shown(folder_value)} (asked for: {shown(requested_value)})" for key, (folder_value, requested_value) in listed_values
+    )
+    ellipsis = ", ..." if len(shared_values or differences[0]) > 4 else ""
+    overrides = _overrides_of(experiment, shared_values if all(group.keys() == shared_values.keys() for group in differences) else {})
+    remedy = f"; the command that goes on with them: {replace(experiment, overrides=overrides).command}" if overrides is not None else ""
+    return f"{count} ended runs here are of another configuration: {words}{ellipsis}{remedy}"
 
 
 def _ended_otherwise(runs: list[tuple[Path, Config]], tuned_keys: tuple[str, ...]) -> tuple[int, dict[str, tuple[Plain, Plain]]]:
-    """How many of the folders of one arm's runs at one rate have ended, and the keys in which the first of them differs from the
-    configuration that is asked for in its place: (theirs, the one asked for), null where a key is not set."""
+    """The number of ended runs, and the keys in which the first run differs from its requested configuration; (0, {}) if no run has ended
+    or no key differs.
+
+    Args:
+        runs: the folders of one arm's runs at one rate, each with the requested configuration.
+
+    Returns:
+        The number; and by key the folder's value and the requested value, None where the key is not set.
+    """
     for folder, config in runs:
         plain = parse_yaml((folder / CONFIG).read_bytes(), str(folder / CONFIG))
-        theirs, ours = deciding(plain), deciding(to_plain(config))
-        last = theirs.get("trainer.max_steps")
-        ended = sum(isinstance(last, int) and step_path(run / CHECKPOINTS, last).exists() for run, _ in runs)
-        differing = {
-            key: (theirs.get(key), ours.get(key)) for key in sorted(theirs.keys() | ours.keys()) if theirs.get(key) != ours.get(key)
+        folder_keys, requested_keys = deciding(plain), deciding(to_plain(config))
+        last_step = folder_keys.get("trainer.max_steps")
+        ended_count = sum(isinstance(last_step, int) and step_path(run / CHECKPOINTS, last_step).exists() for run, _ in runs)
+        differing_values = {
+            key: (folder_keys.get(key), requested_keys.get(key))
+            for key in sorted(folder_keys.keys() | requested_keys.keys())
+            if folder_keys.get(key) != requested_keys.get(key)
         }
-        differing = {key: pair for key, pair in differing.items() if key not in tuned_keys}
-        return (ended, differing) if differing and ended else (0, {})
+        differing_values = {key: pair for key, pair in differing_values.items() if key not in tuned_keys}
+        return (ended_count, differing_values) if differing_values and ended_count else (0, {})
     return 0, {}
 
 
-def _overrides_of(experiment: Experiment, differing: dict[str, tuple[Plain, Plain]]) -> tuple[str, ...] | None:
-    """The overrides under which keys have the values that they differ from; without such keys those of the experiment's first start. None
-    if neither says any but those that were given now."""
-    if not differing:
-        kept = experiment.folder / RESOLVED
-        first = convert(list[str], read_json(kept).get(_OVERRIDES)) if kept.exists() else MISSING
-        return None if first is MISSING or tuple(first) == experiment.overrides else tuple(first)
-    given = [override for override in experiment.overrides if override.partition("=")[0] not in differing]
-    return (*given, *(f"{key}={theirs if isinstance(theirs, str) else shown(theirs)}" for key, (theirs, _) in differing.items()))
+def _overrides_of(experiment: Experiment, differing_values: dict[str, tuple[Plain, Plain]]) -> tuple[str, ...] | None:
+    """The overrides that give the keys the folder's values. Without differing keys these are the overrides of the experiment's first start;
+    None if they are unknown, or equal the present ones."""
+    if not differing_values:
+        settings_file = experiment.folder / RESOLVED
+        first_overrides = convert(list[str], read_json(settings_file).get(_OVERRIDES)) if settings_file.exists() else MISSING
+        return None if first_overrides is MISSING or tuple(first_overrides) == experiment.overrides else tuple(first_overrides)
+    overrides = [override for override in experiment.overrides if override.partition("=")[0] not in differing_values]
+    return (*overrides, *(f"{key}={value if isinstance(value, str) else shown(value)}" for key, (value, _) in differing_values.items()))
 
 
-def _wrong(settled: dict[str, Plain]) -> str:
-    """Problems of the settings of a first start, in words; empty if there are none."""
-    if missing := {*SHARED} - settled.keys():
-        return f"has no {', '.join(sorted(missing))}"
-    problems = [Problem(name, settled[name], "is not settled") for name in SHARED if settled[name] in ("auto", None)]
-    build(TrainerConfig, {name: settled[name] for name in SHARED}, "", problems)
-    if "seeds" in settled and convert(list[int], settled["seeds"]) is MISSING:
-        problems.append(Problem("seeds", settled["seeds"], "must be a list of seeds"))
-    if not isinstance(settled.get(PLAN), dict | None):
-        problems.append(Problem(PLAN, settled[PLAN], "must be a map"))
+def _wrong(settings: dict[str, Plain]) -> str:
+    """The first problem of the settings of a first start, in words; empty if there is none."""
+    if missing_names := {*SHARED} - settings.keys():
+        return f"has no {', '.join(sorted(missing_names))}"
+    problems = [Problem(name, settings[name], "is not settled") for name in SHARED if settings[name] in ("auto", None)]
+    build(TrainerConfig, {name: settings[name] for name in SHARED}, "", problems)
+    if "seeds" in settings and convert(list[int], settings["seeds"]) is MISSING:
+        problems.append(Problem("seeds", settings["seeds"], "must be a list of seeds"))
+    if not isinstance(settings.get(PLAN), dict | None):
+        problems.append(Problem(PLAN, settings[PLAN], "must be a map"))
     return str(problems[0]) if problems else ""
 
 
 def _on_this_machine(experiment: Experiment, jobs: int) -> dict[str, Plain]:
-    """Precision, compilation and threads of runs on this machine, `jobs` at a time."""
+    """Precision, compilation and threads of runs on this machine, `jobs` runs at a time."""
     from lm.model.device import gpus_of, resolve_precision
 
     config = experiment.first_config
@@ -183,7 +196,8 @@ def _on_this_machine(experiment: Experiment, jobs: int) -> dict[str, Plain]:
 
 
 def _compiled(experiment: Experiment, seconds: float | None = None) -> "Resolved":
-    """Whether runs are compiled, by all of the baseline in the first size, which share compiled code; `seconds`: of each, if known."""
+    """Whether runs are compiled, by the cost of all runs of the baseline in the first size, which share compiled code. `seconds`: the
+    duration of a run; None: unknown."""
     from lm.model.device import gpus_of, resolve_compile  # torch takes seconds to import
 
     config, tune = experiment.first_config, experiment.tune
@@ -196,86 +210,103 @@ def _compiled(experiment: Experiment, seconds: float | None = None) -> "Resolved
 
 
 def plan_of(experiment: Experiment) -> dict[str, Plain]:
-    """The plan of an experiment as it is settled now: primary metric, what it is measured on, tuning, looks, and a hash of each arm's
-    configuration, by size."""
+    """The present plan of an experiment: primary metric, options of its evaluation, tuning, looks, and a hash of each arm's configuration,
+    by size."""
     arms = {size: {arm.name: _hash(experiment, size, arm) for arm in experiment.arms} for size in experiment.sizes}
-    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    primary = {key: value for key, value in vars(experiment.primary).items() if key != "spread"}  # which the plan's power alone is from
-    measured = {size: _measured(experiment, size) for size in experiment.sizes}
+    timestamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    primary = {key: value for key, value in vars(experiment.primary).items() if key != "spread"}  # only the plan's power depends on it
+    evaluation_options = {size: _measured(experiment, size) for size in experiment.sizes}
     tune = dict(vars(experiment.tune))
-    return {"at": at, "primary": primary, "measured": measured, "tune": tune, "looks": experiment.looks, "arms": arms}
+    return {"at": timestamp, "primary": primary, "measured": evaluation_options, "tune": tune, "looks": experiment.looks, "arms": arms}
 
 
 def _measured(experiment: Experiment, size: str) -> dict[str, Plain]:
-    """The options of the evaluation that gives the primary metric, of the baseline."""
+    """The options of the evaluation that gives the baseline's primary metric."""
     config = experiment.config(size, experiment.arms[0], 0, None, {"name": "any"})
     return experiment.evaluated(config).eval.asked(kind_of_metric(experiment.primary.metric))
 
 
 def _hash(experiment: Experiment, size: str, arm: Arm) -> str:
-    config = config_hash(experiment.config(size, arm, 0, None, {"name": "any"}))
+    digest = config_hash(experiment.config(size, arm, 0, None, {"name": "any"}))
     step = () if arm.step is None else (arm.step,)
-    return " ".join(map(str, (config, *((f"from {arm.start}", arm.swap, arm.trained, *step) if arm.start else ()))))
+    return " ".join(map(str, (digest, *((f"from {arm.start}", arm.swap, arm.trained, *step) if arm.start else ()))))
 
 
 def is_measured(experiment: Experiment) -> bool:
-    """True if anything of a final run was measured in the experiment's folder, of whatever configuration."""
-    configs = (path for pattern in (f"*/{CONFIG}", f"*/*/{CONFIG}") for path in experiment.folder.glob(pattern))
-    return any(any((config.parent / EVALUATIONS).glob("*.json")) and b"stage: final" in config.read_bytes() for config in configs)
+    """Whether a final run, of any configuration, was measured in the experiment's folder."""
+    config_paths = (path for pattern in (f"*/{CONFIG}", f"*/*/{CONFIG}") for path in experiment.folder.glob(pattern))
+    return any(
+        any((config_path.parent / EVALUATIONS).glob("*.json")) and b"stage: final" in config_path.read_bytes()
+        for config_path in config_paths
+    )
 
 
-def is_another(plan: dict[str, Plain] | None, now: dict[str, Plain]) -> bool:
-    """True if a plan is known and differs from the one now in more than its time."""
-    return bool(plan) and {**plan, "at": now["at"]} != now
+def is_another(plan: dict[str, Plain] | None, current_plan: dict[str, Plain]) -> bool:
+    """Whether a plan is known and differs from the current plan in more than its time."""
+    return bool(plan) and {**plan, "at": current_plan["at"]} != current_plan
 
 
-def departures(experiment: Experiment, settled: dict[str, Plain] | None) -> tuple[Departure, ...]:
-    """Changes since the plan in `settled`, the content of RESOLVED (None: there is no such file); nothing before final runs were
-    measured. Raises RunError: it holds something else."""
-    now = plan_of(experiment)
-    plan = (settled or {}).get(PLAN)
-    if (plan and not is_another(plan, now)) or not is_measured(experiment):
+def departures(experiment: Experiment, settings: dict[str, Plain] | None) -> tuple[Departure, ...]:
+    """Changes since the recorded plan; none before a final run was measured.
+
+    Args:
+        settings: the content of RESOLVED; None: there is no such file.
+
+    Raises:
+        RunError: the recorded plan is damaged.
+    """
+    current_plan = plan_of(experiment)
+    plan = (settings or {}).get(PLAN)
+    if (plan and not is_another(plan, current_plan)) or not is_measured(experiment):
         return ()
-    if settled is not None and PLAN not in settled:
+    if settings is not None and PLAN not in settings:
         return (Departure(f"{RESOLVED} is of an earlier version, which did not record primary metric and arms", exploratory=False),)
     if plan is None:
         return (Departure(f"what was planned before the first run is not known: {RESOLVED} was not there when final runs were"),)
     try:
-        at, changes = plan["at"], []
+        plan_time, changes = plan["at"], []
         for block, exploratory in (("primary", True), ("tune", False)):
-            for key, value in now[block].items():
+            for key, value in current_plan[block].items():
                 if key in plan[block] and plan[block][key] != value:
-                    words = f"{block}.{key} was {shown(plan[block][key])} when it was settled ({at}), it is {shown(value)}"
+                    words = f"{block}.{key} was {shown(plan[block][key])} when it was settled ({plan_time}), it is {shown(value)}"
                     changes.append(Departure(words, exploratory))
         for size, options in plan.get("measured", {}).items():
-            for name, value in now["measured"].get(size, options).items():
-                if not _extends(value, then := options.get(name)):
-                    words = f"its {name} was {shown(then)} when it was settled ({at}), it is {shown(value)}"
+            for name, value in current_plan["measured"].get(size, options).items():
+                if not _extends(value, planned_value := options.get(name)):
+                    words = f"its {name} was {shown(planned_value)} when it was settled ({plan_time}), it is {shown(value)}"
                     changes.append(Departure(f"what {experiment.primary.metric} is measured on: {words}"))
-        if (looks := plan.get("looks", now["looks"])) != now["looks"]:
-            words = f"the number of looks was {looks} when it was settled ({at}), it is {now['looks']} (more_seeds)"
+        if (looks := plan.get("looks", current_plan["looks"])) != current_plan["looks"]:
+            words = f"the number of looks was {looks} when it was settled ({plan_time}), it is {current_plan['looks']} (more_seeds)"
             changes.append(Departure(words))
-        return tuple(changes + _changed_arms(plan["arms"], now["arms"], experiment.arms[0].name, at))
+        return tuple(changes + _changed_arms(plan["arms"], current_plan["arms"], experiment.arms[0].name, plan_time))
     except (KeyError, TypeError, AttributeError):
         raise RunError(f"{experiment.folder / RESOLVED}: its `{PLAN}` is damaged; bring it back") from None
 
 
-def _extends(now: Plain, then: Plain) -> bool:
-    """Whether a value is as it was, or a list that holds all that it held: what is measured beside a metric doesn't change it."""
-    return now == then or (isinstance(now, list) and isinstance(then, list) and all(value in now for value in then))
+def _extends(value: Plain, planned_value: Plain) -> bool:
+    """Whether a value equals the planned value, or is a list that holds all of the planned list: further measurements do not change a
+    metric."""
+    return value == planned_value or (
+        isinstance(value, list) and isinstance(planned_value, list) and all(element in value for element in planned_value)
+    )
 
 
-def _changed_arms(before: dict[str, dict[str, str]], now: dict[str, dict[str, str]], baseline: str, at: str) -> list[Departure]:
-    """Arms that were added, left out, or changed; what concerns the baseline, or makes the family smaller, concerns all."""
+def _changed_arms(
+    planned_arms: dict[str, dict[str, str]], current_arms: dict[str, dict[str, str]], baseline: str, plan_time: str
+) -> list[Departure]:
+    """Departures for arms that were added, left out, or changed. A change of the baseline, or a smaller family of comparisons, concerns all
+    arms."""
     changes = []
-    places = {(size, arm): None for plan in (before, now) for size, arms in plan.items() for arm in arms}
+    places = {(size, arm): None for arms_by_size in (planned_arms, current_arms) for size, arms in arms_by_size.items() for arm in arms}
     for size, arm in places:
-        then, today = before.get(size, {}).get(arm), now.get(size, {}).get(arm)
-        if then != today:
-            what = "was added" if then is None else "is left out" if today is None else "has another configuration"
-            for_all = today is None or arm == baseline
+        planned_hash, current_hash = planned_arms.get(size, {}).get(arm), current_arms.get(size, {}).get(arm)
+        if planned_hash != current_hash:
+            change = "was added" if planned_hash is None else "is left out" if current_hash is None else "has another configuration"
+            concerns_all = current_hash is None or arm == baseline
             name = ", ".join(filter(None, (arm, size)))
-            changes.append(Departure(f"arm {name} {what} since the arms were settled ({at})", place=None if for_all else (size, arm)))
-    if next(iter(before.values()), {}) and next(iter(next(iter(before.values())))) != baseline:
-        changes.append(Departure(f"the baseline is another since the arms were settled ({at})"))
+            changes.append(
+                Departure(f"arm {name} {change} since the arms were settled ({plan_time})", place=None if concerns_all else (size, arm))
+            )
+    if next(iter(planned_arms.values()), {}) and next(iter(next(iter(planned_arms.values())))) != baseline:
+        changes.append(Departure(f"the baseline is another since the arms were settled ({plan_time})"))
     return changes

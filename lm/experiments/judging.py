@@ -1,4 +1,4 @@
-"""The verdicts of docs/statistics.md on runs, whoever trained them."""
+"""Verdicts on runs as docs/statistics.md defines them, whoever trained the runs."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -15,7 +15,7 @@ from lm.statistics.learned import LearnedCounts, clopper_pearson, factor, has_le
 from lm.statistics.tuning import Rate, rate_cell, rate_words
 from lm.statistics.verdicts import FEWEST_SEEDS, MOST_SEEDS, POWER, Comparison, Verdict, power, seeds_needed, verdicts
 
-INTERVALS = ("difference", "factor", "alone")  # of a line: their ends have columns even where there are none
+INTERVALS = ("difference", "factor", "alone")  # intervals of a line: the columns of their ends exist even if all are empty
 Place = tuple[str, str]  # size and arm
 Pair = tuple[Rate | None, Rate | None]  # the rates of an arm and of the baseline
 
@@ -26,9 +26,9 @@ class JudgedRun:
 
     Attributes:
         state: finished, unfinished or diverged.
-        note: how it diverged, or of a finished run that it did not learn, in words.
+        note: how the run diverged, or that the finished run did not learn, in words.
         values, weights: (units,) the metric of each unit, or one number of the whole run, such as the tokens of `primary.reach`.
-        groups: (units,) documents; None: not of documents.
+        groups: (units,) the document of each unit; None: the units are not parts of documents.
     """
 
     arm: str
@@ -44,11 +44,11 @@ class JudgedRun:
 
     @cached_property
     def value(self) -> float:
-        """The weighted mean over units; infinite of a run that has not finished."""
+        """The weighted mean over units; infinite if the run has not finished."""
         return float(np.average(self.values, weights=self.weights)) if self.state == "finished" else math.inf
 
 
-ByRate = dict[Rate | None, list[JudgedRun]]  # runs of an arm by seed, at each rate; first the one that tuning chose
+ByRate = dict[Rate | None, list[JudgedRun]]  # runs of an arm by seed, at each rate; the rate that tuning chose comes first
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,17 +56,17 @@ class Judged:
     """A question, the runs that answer it, and their verdicts.
 
     Attributes:
-        primary: the metric, which direction is better, and the smallest difference of interest.
-        arms: their names, the baseline first.
-        seeds: planned for each arm.
-        rates: by size, the rate that each arm is judged at; an arm without one is not tuned. None: not known yet.
-        runs: by size and arm; every arm has every seed at each of its rates.
-        every: rates were chosen by another metric (`lm.statistics.verdicts.Comparison`).
-        looks: how often the data may be judged.
-        sources: by arm that starts from the weights of others, their names.
-        exploratory: sizes and arms whose verdicts are exploratory.
-        key: heading of the rates.
-        measured_on: heading of the means.
+        primary: the metric, the direction that is better, and the smallest difference of interest.
+        arms: the names of the arms, the baseline first.
+        seeds: the seeds that are planned for each arm.
+        rates: the rate at which each arm is judged, by size; an arm without a rate is not tuned. None: not known yet.
+        runs: the runs by size and arm; every arm has every seed at each of its rates.
+        every: whether rates were chosen by another metric than the one that is compared (`lm.statistics.verdicts.Comparison`).
+        looks: the number of times that the data may be judged.
+        sources: the names of the arms whose weights an arm starts from, by that arm.
+        exploratory: the sizes and arms whose verdicts are exploratory.
+        key: the heading of the rates.
+        measured_on: the heading of the means.
     """
 
     primary: Primary
@@ -83,213 +83,246 @@ class Judged:
 
     @property
     def places(self) -> list[Place]:
-        """Each size with each arm but the baseline."""
+        """All pairs of a size and an arm other than the baseline."""
         return [*product(self.rates, self.arms[1:])]
 
     @property
     def alpha(self) -> float:
-        """The level of one comparison at one look, at which all hold together with 95 %."""
+        """The error level of one comparison at one look, at which all comparisons together hold with 95 %."""
         return ALPHA / max(1, len(self.places)) / self.looks
 
     @cached_property
     def verdicts(self) -> dict[Place, Verdict]:
-        """The verdict on each arm but the baseline, in each size; with `primary.reach` the interval is of the factor."""
+        """The verdict on each arm except the baseline, in each size; with `primary.reach`, its interval is that of a factor."""
         primary = self.primary
         if primary.learned is not None:
-            judged = learned_verdicts({place: self.counted(*place) for place in self.places}, self.looks)
+            results = learned_verdicts({place: self.counted(*place) for place in self.places}, self.looks)
         else:
             ratio = primary.reach is not None
-            judged = verdicts(self.comparisons, primary.matters, ratio, self.looks)
+            results = verdicts(self.comparisons, primary.matters, ratio, self.looks)
             if ratio:
-                judged = {place: replace(each, interval=factor(each.interval), alone=factor(each.alone)) for place, each in judged.items()}
+                results = {
+                    place: replace(verdict, interval=factor(verdict.interval), alone=factor(verdict.alone))
+                    for place, verdict in results.items()
+                }
         return {
-            place: replace(each, exploratory=place in self.exploratory, reason=each.reason + self._not_learned(*place))
-            for place, each in judged.items()
+            place: replace(verdict, exploratory=place in self.exploratory, reason=verdict.reason + self._not_learned(*place))
+            for place, verdict in results.items()
         }
 
     @cached_property
     def comparisons(self) -> dict[Place, Comparison]:
-        """The comparison that runs so far give of each arm against the baseline, in each size."""
+        """The comparison of each arm with the baseline, in each size, by the runs so far."""
         return {place: self._compared(*place) for place in self.places}
 
     def judged_runs(self, size: str, arm: str) -> list[JudgedRun]:
-        """The runs of an arm at the rate that it is judged at, by seed; none where it has no rate."""
+        """The runs of an arm, by seed, at the rate at which it is judged; empty if the arm has no rate."""
         rates = self.rates[size] or {}
         return self.runs[size, arm][rates[arm]] if arm in rates else []
 
     def _compared(self, size: str, arm: str) -> Comparison:
         rates, primary = self.rates[size], self.primary
-        planned, base, reach = len(self.seeds), self.arms[0], primary.reach is not None
-        if rates is None or not {arm, base} <= rates.keys():
-            return Comparison((), tuned=rates is None, planned=planned)
-        at, (ours, theirs) = (rates[arm], rates[base]), self._paired(size, arm)
-        tried = ours.keys()
-        decisive = _decisive(at, ours, theirs)
-        begun = any(run.arm == arm and run.ended for run in decisive)  # else a baseline that diverged says nothing of the arm
-        diverged = [run for run in decisive if begun and run.state == "diverged"]
-        why = "; ".join(run.note for run in diverged[:3]) + ("; ..." if len(diverged) > 3 else "")
-        if diverged:  # nothing can be claimed: what there is at the rates that are judged is shown
-            ours, theirs = {at[0]: ours[at[0]]}, {at[1]: theirs[at[1]]}
+        seed_count, baseline, counts_tokens = len(self.seeds), self.arms[0], primary.reach is not None
+        if rates is None or not {arm, baseline} <= rates.keys():
+            return Comparison((), tuned=rates is None, planned=seed_count)
+        pair, (arm_runs, baseline_runs) = (rates[arm], rates[baseline]), self._paired(size, arm)
+        arm_rates = arm_runs.keys()
+        decisive_runs = _decisive(pair, arm_runs, baseline_runs)
+        has_begun = any(run.arm == arm and run.ended for run in decisive_runs)  # before, a baseline that diverged says nothing of the arm
+        diverged_runs = [run for run in decisive_runs if has_begun and run.state == "diverged"]
+        reason = "; ".join(run.note for run in diverged_runs[:3]) + ("; ..." if len(diverged_runs) > 3 else "")
+        if diverged_runs:  # nothing can be claimed: the runs at the judged rates are shown
+            arm_runs, baseline_runs = {pair[0]: arm_runs[pair[0]]}, {pair[1]: baseline_runs[pair[1]]}
         else:
-            ours, theirs = _usable(ours, at[0], reach), _usable(theirs, at[1], reach)
-        by_seed = zip(*ours.values(), *theirs.values(), strict=True)
-        seeds = [seed for seed, runs in enumerate(by_seed) if all(run.state == "finished" for run in runs)]
-        ours, theirs = ({rate: [runs[seed] for seed in seeds] for rate, runs in by_rate.items()} for by_rate in (ours, theirs))
-        unreached, over_documents = "", None
-        shared = None if arm in self.sources or diverged else sum(rate in tried for rate in theirs) or None  # each has rates of its own
-        by_rates = _differences(ours, theirs, lambda run: log_tokens(run.value) if reach else run.value)
-        if reach:
-            unreached = self._unreached([run for by_rate in (ours, theirs) for runs in by_rate.values() for run in runs])
+            arm_runs, baseline_runs = _usable(arm_runs, pair[0], counts_tokens), _usable(baseline_runs, pair[1], counts_tokens)
+        runs_by_seed = zip(*arm_runs.values(), *baseline_runs.values(), strict=True)
+        seeds = [seed for seed, runs in enumerate(runs_by_seed) if all(run.state == "finished" for run in runs)]
+        arm_runs, baseline_runs = (
+            {rate: [runs[seed] for seed in seeds] for rate, runs in runs_by_rate.items()} for runs_by_rate in (arm_runs, baseline_runs)
+        )
+        unreached_words, document_interval = "", None
+        # Without shared rates, all rates of the baseline count.
+        shared_count = None if arm in self.sources or diverged_runs else sum(rate in arm_rates for rate in baseline_runs) or None
+        differences = _differences(arm_runs, baseline_runs, lambda run: log_tokens(run.value) if counts_tokens else run.value)
+        if counts_tokens:
+            unreached_words = self._unreached(
+                [run for runs_by_rate in (arm_runs, baseline_runs) for runs in runs_by_rate.values() for run in runs]
+            )
         elif seeds:
-            first = next(iter(ours.values()))[0]
-            values = _differences(ours, theirs, lambda run: run.values) if first.groups is not None else None
-            over_documents = None if values is None else over_seeds_and_documents(values, first.weights, first.groups)
-        higher = not reach and primary.better == "higher"
+            first_run = next(iter(arm_runs.values()))[0]
+            unit_differences = _differences(arm_runs, baseline_runs, lambda run: run.values) if first_run.groups is not None else None
+            document_interval = (
+                None if unit_differences is None else over_seeds_and_documents(unit_differences, first_run.weights, first_run.groups)
+            )
+        higher_is_better = not counts_tokens and primary.better == "higher"
         return Comparison(
-            by_rates, ([*ours].index(at[0]), [*theirs].index(at[1])), len(diverged), shared, self.every, higher, planned=planned,
-            why=why, over_documents=over_documents, unreached=unreached,
+            differences, ([*arm_runs].index(pair[0]), [*baseline_runs].index(pair[1])), len(diverged_runs), shared_count, self.every,
+            higher_is_better, planned=seed_count, why=reason, over_documents=document_interval, unreached=unreached_words,
         )  # fmt: skip
 
     def counted(self, size: str, arm: str) -> LearnedCounts:
-        """How many of the runs so far have learned, of an arm and of the baseline."""
-        rates, planned, base, primary = self.rates[size], len(self.seeds), self.arms[0], self.primary
-        if rates is None or not {arm, base} <= rates.keys():
-            return LearnedCounts([(0, 0)], 0, tuned=rates is None, planned=planned)
-        at, (ours, theirs) = (rates[arm], rates[base]), self._paired(size, arm)
-        by_seed = zip(*ours.values(), *theirs.values(), strict=True)
-        seeds = [seed for seed, runs in enumerate(by_seed) if all(run.ended for run in runs)]
+        """The numbers of runs so far that have learned, of an arm and of the baseline."""
+        rates, seed_count, baseline, primary = self.rates[size], len(self.seeds), self.arms[0], self.primary
+        if rates is None or not {arm, baseline} <= rates.keys():
+            return LearnedCounts([(0, 0)], 0, tuned=rates is None, planned=seed_count)
+        pair, (arm_runs, baseline_runs) = (rates[arm], rates[baseline]), self._paired(size, arm)
+        runs_by_seed = zip(*arm_runs.values(), *baseline_runs.values(), strict=True)
+        seeds = [seed for seed, runs in enumerate(runs_by_seed) if all(run.ended for run in runs)]
 
         def learned(runs: list[JudgedRun]) -> int:
             return sum(has_learned(runs[seed].value, primary.learned, primary.better) for seed in seeds)
 
-        pairs = [(learned(ours[rate]), learned(theirs[other])) for rate, other in (at, *product(ours, theirs))]
-        diverged = sum(run.state == "diverged" for run in _decisive(at, ours, theirs))
-        return LearnedCounts(pairs, len(seeds), diverged, planned=planned)
+        pairs = [
+            (learned(arm_runs[arm_rate]), learned(baseline_runs[baseline_rate]))
+            for arm_rate, baseline_rate in (pair, *product(arm_runs, baseline_runs))
+        ]
+        diverged_count = sum(run.state == "diverged" for run in _decisive(pair, arm_runs, baseline_runs))
+        return LearnedCounts(pairs, len(seeds), diverged_count, planned=seed_count)
 
     def _paired(self, size: str, arm: str) -> tuple[ByRate, ByRate]:
-        """The runs of an arm and of the baseline at each of their rates. If the arm's weights come from the baseline, that has one rate:
-        what is compared is what became of the same runs. The baseline's rates that the arm has, too, come first."""
-        base = self.arms[0]
-        sources, ours, theirs = self.sources.get(arm), self.runs[size, arm], self.runs[size, base]
+        """The runs of an arm and of the baseline at each of their rates. If the arm's weights come from the baseline, the baseline has one
+        rate: the arm's runs continue its runs at that rate. The baseline's rates that the arm has, too, come first."""
+        baseline = self.arms[0]
+        sources, arm_runs, baseline_runs = self.sources.get(arm), self.runs[size, arm], self.runs[size, baseline]
         if sources is None:
-            return ours, {rate: theirs[rate] for rate in sorted(theirs, key=lambda rate: rate not in ours)}
-        rate = self.rates[size][base]
-        return ours, {rate: theirs[rate]} if base in sources else theirs
+            return arm_runs, {rate: baseline_runs[rate] for rate in sorted(baseline_runs, key=lambda rate: rate not in arm_runs)}
+        rate = self.rates[size][baseline]
+        return arm_runs, {rate: baseline_runs[rate]} if baseline in sources else baseline_runs
 
     def _not_learned(self, size: str, arm: str) -> str:
-        """The runs of an arm and of the baseline that have finished and did not learn, in words to follow a reason; empty if all did."""
-        by_seed = zip(*filter(None, (self.judged_runs(size, name) for name in (self.arms[0], arm))), strict=True)
-        lost = [run.note for runs in by_seed for run in runs if run.state == "finished" and run.note]
-        return f"; did not learn: {'; '.join(lost[:3])}{'; ...' if len(lost) > 3 else ''}" if lost else ""
+        """The finished runs of an arm and of the baseline that did not learn, in words that follow a reason; empty if all have learned."""
+        runs_by_seed = zip(*filter(None, (self.judged_runs(size, name) for name in (self.arms[0], arm))), strict=True)
+        notes = [run.note for runs in runs_by_seed for run in runs if run.state == "finished" and run.note]
+        return f"; did not learn: {'; '.join(notes[:3])}{'; ...' if len(notes) > 3 else ''}" if notes else ""
 
     def _unreached(self, runs: list[JudgedRun]) -> str:
-        """How many runs of each arm have no number of tokens, in words; empty if all have one."""
+        """The number of runs of each arm that never reached the level, or had reached it at the first evaluation, in words; empty if there
+        are none."""
         primary, words, runs = self.primary, [], [*dict.fromkeys(runs)]
         for arm in dict.fromkeys(run.arm for run in runs):
             tokens = [run.value for run in runs if run.arm == arm]
-            if never := sum(number == math.inf for number in tokens):
-                words.append(f"{never} of {len(tokens)} runs of {arm} did not reach {primary.metric} {primary.reach:g}")
-            if early := sum(number == 0 for number in tokens):
-                words.append(f"{early} of {len(tokens)} runs of {arm} had reached {primary.reach:g} at the first evaluation")
+            if unreached_count := sum(number == math.inf for number in tokens):
+                words.append(f"{unreached_count} of {len(tokens)} runs of {arm} did not reach {primary.metric} {primary.reach:g}")
+            if early_count := sum(number == 0 for number in tokens):
+                words.append(f"{early_count} of {len(tokens)} runs of {arm} had reached {primary.reach:g} at the first evaluation")
         return "; ".join(words)
 
     def lines(self) -> list[dict[str, Plain]]:
-        """One entry for each size and arm: rate, finished runs, mean of the primary metric over the seeds that all arms have finished, and
-        at each rate of an arm that has several; verdict, and the difference with its interval over seeds and that over seeds and documents.
-        With `primary.reach` geometric means of tokens over the runs that `reached` it, and factors in place of differences; if runs learn
-        or don't, how many `learned` of those that `ended`, and the fraction's interval."""
+        """One entry for each size and arm: rate, number of finished runs, means of the primary metric, verdict, difference and intervals.
+
+        The mean is over the seeds that all arms have finished. An arm with several rates has a mean at each rate, too. A difference has an
+        interval over seeds, and one over seeds and documents. With `primary.reach`, means are geometric, of tokens over the runs that
+        `reached` it, and factors replace differences. With `primary.learned`, an entry has the number of `learned` runs among those that
+        `ended`, and the interval of the fraction.
+        """
         return [self._line(size, arm, self.common(size)) for size in self.rates for arm in self.arms]
 
     def common(self, size: str) -> list[bool]:
-        """By seed, whether all arms that have finished any seed have finished this one: means are over these."""
-        finished = [[run.state == "finished" for run in self.judged_runs(size, arm)] for arm in self.arms]
-        return np.all([seeds for seeds in finished if any(seeds)] or [[False] * len(self.seeds)], axis=0).tolist()
+        """Whether all arms that have finished any seed have finished this seed, for each seed; means are over the seeds where they have."""
+        finished_flags = [[run.state == "finished" for run in self.judged_runs(size, arm)] for arm in self.arms]
+        return np.all([flags for flags in finished_flags if any(flags)] or [[False] * len(self.seeds)], axis=0).tolist()
 
     @property
     def leaves_out(self) -> bool:
-        """Whether a finished run is in no mean, as another arm has not finished its seed."""
+        """Whether a finished run is in no mean because another arm has not finished its seed."""
         return any(
-            run.state == "finished" and not has
+            run.state == "finished" and not is_common
             for size, arm in product(self.rates, self.arms)
-            for run, has in zip(self.judged_runs(size, arm), self.common(size), strict=False)
+            for run, is_common in zip(self.judged_runs(size, arm), self.common(size), strict=False)
         )
 
-    def _line(self, size: str, arm: str, common: list[bool]) -> dict[str, Plain]:
-        """The line of an arm; `common`: the seeds that its mean is over."""
+    def _line(self, size: str, arm: str, common_seeds: list[bool]) -> dict[str, Plain]:
+        """The line of an arm. `common_seeds`: whether the mean includes a seed, by seed."""
         primary, runs = self.primary, self.judged_runs(size, arm)
-        reach, by_rate = primary.reach is not None, self.runs[size, arm]
+        counts_tokens, runs_by_rate = primary.reach is not None, self.runs[size, arm]
         values = [run.value for run in runs if run.state == "finished"]
         line: dict[str, Plain] = {
             "size": size, "arm": arm, "rate": rate_cell((self.rates[size] or {}).get(arm)),
             "runs": len(values), "of": len(self.seeds),
-            "mean": _mean([run.value for run, has in zip(runs, common, strict=False) if has and run.state == "finished"], reach),
+            "mean": _mean(
+                [run.value for run, is_common in zip(runs, common_seeds, strict=False) if is_common and run.state == "finished"],
+                counts_tokens,
+            ),
         }  # fmt: skip
-        if len(by_rate) > 1:
+        if len(runs_by_rate) > 1:
             line["means_by_rate"] = {
-                rate_words(rate): _mean([run.value for run in tried if run.ended], reach) for rate, tried in by_rate.items()
+                rate_words(rate): _mean([run.value for run in rate_runs if run.ended], counts_tokens)
+                for rate, rate_runs in runs_by_rate.items()
             }
-        line |= {"reached": sum(map(math.isfinite, values))} if reach else {}
+        line |= {"reached": sum(map(math.isfinite, values))} if counts_tokens else {}
         if primary.learned is not None:
-            learned, ended = sum(has_learned(value, primary.learned, primary.better) for value in values), sum(run.ended for run in runs)
-            line |= {"learned": learned, "ended": ended, "fraction_learned": finite(clopper_pearson(learned, ended))}
+            learned_count, ended_count = (
+                sum(has_learned(value, primary.learned, primary.better) for value in values),
+                sum(run.ended for run in runs),
+            )
+            line |= {
+                "learned": learned_count,
+                "ended": ended_count,
+                "fraction_learned": finite(clopper_pearson(learned_count, ended_count)),
+            }
         if arm != self.arms[0]:
             verdict = self.verdicts[size, arm]
             line |= {"verdict": verdict.label, "words": verdict.words, "reason": verdict.reason}
-            line |= {"factor" if reach else "difference": finite(verdict.interval)}
+            line |= {"factor" if counts_tokens else "difference": finite(verdict.interval)}
             line |= {"alone": finite(verdict.alone), "over_seeds_and_documents": finite(verdict.over_documents)}
             line |= {"p": verdict.p, "p_exact": verdict.p_exact}
             line["seeds_needed"] = verdict.seeds_needed and [*verdict.seeds_needed]
         return line
 
-    def power(self, planned: int) -> Iterator[str]:
-        """The chance that so many seeds find a difference that matters, loudly where that is less likely than not: by the spread of the
-        differences that have been measured, else by the one that is expected."""
-        primary, reach = self.primary, self.primary.reach is not None
+    def power(self, seed_count: int) -> Iterator[str]:
+        """Sentences on the probability that `seed_count` seeds find a difference that matters, with a warning if it is below 0.5. The
+        spread is that of the measured differences, else the expected `primary.spread`."""
+        primary, counts_tokens = self.primary, self.primary.reach is not None
         if primary.learned is not None:
             return
-        measured = [each.differences for (size, _), each in self.comparisons.items() if self.rates[size] is not None]
-        measured = [differences for differences in measured if len(differences) > 1 and np.isfinite(differences).all()]
+        seed_differences = [comparison.differences for (size, _), comparison in self.comparisons.items() if self.rates[size] is not None]
+        seed_differences = [differences for differences in seed_differences if len(differences) > 1 and np.isfinite(differences).all()]
         spread, source = primary.spread, "primary.spread"
-        if measured:
-            degrees = [len(differences) - 1 for differences in measured]
-            spread = math.sqrt(np.average([np.var(differences, ddof=1) for differences in measured], weights=degrees))
+        if seed_differences:
+            degrees = [len(differences) - 1 for differences in seed_differences]
+            spread = math.sqrt(np.average([np.var(differences, ddof=1) for differences in seed_differences], weights=degrees))
             source = "the seeds that have ended"
         if spread is None:
             yield "power: not known before seeds have ended, as the file expects no primary.spread"
             return
-        margin = math.log1p(primary.matters) if reach else primary.matters
-        what = f"a factor of {1 + primary.matters:g}" if reach else f"a difference of {primary.matters:g}"
-        chance = power(planned, spread, margin, self.alpha) if planned >= FEWEST_SEEDS else 0.0
-        yield f"power: {planned} seeds find {what} with probability {chance:.2f}, by a spread of {spread:.2g} ({source})"
+        margin = math.log1p(primary.matters) if counts_tokens else primary.matters
+        effect = f"a factor of {1 + primary.matters:g}" if counts_tokens else f"a difference of {primary.matters:g}"
+        chance = power(seed_count, spread, margin, self.alpha) if seed_count >= FEWEST_SEEDS else 0.0
+        yield f"power: {seed_count} seeds find {effect} with probability {chance:.2f}, by a spread of {spread:.2g} ({source})"
         if chance < 0.5:
-            needed = seeds_needed(spread, margin, self.alpha) or f"more than {MOST_SEEDS}"
-            remedy = f"probability {POWER:g} takes {needed} seeds: add seeds, or ask about a larger difference"
+            needed_seeds = seeds_needed(spread, margin, self.alpha) or f"more than {MOST_SEEDS}"
+            remedy = f"probability {POWER:g} takes {needed_seeds} seeds: add seeds, or ask about a larger difference"
             yield f"LOW POWER: the experiment will more likely than not leave such a difference undecided; {remedy}"
 
 
-def _decisive(at: Pair, ours: ByRate, theirs: ByRate) -> list[JudgedRun]:
-    """The runs without which nothing can be said: at the rates that are judged, and at those that tuning chose."""
-    return list(dict.fromkeys((*ours[at[0]], *theirs[at[1]], *next(iter(ours.values())), *next(iter(theirs.values())))))
+def _decisive(pair: Pair, arm_runs: ByRate, baseline_runs: ByRate) -> list[JudgedRun]:
+    """The runs that every claim needs: those at the judged rates, and those at the rates that tuning chose."""
+    return list(
+        dict.fromkeys((*arm_runs[pair[0]], *baseline_runs[pair[1]], *next(iter(arm_runs.values())), *next(iter(baseline_runs.values()))))
+    )
 
 
-def _usable(runs: ByRate, judged: Rate | None, reach: bool) -> ByRate:
-    """Without the other rates at which one of the runs diverged, or never reached the level: they can't be an arm's best."""
+def _usable(runs: ByRate, judged_rate: Rate | None, counts_tokens: bool) -> ByRate:
+    """The runs without those rates at which a run diverged or never reached the level: they can't be an arm's best. The judged rate and the
+    rate that tuning chose stay."""
 
     def lost(run: JudgedRun) -> bool:
-        return run.state == "diverged" or (reach and run.state == "finished" and run.value == math.inf)
+        return run.state == "diverged" or (counts_tokens and run.state == "finished" and run.value == math.inf)
 
-    return {rate: some for rate, some in runs.items() if rate in (judged, next(iter(runs))) or not any(map(lost, some))}
+    return {rate: rate_runs for rate, rate_runs in runs.items() if rate in (judged_rate, next(iter(runs))) or not any(map(lost, rate_runs))}
 
 
-def _differences(ours: ByRate, theirs: ByRate, value: Callable[[JudgedRun], float | np.ndarray]) -> np.ndarray:
-    """Arm minus baseline at each pair of rates, (the arm's rates, the baseline's, seeds, and the shape of a run's value)."""
-    mine, others = (np.array([[value(run) for run in runs] for runs in by_rate.values()]) for by_rate in (ours, theirs))
+def _differences(arm_runs: ByRate, baseline_runs: ByRate, value_of: Callable[[JudgedRun], float | np.ndarray]) -> np.ndarray:
+    """Arm minus baseline at each pair of rates: (arm rates, baseline rates, seeds), followed by the shape of a run's value."""
+    arm_values, baseline_values = (
+        np.array([[value_of(run) for run in runs] for runs in runs_by_rate.values()]) for runs_by_rate in (arm_runs, baseline_runs)
+    )
     with np.errstate(invalid="ignore"):
-        return mine[:, None] - others
+        return arm_values[:, None] - baseline_values
 
 
 def _mean(values: list[float], geometric: bool) -> float | None:
-    """The arithmetic or geometric mean; None without values, or where one is not finite (of a geometric one, or 0)."""
+    """The arithmetic or geometric mean; None without values, if a value is not finite, or if a value of a geometric mean is 0."""
     if not values or not np.isfinite(values).all() or (geometric and not all(values)):
         return None
     return float(np.exp(np.mean(np.log(values)))) if geometric else float(np.mean(values))

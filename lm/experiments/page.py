@@ -1,4 +1,4 @@
-"""One page of one or several experiments: question and verdict first, then all that they rest on, in tables, pictures and words."""
+"""One page of one or several experiments: question and verdicts first, then tables, pictures and words behind the verdicts."""
 
 import math
 from collections.abc import Collection
@@ -45,86 +45,95 @@ class SizeResults:
 
     Attributes:
         judged: the verdicts on the runs of all sizes.
-        tried: the tuning runs.
+        tried: the tuning runs, or lines of a table in their place.
         choice: the rates of the arms, as far as they are known.
-        arm_names: the baseline first.
-        verdicts: by arm, on all but the baseline.
+        arm_names: names of the arms, the baseline first.
+        verdicts: the verdict on each arm but the baseline, by name.
         final: the final runs that are known, by seed and arm.
+        values: the number by which each finished run is compared (`Procedure.quantity`), by arm and seed.
         of: words after titles, such as `, small`.
     """
 
-    def __init__(self, procedure: Procedure, size: str, judged: Judged):
-        self.procedure, self.experiment, self.size, self.judged = procedure, procedure.experiment, size, judged
+    def __init__(self, procedure: Procedure, size: str, judgement: Judged):
+        self.procedure, self.experiment, self.size, self.judged = procedure, procedure.experiment, size, judgement
         self.of, self.tried, self.choice = f", {size}" if size else "", procedure.tried(size), procedure.choice(size)
         self.arm_names = [arm.name for arm in procedure.experiment.arms]
-        self.verdicts = {name: judged.verdicts[size, name] for name in self.arm_names[1:]}
+        self.verdicts = {name: judgement.verdicts[size, name] for name in self.arm_names[1:]}
         self.final: list[Run] = list(procedure.final(size))
-        finished = [run for run in self.final if run.outcome.state == "finished"]
-        self.values = {(run.arm, run.seed): procedure.quantity(run.outcome) for run in finished}
+        finished_runs = [run for run in self.final if run.outcome.state == "finished"]
+        self.values = {(run.arm, run.seed): procedure.quantity(run.outcome) for run in finished_runs}
 
     @cached_property
     def begun(self) -> list[DrawnRun]:
-        """The final runs that have begun, finished, diverged or not."""
+        """The final runs that have begun, whether they have finished, diverged or neither."""
         runs = [run for run in self.final if all((run.config.run_folder / name).is_file() for name in (CONFIG, ENVIRONMENT))]
         states = [(run, run.outcome.state) for run in runs]
         return [DrawnRun(run.arm, run.seed, state, run.outcome.record, f"{run.label} ({state})") for run, state in states]
 
     @cached_property
     def comparison(self) -> RunComparison | None:
-        """The arms that have finished runs, on the documents that are reported on; None if there are none."""
-        finished = [run for run in self.begun if run.state == "finished"]
-        by_arm = {name: tuple(run.record.reporting for run in finished if run.arm == name) for name in self.arm_names}
-        arms = tuple(ArmRuns(name, records) for name, records in by_arm.items() if records)
+        """The comparison of the arms that have finished runs, on the documents that report; None without such arms."""
+        finished_runs = [run for run in self.begun if run.state == "finished"]
+        records_by_arm = {name: tuple(run.record.reporting for run in finished_runs if run.arm == name) for name in self.arm_names}
+        arms = tuple(ArmRuns(name, records) for name, records in records_by_arm.items() if records)
         return comparison_of(arms, tuple(self.arm_names)) if arms else None
 
 
 # ---------------------------------------------------------------- the page
 
 
-def write_page(procedures: list[Procedure], out: Path) -> Path:
-    """Write the page of experiments and its files into the folder `out`, all of them or none. Returns the page.
+def write_page(procedures: list[Procedure], folder: Path) -> Path:
+    """Write the page of experiments and its files into `folder`, all of them or none. Returns the path of the page.
 
     Raises:
-        LMError: run folders that can't be read or compared, or `out` can't be written.
+        LMError: run folders can't be read or compared, or `folder` can't be written.
     """
-    write_together(experiment_files(procedures, out), "the report")
-    return out / PAGE
+    write_together(experiment_files(procedures, folder), "the report")
+    return folder / PAGE
 
 
-def experiment_files(procedures: list[Procedure], out: Path, judged: Judged | None = None) -> dict[Path, bytes]:
-    """The page of experiments and each of its tables and pictures, as files in the folder `out`; where there are several experiments, names
-    of files begin with the experiment's. `judged`: the verdicts on the one procedure, if they are known already.
+def experiment_files(procedures: list[Procedure], folder: Path, judgement: Judged | None = None) -> dict[Path, bytes]:
+    """The page of experiments and each of its tables and pictures, as files in `folder`.
+
+    Args:
+        procedures: the experiments; where there are several, the name of a file begins with the name of its experiment.
+        judgement: the verdicts on a single procedure, if they are known already.
+
+    Returns:
+        The content of each file, by path.
 
     Raises:
-        LMError: run folders that can't be read or compared.
+        LMError: run folders can't be read or compared.
     """
-    return page_files([_part(each, f"{each.experiment.name}-" if len(procedures) > 1 else "", judged) for each in procedures], out)
+    return page_files(
+        [_part(procedure, f"{procedure.experiment.name}-" if len(procedures) > 1 else "", judgement) for procedure in procedures], folder
+    )
 
 
-def _part(procedure: Procedure, prefix: str, judged: Judged | None) -> PagePart:
-    experiment, judged = procedure.experiment, judged or procedure.judged()
-    lines, sizes = summary_lines(procedure, judged), [SizeResults(procedure, size, judged) for size in experiment.sizes]
-    first = PageSection("Summary")
-    first.add("note", _family(experiment))
-    first.add("warning", _lost(procedure, sizes))
-    first.add("table", summary_table(judged, lines), f"{prefix}summary")
-    first.add("note", BASIS if any(line["runs"] for line in lines) else None)
+def _part(procedure: Procedure, prefix: str, judgement: Judged | None) -> PagePart:
+    experiment, judgement = procedure.experiment, judgement or procedure.judged()
+    lines, sizes = summary_lines(procedure, judgement), [SizeResults(procedure, size, judgement) for size in experiment.sizes]
+    summary = PageSection("Summary")
+    summary.add("note", _family(experiment))
+    summary.add("warning", _lost(procedure, sizes))
+    summary.add("table", summary_table(judgement, lines), f"{prefix}summary")
+    summary.add("note", BASIS if any(line["runs"] for line in lines) else None)
     if experiment.primary.learned is None:
-        first.add("picture", differences_picture(sizes), f"{prefix}differences")
+        summary.add("picture", differences_picture(sizes), f"{prefix}differences")
     else:
-        first.add("picture", learned_picture(sizes, lines), f"{prefix}learned")
-    over_sizes = trend_table(judged, trends(procedure, judged))
-    first.add("table", over_sizes, f"{prefix}trends")
-    for each in sizes:
-        first.add("table", seeds_table(each) if each.final else None, f"{prefix}{each.size}{'-' * bool(each.size)}seeds")
-    sections, commands = [first], PageSection("Commands")
+        summary.add("picture", learned_picture(sizes, lines), f"{prefix}learned")
+    size_trends = trend_table(judgement, trends(procedure, judgement))
+    summary.add("table", size_trends, f"{prefix}trends")
+    for results in sizes:
+        summary.add("table", seeds_table(results) if results.final else None, f"{prefix}{results.size}{'-' * bool(results.size)}seeds")
+    sections, commands = [summary], PageSection("Commands")
     commands.add("code", experiment.command)
-    for each in sizes:
-        sections += _of_size(each, f"{prefix}{each.size}-" if each.size else prefix)
-        for run in each.begun:
+    for results in sizes:
+        sections += _of_size(results, f"{prefix}{results.size}-" if results.size else prefix)
+        for run in results.begun:
             commands.add("details", run_details(run))
-    shown = [section for section in (*sections, commands) if section.blocks]
-    return PagePart(experiment.name, shown, question(experiment), answers(sizes), _margin(experiment))
+    page_sections = [section for section in (*sections, commands) if section.blocks]
+    return PagePart(experiment.name, page_sections, question(experiment), answers(sizes), _margin(experiment))
 
 
 def _of_size(results: SizeResults, prefix: str) -> list[PageSection]:
@@ -152,35 +161,36 @@ def _is_label(key: str) -> bool:
 
 
 def _joined(names: list[str]) -> str:
-    """`a, b and c`."""
+    """The names as `a, b and c`."""
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 def question(experiment: Experiment) -> str:
     """The question of the experiment, as its file settled it before any run."""
-    base, *others = (arm.name for arm in experiment.arms)
-    primary, does = experiment.primary, f"{'Does' if len(others) == 1 else 'Do'} {_joined(others)}"
+    baseline, *names = (arm.name for arm in experiment.arms)
+    primary, subject = experiment.primary, f"{'Does' if len(names) == 1 else 'Do'} {_joined(names)}"
     if primary.learned is not None:
-        reaches = f"{primary.metric} is {primary.learned:g} or {'less' if primary.better == 'lower' else 'more'} at its end"
-        return f"{does} learn more or less often than {base}? (A run has learned if {reaches}.)"
+        condition = f"{primary.metric} is {primary.learned:g} or {'less' if primary.better == 'lower' else 'more'} at its end"
+        return f"{subject} learn more or less often than {baseline}? (A run has learned if {condition}.)"
     if primary.reach is not None:
         value = f"{primary.metric} {primary.reach:g}"
-        return f"{does} take fewer or more tokens to reach {value} than {base}, by more than a factor of {1 + primary.matters:g}?"
+        return f"{subject} take fewer or more tokens to reach {value} than {baseline}, by more than a factor of {1 + primary.matters:g}?"
     return (
-        f"{does} change {primary.metric} by more than {primary.matters:g}, compared with {base}? ({primary.better.capitalize()} is better.)"
+        f"{subject} change {primary.metric} by more than {primary.matters:g}, compared with {baseline}? "
+        f"({primary.better.capitalize()} is better.)"
     )
 
 
 def answers(sizes: list[SizeResults]) -> list[Answer]:
-    """The verdict on each arm and size, their intervals on one scale."""
+    """The verdict on each arm in each size, with all intervals on one scale."""
     verdicts = [(results, arm, verdict) for results in sizes for arm, verdict in results.verdicts.items()]
-    primary, base = sizes[0].experiment.primary, sizes[0].arm_names[0]
-    matters, reach = primary.matters or 0.0, primary.reach is not None
-    scale, marks = (np.log, [1.0, 1 / (1 + matters), 1 + matters]) if reach else (np.asarray, [0.0, -matters, matters])
-    column, what = (FACTOR, f"Factor: tokens, of those of {base}") if reach else (DIFFERENCE, f"Difference to {base}")
-    bounded = [verdict.interval for *_, verdict in verdicts if verdict.interval and verdict.interval.bounded]
-    ends = scale([value for interval in bounded for value in interval.listed()] + marks)
-    low, width = ends.min(), np.ptp(ends) or 1.0
+    primary, baseline = sizes[0].experiment.primary, sizes[0].arm_names[0]
+    margin, is_factor = primary.matters or 0.0, primary.reach is not None
+    scale, marks = (np.log, [1.0, 1 / (1 + margin), 1 + margin]) if is_factor else (np.asarray, [0.0, -margin, margin])
+    column, effect_name = (FACTOR, f"Factor: tokens, of those of {baseline}") if is_factor else (DIFFERENCE, f"Difference to {baseline}")
+    bounded_intervals = [verdict.interval for *_, verdict in verdicts if verdict.interval and verdict.interval.bounded]
+    ends = scale([value for interval in bounded_intervals for value in interval.listed()] + marks)
+    lowest, width = ends.min(), np.ptp(ends) or 1.0
     cards = []
     for results, arm, verdict in verdicts:
         name, effect = f"{arm}{results.of}", ()
@@ -188,83 +198,83 @@ def answers(sizes: list[SizeResults]) -> list[Answer]:
             cards.append(Answer(name, "no verdict yet", "Rates are being tuned."))
             continue
         if interval := verdict.interval:
-            places = (4 + 92 * (scale([*interval.listed(), *marks]) - low) / width).round(2).tolist() if interval.bounded else None
-            below = tuple(f"{mark:.3g}" if reach else f"{mark:+g}" if mark else "0" for mark in marks)
-            over = "" if interval.over == f"{verdict.seeds} seeds" else interval.over  # the words end with them
-            effect = what, column.text(interval.mean), column.ends(interval), over, places, below
+            places = (4 + 92 * (scale([*interval.listed(), *marks]) - lowest) / width).round(2).tolist() if interval.bounded else None
+            mark_labels = tuple(f"{mark:.3g}" if is_factor else f"{mark:+g}" if mark else "0" for mark in marks)
+            sample = "" if interval.over == f"{verdict.seeds} seeds" else interval.over  # the words end with them
+            effect = effect_name, column.text(interval.mean), column.ends(interval), sample, places, mark_labels
         tone = {"better": "good", "worse": "bad", "unstable": "bad"}.get(verdict.kind, "")
-        because = "" if verdict.reason == verdict.open else f"{verdict.reason[:1].upper()}{verdict.reason[1:]}."
-        cards.append(Answer(name, verdict.words, because, tone, *effect))
+        reason = "" if verdict.reason == verdict.open else f"{verdict.reason[:1].upper()}{verdict.reason[1:]}."
+        cards.append(Answer(name, verdict.words, reason, tone, *effect))
     return cards
 
 
 def _margin(experiment: Experiment) -> str:
-    """Words for what is shaded where intervals are drawn."""
-    matters, reach = experiment.primary.matters or 0.0, experiment.primary.reach is not None
-    shaded = f"factors of less than {1 + matters:g}" if reach else f"differences below {matters:g}"
-    scale = ", on a logarithmic scale" if reach else ""
-    return f"Dots and bars: effects with their intervals{scale}. Shaded: {shaded}, which do not matter."
+    """Words for the drawn intervals and for the shaded area, the effects that do not matter."""
+    margin, is_factor = experiment.primary.matters or 0.0, experiment.primary.reach is not None
+    area = f"factors of less than {1 + margin:g}" if is_factor else f"differences below {margin:g}"
+    scale = ", on a logarithmic scale" if is_factor else ""
+    return f"Dots and bars: effects with their intervals{scale}. Shaded: {area}, which do not matter."
 
 
 def _family(experiment: Experiment) -> str:
-    """How arms are compared, and which comparisons were adjusted for each other."""
+    """Words for the test that compares arms, and for the comparisons that are adjusted for each other."""
     arms, sizes, primary = len(experiment.arms) - 1, len(experiment.sizes), experiment.primary
     differences = "differences" if primary.reach is None else "differences of log tokens"
     test = f"Student t intervals of paired {differences} over seeds"
-    together = ": all intervals hold together with 95%, and each word follows from its interval"
+    coverage = ": all intervals hold together with 95%, and each word follows from its interval"
     if primary.learned is not None:
-        test, together = "Fisher's exact test of the numbers of runs that have learned", ""
+        test, coverage = "Fisher's exact test of the numbers of runs that have learned", ""
     looks = " Two looks were planned, and each has half of the 5%." if experiment.looks == 2 else ""
     if arms * sizes == 1:
         return f"There is one comparison, by {test}." + (looks or " Nothing is adjusted.")
-    of = f"{arms * sizes} comparisons with {experiment.arms[0].name} ({arms} arms{f', {sizes} sizes' * (sizes > 1)})"
-    adjusted = f"p values and intervals are adjusted for their number{together}."
-    return f"Family: {of} on {primary.quantity}, by {test}. {adjusted}{looks}"
+    comparisons = f"{arms * sizes} comparisons with {experiment.arms[0].name} ({arms} arms{f', {sizes} sizes' * (sizes > 1)})"
+    adjustment = f"p values and intervals are adjusted for their number{coverage}."
+    return f"Family: {comparisons} on {primary.quantity}, by {test}. {adjustment}{looks}"
 
 
 def _lost(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
-    """Facts to be known beside the numbers: unfinished and diverged runs, arms without a rate, notes."""
-    experiment, lines, infinite = procedure.experiment, [], []
-    for each in sizes:
-        of, values = f"{each.size}: " if each.size else "", [(run, experiment.choosing(run)) for run in each.tried]
-        for what, diverged in (("diverged", True), (f"did not reach {experiment.chosen_by.removeprefix('tokens to ')}", False)):
-            lost = [run for run, value in values if value == math.inf and run.diverged == diverged]
-            if names := _joined([f"{run.arm} at {rate_words(run.rate)} seed {run.seed}" for run in lost]):
-                infinite.append(f"{of}tuning runs that {what}: {names}")
-        if each.choice.rates is None:
-            ended = sum(value is not None for _, value in values)
-            so_far = f"{ended} of the {len(values)} tuning runs known so far have ended"
-            final = "arms that start from others have no final runs yet" if each.choice.crossed else "there are no final runs yet"
-            final = final if each.choice.settled else "final runs at the rates of several arms have not all ended"
-            lines.append(f"{of}tuning goes on: {so_far}; {final}")
+    """Facts that a reader must know beside the numbers: unfinished and diverged runs, arms without a rate, notes."""
+    experiment, lines, infinite_lines = procedure.experiment, [], []
+    for results in sizes:
+        prefix, values = f"{results.size}: " if results.size else "", [(run, experiment.choosing(run)) for run in results.tried]
+        for event, diverged in (("diverged", True), (f"did not reach {experiment.chosen_by.removeprefix('tokens to ')}", False)):
+            runs = [run for run, value in values if value == math.inf and run.diverged == diverged]
+            if names := _joined([f"{run.arm} at {rate_words(run.rate)} seed {run.seed}" for run in runs]):
+                infinite_lines.append(f"{prefix}tuning runs that {event}: {names}")
+        if results.choice.rates is None:
+            ended_count = sum(value is not None for _, value in values)
+            progress = f"{ended_count} of the {len(values)} tuning runs known so far have ended"
+            final_words = "arms that start from others have no final runs yet" if results.choice.crossed else "there are no final runs yet"
+            final_words = final_words if results.choice.settled else "final runs at the rates of several arms have not all ended"
+            lines.append(f"{prefix}tuning goes on: {progress}; {final_words}")
             continue
-        if at_edge := _joined([name for name in each.arm_names if name not in each.choice.rates]):
-            why = "the best is at an edge of a grid that may not grow again, or every rate diverged"
-            lines.append(f"{of}no rate for {at_edge}: {why}")
-        by_state: dict[str, list[str]] = {}
-        for run in each.final:
-            by_state.setdefault(run.outcome.state, []).append(f"{run.arm} seed {run.seed}")
-        if unfinished := by_state.get("unfinished"):
-            lines.append(f"{of}{len(unfinished)} of {len(each.final)} final runs have not ended: {_joined(unfinished)}")
-        if "diverged" in by_state:
-            lines.append(f"{of}diverged, counted and in no mean: {_joined(by_state['diverged'])}")
-    lines += [*infinite, *(f"failed: {run.stage} run {run.label}: {failure}" for run, failure in failures(procedure))]
+        if edge_names := _joined([name for name in results.arm_names if name not in results.choice.rates]):
+            reason = "the best is at an edge of a grid that may not grow again, or every rate diverged"
+            lines.append(f"{prefix}no rate for {edge_names}: {reason}")
+        runs_by_state: dict[str, list[str]] = {}
+        for run in results.final:
+            runs_by_state.setdefault(run.outcome.state, []).append(f"{run.arm} seed {run.seed}")
+        if unfinished_names := runs_by_state.get("unfinished"):
+            lines.append(f"{prefix}{len(unfinished_names)} of {len(results.final)} final runs have not ended: {_joined(unfinished_names)}")
+        if "diverged" in runs_by_state:
+            lines.append(f"{prefix}diverged, counted and in no mean: {_joined(runs_by_state['diverged'])}")
+    lines += [*infinite_lines, *(f"failed: {run.stage} run {run.label}: {failure}" for run, failure in failures(procedure))]
     return lines + procedure.notes()
 
 
 def _tuning(results: SizeResults) -> str | None:
-    """How rates were chosen, and which; None without tuning, and before its end."""
-    experiment, tried, choice = results.experiment, results.tried, results.choice
-    if not tried or not choice.final:
+    """Words for how rates were chosen and for the chosen rates; None without tuning, or before its end."""
+    experiment, tuning_runs, choice = results.experiment, results.tried, results.choice
+    if not tuning_runs or not choice.final:
         return None
-    tune, grows = experiment.tune, f"a best rate at an edge extends the grid, at most {EXTENSIONS} times"
-    seeds = ", ".join(map(str, sorted({run.seed for run in tried})))
-    rates = ", ".join(map(rate_words, sorted({run.rate for run in tried})))
-    origin = f"from {tune.table}" if tune.table else f"planned: {', '.join(map(rate_words, tune.rates))}; {grows}"
-    best = "lowest" if experiment.cost(1.0) > 0 else "highest"
+    tune, extension = experiment.tune, f"a best rate at an edge extends the grid, at most {EXTENSIONS} times"
+    seeds = ", ".join(map(str, sorted({run.seed for run in tuning_runs})))
+    rates = ", ".join(map(rate_words, sorted({run.rate for run in tuning_runs})))
+    origin = f"from {tune.table}" if tune.table else f"planned: {', '.join(map(rate_words, tune.rates))}; {extension}"
+    extremum = "lowest" if experiment.cost(1.0) > 0 else "highest"
     return (
-        f"{tune.heading} was chosen for each arm by the {best} mean {experiment.chosen_by} on the selection text over seeds {seeds} "
-        f"at {rates} ({origin}): {', '.join(f'{arm} {rate_words(some[0])}' for arm, some in choice.final.items())}."
+        f"{tune.heading} was chosen for each arm by the {extremum} mean {experiment.chosen_by} on the selection text over seeds {seeds} "
+        f"at {rates} ({origin}): {', '.join(f'{arm} {rate_words(arm_rates[0])}' for arm, arm_rates in choice.final.items())}."
     )
 
 
@@ -273,59 +283,61 @@ def _tuning(results: SizeResults) -> str | None:
 
 def seeds_table(results: SizeResults) -> Table:
     """The primary metric of every final run on the report text, and its differences to the baseline's run of the same seed."""
-    primary, base, seeds, values = results.experiment.primary, results.arm_names[0], results.experiment.seeds, results.values
+    primary, baseline, seeds, values = results.experiment.primary, results.arm_names[0], results.experiment.seeds, results.values
     states = {(run.arm, run.seed): run.outcome.state for run in results.final}
     columns: list[Filled] = [(Column("seed", kind="label"), list(map(str, seeds)))]
     for arm in results.arm_names:
         places = [(arm, seed) for seed in seeds]
-        words = [amount(primary, values[at]) if at in values else states.get(at, "no rate") for at in places]
+        words = [amount(primary, values[place]) if place in values else states.get(place, "no rate") for place in places]
         columns.append((Column(arm, primary.quantity), words))
     for arm in results.arm_names[1:]:
-        both = [(values.get((arm, seed)), values.get((base, seed))) for seed in seeds]
+        pairs = [(values.get((arm, seed)), values.get((baseline, seed))) for seed in seeds]
         if primary.reach is None:
-            cells = [None if None in pair else signed(pair[0] - pair[1]) for pair in both]
-            columns.append((Column(f"{arm} - {base}", primary.metric), cells))
+            cells = [None if None in pair else signed(pair[0] - pair[1]) for pair in pairs]
+            columns.append((Column(f"{arm} - {baseline}", primary.metric), cells))
         else:
-            ratios = [f"{pair[0] / pair[1]:.3g}" if all(map(has_reached, pair)) else None for pair in both]
-            columns.append((Column(f"{arm} / {base}", primary.quantity), ratios))
+            ratios = [f"{pair[0] / pair[1]:.3g}" if all(map(has_reached, pair)) else None for pair in pairs]
+            columns.append((Column(f"{arm} / {baseline}", primary.quantity), ratios))
     return Table(f"Every seed{results.of}, on the report text", primary.quantity, tuple(columns))
 
 
 def crossed_table(results: SizeResults) -> Table | None:
-    """The final seeds of arms that are trained at several rates, at each of them; None if there are none."""
-    experiment, procedure, choice, base = results.experiment, results.procedure, results.choice, results.arm_names[0]
-    finished: dict[tuple[str, Rate], list[Run]] = {}
+    """The final seeds at each rate, of the arms that are trained at several rates; None without such arms."""
+    experiment, procedure, choice, baseline = results.experiment, results.procedure, results.choice, results.arm_names[0]
+    finished_runs: dict[tuple[str, Rate], list[Run]] = {}
     for run in procedure.crossed(results.size):
-        finished.setdefault((run.arm, run.rate), []).extend([run] if run.outcome.state == "finished" else [])
-    if not finished:
+        finished_runs.setdefault((run.arm, run.rate), []).extend([run] if run.outcome.state == "finished" else [])
+    if not finished_runs:
         return None
-    values = {at: {each.seed: procedure.quantity(each.outcome) for each in runs} for at, runs in finished.items()}
+    values = {place: {run.seed: procedure.quantity(run.outcome) for run in runs} for place, runs in finished_runs.items()}
 
     def apart(arm: str, rate: Rate) -> Interval | None:
-        theirs = values.get((base, rate), {}) if arm != base else {}
-        both = [value - theirs[seed] for seed, value in values[arm, rate].items() if seed in theirs]
-        return over_seeds(np.array(both)).interval() if len(both) > 1 else None
+        baseline_values = values.get((baseline, rate), {}) if arm != baseline else {}
+        differences = [value - baseline_values[seed] for seed, value in values[arm, rate].items() if seed in baseline_values]
+        return over_seeds(np.array(differences)).interval() if len(differences) > 1 else None
 
     def mean(numbers: Collection[float]) -> str | None:
         return digits(float(np.mean([*numbers]))) if numbers else None
 
-    used = {arm: {rates[0]: "chosen by tuning"} for arm, rates in choice.final.items()}
+    uses = {arm: {rates[0]: "chosen by tuning"} for arm, rates in choice.final.items()}
     for arm, rate in (choice.rates or {}).items() if choice.settled else ():
-        if arm in used:
-            used[arm][rate] = ", ".join(filter(None, (used[arm].get(rate), "judged")))
-    chosen_by = [mean([procedure.choosing(run.outcome) for run in runs]) for runs in finished.values()]
+        if arm in uses:
+            uses[arm][rate] = ", ".join(filter(None, (uses[arm].get(rate), "judged")))
+    chosen_by = [mean([procedure.choosing(run.outcome) for run in runs]) for runs in finished_runs.values()]
     columns: list[Filled] = [
-        (Column("arm", kind="label"), [arm for arm, _ in finished]),
-        (Column(experiment.tune.heading), [rate_words(rate) for _, rate in finished]),
-        (Column("use", kind="words"), [used[arm].get(rate) for arm, rate in finished]),
-        (Column("seeds"), [f"{len(runs)} of {len(experiment.seeds)}" for runs in finished.values()]),
+        (Column("arm", kind="label"), [arm for arm, _ in finished_runs]),
+        (Column(experiment.tune.heading), [rate_words(rate) for _, rate in finished_runs]),
+        (Column("use", kind="words"), [uses[arm].get(rate) for arm, rate in finished_runs]),
+        (Column("seeds"), [f"{len(runs)} of {len(experiment.seeds)}" for runs in finished_runs.values()]),
         (Column(f"mean {experiment.chosen_by}", "selection text"), chosen_by),
     ]
     if experiment.primary.reach is None:
-        means = [mean(by_seed.values()) for by_seed in values.values()]
+        means = [mean(seed_values.values()) for seed_values in values.values()]
         columns.append((Column(f"mean {experiment.primary.quantity}", "report text"), means))
-        over = "95% interval over seeds, not adjusted"
-        columns.append((Column(f"difference to {base}, both at this rate", over, "difference"), [apart(*at) for at in finished]))
+        unit = "95% interval over seeds, not adjusted"
+        columns.append(
+            (Column(f"difference to {baseline}, both at this rate", unit, "difference"), [apart(*place) for place in finished_runs])
+        )
     return Table(f"Final seeds at the rates of both arms{results.of}", "", tuple(columns))
 
 
@@ -333,25 +345,28 @@ def crossed_table(results: SizeResults) -> Table | None:
 
 
 def rates_picture(results: SizeResults) -> Picture | None:
-    """Selection loss of each tuning run by rate, and the differences with both arms at the same rate, two panels for each tuned key; None
-    without tuning."""
-    experiment, tried, primary = results.experiment, results.tried, results.experiment.primary
-    if not any(experiment.choosing(each) is not None for each in tried):
+    """The selection loss of each tuning run by rate, and the differences to the baseline at the same rate. Each tuned key has two panels.
+    None without tuning."""
+    experiment, tuning_runs, primary = results.experiment, results.tried, results.experiment.primary
+    if not any(experiment.choosing(run) is not None for run in tuning_runs):
         return None
     panels: list[Panel] = []
     for number, key in enumerate(experiment.tune.keys):
-        ticks = {value: f"{value:g}" for value in sorted({coordinates(each.rate)[number] for each in tried})}
-        first, second = _tuning_panel(results, number, ticks), _differences_panel(results, number, ticks)
-        by = f", by {key}" if len(experiment.tune.keys) > 1 else ""
-        panels += [replace(panel, title=f"{panel.title}{by}") for panel in (first, *([second] if any(map(_drawn, second.traces)) else []))]
-    of_key = " of the best other values" if len(experiment.tune.keys) > 1 else ""
-    caption = f"Left: dots are single tuning seeds, lines their means{of_key}, rings the rates that were chosen."
+        ticks = {value: f"{value:g}" for value in sorted({coordinates(run.rate)[number] for run in tuning_runs})}
+        runs_panel, differences_panel = _tuning_panel(results, number, ticks), _differences_panel(results, number, ticks)
+        key_words = f", by {key}" if len(experiment.tune.keys) > 1 else ""
+        panels += [
+            replace(panel, title=f"{panel.title}{key_words}")
+            for panel in (runs_panel, *([differences_panel] if any(map(_drawn, differences_panel.traces)) else []))
+        ]
+    means_words = " of the best other values" if len(experiment.tune.keys) > 1 else ""
+    caption = f"Left: dots are single tuning seeds, lines their means{means_words}, rings the rates that were chosen."
     if any(trace.kind == "diverged" for panel in panels for trace in panel.traces):
-        unreached = ", or did not reach the value" if primary.reach is not None and experiment.chosen_by != SELECTION else ""
-        caption += f" Crosses at the top: a seed diverged there{unreached}, and the rate is not chosen."
+        unreached_words = ", or did not reach the value" if primary.reach is not None and experiment.chosen_by != SELECTION else ""
+        caption += f" Crosses at the top: a seed diverged there{unreached_words}, and the rate is not chosen."
     caption += " Right: of the tuning seeds, once every tuning run has ended."
-    small = 0.0 if primary.learned is not None else primary.matters
-    caption += f" Shaded: differences below {small:g}." if small else ""
+    margin = 0.0 if primary.learned is not None else primary.matters
+    caption += f" Shaded: differences below {margin:g}." if margin else ""
     return Picture(panels, [arm.name for arm in experiment.arms], caption)
 
 
@@ -360,43 +375,45 @@ def _drawn(trace: Trace) -> bool:
 
 
 def _tuning_panel(results: SizeResults, number: int, ticks: dict[float, str]) -> Panel:
-    """The tuning runs over the value of the tuned key of this number, with the means at the best values of the others."""
-    experiment, tried, traces, rings = results.experiment, results.tried, [], []
-    chosen, losses = {arm: rates[0] for arm, rates in results.choice.final.items()}, experiment.costs_of(tried, results.size)
-    for index, arm in enumerate(each.name for each in experiment.arms):
-        values = [(each.rate, value) for each in tried if each.arm == arm and (value := experiment.choosing(each)) is not None]
+    """The tuning runs by the value of tuned key `number`, with the means at the best values of the other keys."""
+    experiment, tuning_runs, traces, rings = results.experiment, results.tried, [], []
+    chosen_rates, losses = {arm: rates[0] for arm, rates in results.choice.final.items()}, experiment.costs_of(tuning_runs, results.size)
+    for index, name in enumerate(arm.name for arm in experiment.arms):
+        values = [(run.rate, value) for run in tuning_runs if run.arm == name and (value := experiment.choosing(run)) is not None]
         values = [(coordinates(rate)[number], value) for rate, value in values]
-        traces.append(_dots(index, f"{arm}, single seeds", [pair for pair in values if math.isfinite(pair[1])]))
-        diverged = np.array([x for x, value in values if not math.isfinite(value)])
-        traces += [Trace(index, f"{arm}, diverged", diverged, np.full(len(diverged), np.nan), "diverged")] if len(diverged) else []
+        traces.append(_dots(index, f"{name}, single seeds", [pair for pair in values if math.isfinite(pair[1])]))
+        crosses = np.array([x for x, value in values if not math.isfinite(value)])
+        traces += [Trace(index, f"{name}, diverged", crosses, np.full(len(crosses), np.nan), "diverged")] if len(crosses) else []
         means: dict[float, list[float]] = {}
-        for rate, costs in sorted(losses.get(arm, {}).items()):
+        for rate, costs in sorted(losses.get(name, {}).items()):
             if all(map(math.isfinite, costs)):
                 means.setdefault(coordinates(rate)[number], []).append(float(np.mean(costs)))
-        mean = {x: experiment.cost(min(costs)) for x, costs in means.items()}
-        traces.append(Trace(index, f"{arm}, mean", np.array([*mean]), np.array([*mean.values()]), "mean"))
-        x = coordinates(chosen[arm])[number] if arm in chosen else None
-        rings += [(x, mean[x], index)] if x in mean else []
+        best_means = {x: experiment.cost(min(costs)) for x, costs in means.items()}
+        traces.append(Trace(index, f"{name}, mean", np.array([*best_means]), np.array([*best_means.values()]), "mean"))
+        x = coordinates(chosen_rates[name])[number] if name in chosen_rates else None
+        rings += [(x, best_means[x], index)] if x in best_means else []
     label = f"{experiment.chosen_by}, selection text"
     return Panel("Tuning runs", experiment.tune.keys[number], label, traces, ticks, log=10, rings=rings)
 
 
 def _differences_panel(results: SizeResults, number: int, ticks: dict[float, str]) -> Panel:
-    """Differences to the baseline at the same rate, over the value of the tuned key of this number."""
-    experiment, primary, base, traces = results.experiment, results.experiment.primary, results.arm_names[0], []
+    """Differences to the baseline at the same rate, by the value of tuned key `number`."""
+    experiment, primary, baseline, traces = results.experiment, results.experiment.primary, results.arm_names[0], []
     for index, arm in enumerate(experiment.arms[1:], 1):
-        by_value: dict[float, list[float]] = {}
+        value_differences: dict[float, list[float]] = {}
         for rate, differences in differences_by_rate(results.procedure, results.size, arm).items():
-            by_value.setdefault(coordinates(rate)[number], []).extend(filter(math.isfinite, differences))
-        by_value = {x: np.expm1(values).tolist() if primary.reach is not None else values for x, values in by_value.items() if values}
-        label, means = f"{arm.name} - {base}", np.array([np.mean(values) for values in by_value.values()])
-        traces.append(_dots(index, f"{label}, single seeds", [(x, value) for x, values in by_value.items() for value in values]))
-        traces.append(Trace(index, f"{label}, mean", np.array([*by_value]), means, "mean"))
-    measured, small = _difference(experiment), primary.matters
+            value_differences.setdefault(coordinates(rate)[number], []).extend(filter(math.isfinite, differences))
+        value_differences = {
+            x: np.expm1(values).tolist() if primary.reach is not None else values for x, values in value_differences.items() if values
+        }
+        label, means = f"{arm.name} - {baseline}", np.array([np.mean(values) for values in value_differences.values()])
+        traces.append(_dots(index, f"{label}, single seeds", [(x, value) for x, values in value_differences.items() for value in values]))
+        traces.append(Trace(index, f"{label}, mean", np.array([*value_differences]), means, "mean"))
+    quantity, margin = _difference(experiment), primary.matters
     if primary.learned is not None:
-        measured, small = "fraction of runs that have learned", 0.0
-    title, label = f"Difference to {base}, both at the same rate", f"{measured}, selection text"
-    return Panel(title, experiment.tune.keys[number], label, traces, ticks, log=10, zero=True, small=small)
+        quantity, margin = "fraction of runs that have learned", 0.0
+    title, label = f"Difference to {baseline}, both at the same rate", f"{quantity}, selection text"
+    return Panel(title, experiment.tune.keys[number], label, traces, ticks, log=10, zero=True, small=margin)
 
 
 def _dots(number: int, label: str, points: list[tuple[float, float]]) -> Trace:
@@ -410,26 +427,26 @@ def _difference(experiment: Experiment) -> str:
 
 
 def differences_picture(sizes: list[SizeResults]) -> Picture | None:
-    """Differences to the baseline with their intervals: of each arm, or where there are several sizes by size."""
-    experiment, several, traces = sizes[0].experiment, len(sizes) > 1, []
-    names, small = sizes[0].arm_names, experiment.primary.matters
-    places = [results.size for results in sizes] if several else names[1:]
+    """Differences to the baseline with their intervals, by arm, or by size where there are several sizes."""
+    experiment, by_size, traces = sizes[0].experiment, len(sizes) > 1, []
+    names, margin = sizes[0].arm_names, experiment.primary.matters
+    places = [results.size for results in sizes] if by_size else names[1:]
     for results, (number, arm) in product(sizes, enumerate(names[1:], 1)):
-        single, interval = np.array(results.judged.comparisons[results.size, arm].differences), results.verdicts[arm].interval
+        differences, interval = np.array(results.judged.comparisons[results.size, arm].differences), results.verdicts[arm].interval
         ends = interval and np.array(interval.listed())
         if experiment.primary.reach is not None:
-            single, ends = np.expm1(single), interval and ends - 1
-        x = places.index(results.size if several else arm) + (0.16 * (number - len(names) / 2) if several else 0.0)
+            differences, ends = np.expm1(differences), interval and ends - 1
+        x = places.index(results.size if by_size else arm) + (0.16 * (number - len(names) / 2) if by_size else 0.0)
         label = ", ".join(filter(None, (results.size, arm)))
-        traces += [_dots(number, f"{label}, single seeds", [(x, value) for value in single])] if len(single) else []
+        traces += [_dots(number, f"{label}, single seeds", [(x, value) for value in differences])] if len(differences) else []
         traces += [_bar(number, label, x + 0.06, ends.tolist())] if interval and interval.bounded else []
     if not traces:
         return None
-    title, label = f"Difference to {names[0]}" + (" by size" if several else ""), f"{_difference(experiment)}, report text"
-    panel = Panel(title, "", label, traces, dict(enumerate(places)), zero=True, small=small)
-    crossed = " and rates" if any(results.choice.crossed for results in sizes) else ""
-    caption = f"Dots: single seeds. Bars: mean with its Student t interval over seeds{crossed}; all of them hold together with 95%."
-    return Picture([panel], names, f"{caption} Shaded: differences below {small:g}.")
+    title, label = f"Difference to {names[0]}" + (" by size" if by_size else ""), f"{_difference(experiment)}, report text"
+    panel = Panel(title, "", label, traces, dict(enumerate(places)), zero=True, small=margin)
+    rates_part = " and rates" if any(results.choice.crossed for results in sizes) else ""
+    caption = f"Dots: single seeds. Bars: mean with its Student t interval over seeds{rates_part}; all of them hold together with 95%."
+    return Picture([panel], names, f"{caption} Shaded: differences below {margin:g}.")
 
 
 def _bar(number: int, label: str, x: float, interval: list[float]) -> Trace:
@@ -438,20 +455,21 @@ def _bar(number: int, label: str, x: float, interval: list[float]) -> Trace:
 
 
 def learned_picture(sizes: list[SizeResults], lines: list[dict[str, Plain]]) -> Picture | None:
-    """The primary metric of every final run with the level at which it has learned, and the fractions that have; None before any."""
-    primary, places, single, fractions = sizes[0].experiment.primary, {}, [], []
+    """The primary metric of every final run with the level at which a run has learned, and the fractions of runs that have learned. None
+    before a final run has finished."""
+    primary, places, seed_traces, fraction_traces = sizes[0].experiment.primary, {}, [], []
     for results, (number, arm) in product(sizes, enumerate(sizes[0].arm_names)):
         x, label = float(len(places)), " ".join(filter(None, (arm, results.size)))
         places[x] = label
         values = [value for (name, _), value in results.values.items() if name == arm]
-        single += [_dots(number, f"{label}, single seeds", [(x, value) for value in values])] if values else []
+        seed_traces += [_dots(number, f"{label}, single seeds", [(x, value) for value in values])] if values else []
         (line,) = (line for line in lines if (line["size"], line["arm"]) == (results.size, arm))
-        fractions += [_bar(number, label, x, line["fraction_learned"])] if line["ended"] else []
-    if not single:
+        fraction_traces += [_bar(number, label, x, line["fraction_learned"])] if line["ended"] else []
+    if not seed_traces:
         return None
     panels = [
-        Panel("Every seed", "", f"{primary.metric}, at the end", single, places, levels={primary.learned: "has learned"}),
-        Panel("Fraction of runs that have learned", "", "fraction", fractions, places, y_range=(-0.03, 1.03)),
+        Panel("Every seed", "", f"{primary.metric}, at the end", seed_traces, places, levels={primary.learned: "has learned"}),
+        Panel("Fraction of runs that have learned", "", "fraction", fraction_traces, places, y_range=(-0.03, 1.03)),
     ]
     caption = "Left: dots are single seeds. Right: bars are 95% Clopper-Pearson intervals; a run that diverged has not learned."
     return Picture(panels, sizes[0].arm_names, caption)

@@ -1,4 +1,4 @@
-"""The procedure of docs/statistics.md on run folders: which runs an experiment needs next, and what the finished ones show."""
+"""The procedure of docs/statistics.md on run folders: the runs that an experiment needs next, and the verdicts on its finished runs."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -24,11 +24,11 @@ class Run:
     """One run of an experiment.
 
     Attributes:
-        stage: it chooses a rate (`tune`), or it is judged (`final`).
+        stage: `tune` if it chooses a rate, `final` if it is judged.
         before: folder of the run whose weights it starts from, if any.
-        swap: what their normalizer is swapped to first; None: it stays.
+        swap: the normalizer that replaces the one of these weights; None: it stays.
         trained: False: the swapped weights are measured as they are.
-        evaluate: `KEY=VALUE` that it is measured with after training.
+        evaluate: options `KEY=VALUE` of its evaluation after training.
     """
 
     size: str
@@ -46,8 +46,8 @@ class Run:
     @property
     def label(self) -> str:
         """The run's size, arm, rate and seed in words."""
-        at = "" if self.rate is None else f"at {rate_words(self.rate)}"
-        return " ".join(filter(None, (self.size, self.arm, at, f"seed {self.config.seed}")))
+        rate = "" if self.rate is None else f"at {rate_words(self.rate)}"
+        return " ".join(filter(None, (self.size, self.arm, rate, f"seed {self.config.seed}")))
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ class Choice:
     """The learning rates of a size, as far as they are known.
 
     Attributes:
-        runs: the tuning runs by arm and rate, and those that they start from of arms without a rate of their own; none with a table.
+        runs: the tuning runs by arm and rate, with their source runs of arms without a rate of their own; empty with a table.
         final: by trained arm, the rates that its final seeds are trained at, first the one that tuning chose (`crossed_rates`).
-        rates: by arm, the one that it is judged at; arms still at an edge of the grid have none. None: not known yet.
-        settled: False while final runs at several rates have not ended: then `rates` are those that tuning chose.
+        rates: by arm, the rate that it is judged at; arms still at an edge of the grid have none. None: not known yet.
+        settled: False while final runs at several rates have not ended: then `rates` are the rates that tuning chose.
     """
 
     runs: dict[str, dict[Rate, list[Run]]]
@@ -88,61 +88,65 @@ class Procedure:
         self._evaluated: dict[tuple[str, str], dict[str, dict[str, Plain]]] = {}
 
     def run(self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, rates: dict[str, Rate | None]) -> Run:
-        """One run; `rates` are those of the arms before it, of which it may start from one."""
-        before = None
+        """The run of an arm; `rates` are the rates of the arms before it, of which one may be its source."""
+        source_run = None
         if arm.start:
-            source = next(other for other in self.experiment.arms if other.name == arm.start)
-            before = self.run(size, source, stage, rates[source.name], seed, rates)
-        config = self._config(size, arm, stage, rate, seed, before.config if before else None)
+            source_arm = next(candidate for candidate in self.experiment.arms if candidate.name == arm.start)
+            source_run = self.run(size, source_arm, stage, rates[source_arm.name], seed, rates)
+        config = self._config(size, arm, stage, rate, seed, source_run.config if source_run else None)
         outcome = self._ended.get(config.run_folder)
         if outcome is None:
-            last_step = config.trainer.max_steps if arm.trained else before.outcome.last_step
-            kinds = {kind: each for kind, each in config.eval.kinds.items() if each.wanted(config.data)}
-            scheduled = tuple(kind for kind, each in kinds.items() if not arm.trained or each.is_due(last_step, last_step))
-            metric, asked = self.experiment.primary.metric, self._asked(size, arm, config)
-            outcome = Outcome(config.run_folder, last_step, metric, scheduled, asked)
-            if outcome.ended:  # for good: it is not read again
+            last_step = config.trainer.max_steps if arm.trained else source_run.outcome.last_step
+            kinds = {kind: options for kind, options in config.eval.kinds.items() if options.wanted(config.data)}
+            scheduled = tuple(kind for kind, options in kinds.items() if not arm.trained or options.is_due(last_step, last_step))
+            metric, requests = self.experiment.primary.metric, self._asked(size, arm, config)
+            outcome = Outcome(config.run_folder, last_step, metric, scheduled, requests)
+            if outcome.ended:  # the folder is not read again
                 self._ended[config.run_folder] = outcome
-        if before and before.outcome.state == "diverged":  # what starts from nothing has diverged with it
-            outcome = before.outcome
-        start, overrides = before and before.config.run_folder, tuple(self.experiment.evaluate_overrides)
-        return Run(size, arm.name, stage, rate, seed, config, outcome, start, arm.swap, arm.trained, overrides)
+        if source_run and source_run.outcome.state == "diverged":  # the run has no weights to start from
+            outcome = source_run.outcome
+        source_folder, overrides = source_run and source_run.config.run_folder, tuple(self.experiment.evaluate_overrides)
+        return Run(size, arm.name, stage, rate, seed, config, outcome, source_folder, arm.swap, arm.trained, overrides)
 
-    def _config(self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, before: Config | None) -> Config:
-        """The configuration of a run that starts from another (None: from random weights), made once."""
-        start = before and before.run_folder
-        known = size, arm.name, stage, rate, seed, start
-        if known not in self._configs:
+    def _config(self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, source_config: Config | None) -> Config:
+        """The configuration of a run, made once. `source_config`: of the run that it starts from; None: it starts from random weights."""
+        source_folder = source_config and source_config.run_folder
+        run_key = size, arm.name, stage, rate, seed, source_folder
+        if run_key not in self._configs:
             changes: dict[str, Plain] = {"runs": str(self._folder / size), "name": "run"}
             tuned_keys = self.experiment.tuned_keys(size, arm, rate)
             values = "_".join(f"{value:g}" for value in tuned_keys.values())
-            at = "-".join(filter(None, (arm.name, values, f"seed{seed}")))
-            if start and arm.swap and arm.trained:
-                digest = hashlib.sha256(" ".join([start.name, str(arm.swap), *self._options(size, arm, rate)]).encode()).hexdigest()[:8]
-                changes["init_from"] = str(self._folder / size / SWAPPED / f"{at}-{digest}")
-            elif start and arm.step is not None:
-                changes |= {"branch_from": str(step_path(start / CHECKPOINTS, arm.step)), "init_from": before.init_from}
-            elif start:
-                changes["init_from"] = str(start)
+            stem = "-".join(filter(None, (arm.name, values, f"seed{seed}")))
+            if source_folder and arm.swap and arm.trained:
+                digest = hashlib.sha256(
+                    " ".join([source_folder.name, str(arm.swap), *self._options(size, arm, rate)]).encode()
+                ).hexdigest()[:8]
+                changes["init_from"] = str(self._folder / size / SWAPPED / f"{stem}-{digest}")
+            elif source_folder and arm.step is not None:
+                changes |= {"branch_from": str(step_path(source_folder / CHECKPOINTS, arm.step)), "init_from": source_config.init_from}
+            elif source_folder:
+                changes["init_from"] = str(source_folder)
             config = self.experiment.config(size, arm, seed, rate, changes)
-            unmoved = config  # starting weights count by their path below the default folder of runs: an experiment may be moved
-            if start:
+            hashed_config = config  # starting weights count by their path below the default folder of runs: an experiment may be moved
+            if source_folder:
                 paths = {name: path for name in ("init_from", "branch_from") if (path := getattr(config, name))}
-                below = Path(Config().runs, self.experiment.name)
-                unmoved = replace(config, **{name: str(below / Path(path).relative_to(self._folder)) for name, path in paths.items()})
+                default_folder = Path(Config().runs, self.experiment.name)
+                hashed_config = replace(
+                    config, **{name: str(default_folder / Path(path).relative_to(self._folder)) for name, path in paths.items()}
+                )
             cell = rate_cell(rate, [key in tuned_keys for key in self.experiment.tune.keys])
             place = ExperimentConfig(self.experiment.name, arm.name, size or None, stage, cell)
-            self._configs[known] = replace(config, name=f"{at}-{config_hash(unmoved)}", experiment=place)
-        return self._configs[known]
+            self._configs[run_key] = replace(config, name=f"{stem}-{config_hash(hashed_config)}", experiment=place)
+        return self._configs[run_key]
 
     def _options(self, size: str, arm: Arm, rate: Rate | None) -> list[str]:
         """The options of an arm's normalizer that are not at their defaults, but for `init`, which its swap says."""
         normalizer = self.experiment.config(size, arm, self.experiment.seeds[0], rate, {"name": "any"}).model.normalizer
-        own, defaults = to_plain(normalizer), to_plain(type(normalizer)())
-        return [f"{key}={value}" for key, value in sorted(own.items()) if key not in ("name", "init") and value != defaults.get(key)]
+        options, defaults = to_plain(normalizer), to_plain(type(normalizer)())
+        return [f"{key}={value}" for key, value in sorted(options.items()) if key not in ("name", "init") and value != defaults.get(key)]
 
     def _asked(self, size: str, arm: Arm, config: Config) -> dict[str, dict[str, Plain]]:
-        """The options with which the evaluations of an arm's runs must have been asked for; {} where those in training will do."""
+        """The options that the evaluations of an arm's runs must have, by kind; {} where the evaluations in training will do."""
         if not self.experiment.evaluate:
             return {}
         if (size, arm.name) not in self._evaluated:
@@ -153,7 +157,7 @@ class Procedure:
     def choice(self, size: str) -> Choice:
         """The tuning runs of a size and the rates of its arms, as far as they are known; settled rates are kept.
 
-        Arms that start from others are tuned after these, as they start from the runs at the rate that these are judged at.
+        An arm that starts from another is tuned after it, as it starts from the runs at the other arm's judged rate.
         """
         if size in self._choices:
             return self._choices[size]
@@ -166,68 +170,70 @@ class Procedure:
         """The result of `choice`, by the run folders as they are now."""
         runs: dict[str, dict[Rate, list[Run]]] = {}
         rates: dict[str, Rate | None] = {}
-        final: dict[str, tuple[Rate | None, ...]] = {}
+        final_rates: dict[str, tuple[Rate | None, ...]] = {}
         if not self.experiment.tuned:
             rates = dict.fromkeys((arm.name for arm in self.experiment.arms), None)
             return Choice(runs, dict.fromkeys(rates, (None,)), rates)
         depths = sorted({len(self.sources(arm)) for arm in self.experiment.arms})
         for depth in depths:
-            layer = [arm for arm in self.experiment.arms if len(self.sources(arm)) == depth and arm.tuned]
-            outcome = self._tuned(size, [arm for arm in layer if not arm.start or arm.start in rates], rates, runs)
+            depth_arms = [arm for arm in self.experiment.arms if len(self.sources(arm)) == depth and arm.tuned]
+            outcome = self._tuned(size, [arm for arm in depth_arms if not arm.start or arm.start in rates], rates, runs)
             if outcome.missing:
-                return Choice(runs, final, None)
-            crossed = crossed_rates(self.experiment.arms[0].name, outcome.rates)
-            best = self._best(size, crossed)
-            final |= crossed
-            rates |= best or outcome.rates
-            for arm in self.experiment.arms:  # those without a rate of their own have that of the arm they start from
+                return Choice(runs, final_rates, None)
+            candidates = crossed_rates(self.experiment.arms[0].name, outcome.rates)
+            best_rates = self._best(size, candidates)
+            final_rates |= candidates
+            rates |= best_rates or outcome.rates
+            for arm in self.experiment.arms:  # an arm without a rate of its own has the rate of its source
                 rates |= {arm.name: rates[arm.start]} if not arm.tuned and arm.start in rates else {}
-            if best is None:
-                return Choice(runs, final, rates if depth == depths[-1] else None, settled=False)
-        return Choice(runs, final, rates)
+            if best_rates is None:
+                return Choice(runs, final_rates, rates if depth == depths[-1] else None, settled=False)
+        return Choice(runs, final_rates, rates)
 
     def _tuned(self, size: str, arms: list[Arm], rates: dict[str, Rate], runs: dict[str, dict[Rate, list[Run]]]) -> Tuned:
-        """The rates by the tuning runs of arms, or by the table in place of them; they start from others at `rates`, and are added to
-        `runs`."""
+        """The rates that the tuning runs of arms choose, or the table in their place. The runs start from other arms at `rates`, and are
+        added to `runs`."""
         experiment = self.experiment
         if experiment.table:
             losses = experiment.costs_of(experiment.table, size)
             return chosen({arm.name: losses[arm.name] for arm in arms})
-        outcome, missing = Tuned({}), tuple(experiment.tune.rates) if arms else ()
+        outcome, missing_rates = Tuned({}), tuple(experiment.tune.rates) if arms else ()
         for source in self._untuned_sources(arms):
-            at = rates[source.name]
-            runs.setdefault(source.name, {})[at] = [self.run(size, source, "tune", at, seed, rates) for seed in experiment.tune.seeds]
-        while missing:
-            for arm, rate in product(arms, missing):
+            source_rate = rates[source.name]
+            runs.setdefault(source.name, {})[source_rate] = [
+                self.run(size, source, "tune", source_rate, seed, rates) for seed in experiment.tune.seeds
+            ]
+        while missing_rates:
+            for arm, rate in product(arms, missing_rates):
                 runs.setdefault(arm.name, {})[rate] = [self.run(size, arm, "tune", rate, seed, rates) for seed in experiment.tune.seeds]
-            by_arm = [[*chain(*runs[arm.name].values())] for arm in arms]
-            if not all(run.outcome.ended for run in chain(*by_arm)):
-                return Tuned({}, missing)
-            for some in by_arm:
-                check_alike(some, experiment.primary.metric if experiment.tune.metric == "primary" else SELECTION)
+            runs_by_arm = [[*chain(*runs[arm.name].values())] for arm in arms]
+            if not all(run.outcome.ended for run in chain(*runs_by_arm)):
+                return Tuned({}, missing_rates)
+            for arm_runs in runs_by_arm:
+                check_alike(arm_runs, experiment.primary.metric if experiment.tune.metric == "primary" else SELECTION)
             losses = {arm.name: self._costs(runs[arm.name]) for arm in arms}
             outcome = tuned(experiment.tune.axes, losses, partial(self._possible, size, arms))
-            missing = outcome.missing
+            missing_rates = outcome.missing
         return outcome
 
     def _untuned_sources(self, arms: Iterable[Arm]) -> list[Arm]:
-        """The arms without a rate of their own that some arms start from, which the tuning seeds take, too; each after its own source."""
+        """The arms without a rate of their own that `arms` start from, each after its own source. Tuning seeds train them, too."""
         names = {name for arm in arms for name in self.sources(arm)}
         return [arm for arm in self.experiment.arms if arm.name in names and not arm.tuned]
 
-    def _best(self, size: str, crossed: dict[str, tuple[Rate, ...]]) -> dict[str, Rate] | None:
-        """The rate that each arm is judged at: of those that its final seeds are trained at, the best on the selection text, as in
-        tuning. None while runs at several rates have not ended."""
+    def _best(self, size: str, candidates: dict[str, tuple[Rate, ...]]) -> dict[str, Rate] | None:
+        """The rate that each arm is judged at: the best of its `candidates`, the rates of its final seeds, on the selection text. None
+        while runs at several rates have not ended."""
         rates = {}
         for arm in self.experiment.arms:
-            tried = crossed.get(arm.name, ())
-            if len(tried) > 1:
-                runs = {rate: [self.run(size, arm, "final", rate, seed, {}) for seed in self.experiment.seeds] for rate in tried}
+            arm_rates = candidates.get(arm.name, ())
+            if len(arm_rates) > 1:
+                runs = {rate: [self.run(size, arm, "final", rate, seed, {}) for seed in self.experiment.seeds] for rate in arm_rates}
                 if not all(run.outcome.ended for run in chain(*runs.values())):
                     return None
-                rates[arm.name] = best_rate(self._costs(runs), tried)
-            elif tried:
-                rates[arm.name] = tried[0]
+                rates[arm.name] = best_rate(self._costs(runs), arm_rates)
+            elif arm_rates:
+                rates[arm.name] = arm_rates[0]
         return rates
 
     def _possible(self, size: str, arms: list[Arm], rate: Rate) -> bool:
@@ -244,16 +250,16 @@ class Procedure:
         experiment = self.experiment
         names = [arm.name for arm in experiment.arms]
         if experiment.table:
-            mine = (run for run in experiment.table if run.size == size and run.arm in names)
-            return sorted(mine, key=lambda run: names.index(run.arm))
+            table_lines = (run for run in experiment.table if run.size == size and run.arm in names)
+            return sorted(table_lines, key=lambda run: names.index(run.arm))
         starts, tune, lines = {arm.name: arm.start for arm in experiment.arms if arm.tuned}, experiment.tune, []
-        for arm, by_rate in ((arm, by_rate) for arm, by_rate in self.choice(size).runs.items() if arm in starts):
-            for tried, run in ((rate, run) for rate in sorted(by_rate) for run in by_rate[rate]):
-                ended = run.outcome.ended
-                selection = run.outcome.mean(SELECTION, selection=True) if ended else None
-                primary = self.quantity(run.outcome, selection=True) if ended else None
+        for arm, runs_by_rate in ((arm, runs_by_rate) for arm, runs_by_rate in self.choice(size).runs.items() if arm in starts):
+            for grid_rate, run in ((rate, run) for rate in sorted(runs_by_rate) for run in runs_by_rate[rate]):
+                has_ended = run.outcome.ended
+                selection = run.outcome.mean(SELECTION, selection=True) if has_ended else None
+                primary = self.quantity(run.outcome, selection=True) if has_ended else None
                 settings = described(run.config, tune.keys, starts[arm])
-                lines.append(Tried(size, arm, tune.heading, tried, run.seed, selection, primary, settings))
+                lines.append(Tried(size, arm, tune.heading, grid_rate, run.seed, selection, primary, settings))
         return lines
 
     def notes(self) -> list[str]:
@@ -262,46 +268,48 @@ class Procedure:
         notes: list[str] = []
         for size, arm in product(experiment.sizes if experiment.table else (), (arm for arm in experiment.arms if arm.tuned)):
             config = experiment.config_of(size, arm)
-            ours = described(config, experiment.tune.keys, arm.start)
-            theirs = {run.configuration for run in experiment.table if (run.size, run.arm) == (size, arm.name)}
-            if keys := sorted({key for configuration in theirs for key in differing_keys(ours, configuration)}):
+            arm_configuration = described(config, experiment.tune.keys, arm.start)
+            table_configurations = {run.configuration for run in experiment.table if (run.size, run.arm) == (size, arm.name)}
+            if keys := sorted({key for configuration in table_configurations for key in differing_keys(arm_configuration, configuration)}):
                 name = " ".join(filter(None, (size, arm.name)))
                 notes.append(f"{name}: rates were tuned for another configuration: {', '.join(keys)} differ")
-        for seeds, what in (
+        for seeds, change in (
             (self.added, "were added after the first start"),
             (self.left_out, "were planned at the first start and are left out"),
         ):
-            notes += [f"exploratory: seeds {', '.join(map(str, seeds))} {what}; p values are too small"] if seeds else []
+            notes += [f"exploratory: seeds {', '.join(map(str, seeds))} {change}; p values are too small"] if seeds else []
         if experiment.more_seeds:
-            n, more = len(set(experiment.seeds) - set(experiment.more_seeds)), len(experiment.more_seeds)
-            why = "that is trained if the first leaves a comparison undecided"
-            why = "the first left a comparison undecided" if experiment.look == 2 else why
-            notes.append(f"look {experiment.look} of 2, each with half of the 5 %: {n} seeds, then {more} more; {why}")
-        notes += [f"exploratory: {each.words}" if each.exploratory else each.words for each in experiment.departures]
+            first_count, more_count = len(set(experiment.seeds) - set(experiment.more_seeds)), len(experiment.more_seeds)
+            reason = "that is trained if the first leaves a comparison undecided"
+            reason = "the first left a comparison undecided" if experiment.look == 2 else reason
+            notes.append(f"look {experiment.look} of 2, each with half of the 5 %: {first_count} seeds, then {more_count} more; {reason}")
+        notes += [f"exploratory: {departure.words}" if departure.exploratory else departure.words for departure in experiment.departures]
         notes += unequal((run.arm, run.outcome) for run in self.known())
         for size in experiment.sizes:
             choice, seeds = self.choice(size), {arm.name: [] for arm in experiment.arms}
-            for arm, tried in choice.crossed.items():
-                name, rates = ", ".join(filter(None, (arm, size))), " and ".join(map(rate_words, sorted(tried)))
-                at = f"; judged at {rate_words(choice.rates[arm])}" if choice.settled and choice.rates else ""
-                notes.append(f"{name}: final seeds are trained at {rates}, as tuning chose different rates for the arms{at}")
+            for arm, arm_rates in choice.crossed.items():
+                name, rates = ", ".join(filter(None, (arm, size))), " and ".join(map(rate_words, sorted(arm_rates)))
+                verdict_words = f"; judged at {rate_words(choice.rates[arm])}" if choice.settled and choice.rates else ""
+                notes.append(f"{name}: final seeds are trained at {rates}, as tuning chose different rates for the arms{verdict_words}")
             for run in self.final(size):
                 seeds[run.arm] += [str(run.seed)] if run.outcome.state == "finished" else []
             if len({*map(tuple, filter(None, seeds.values()))}) > 1:
-                each = "; ".join(f"{name} has {', '.join(some) or 'none'}" for name, some in seeds.items())
-                notes.append(f"{size + ': ' if size else ''}arms have finished different seeds, means are over those in common: {each}")
+                seed_words = "; ".join(f"{name} has {', '.join(arm_seeds) or 'none'}" for name, arm_seeds in seeds.items())
+                notes.append(
+                    f"{size + ': ' if size else ''}arms have finished different seeds, means are over those in common: {seed_words}"
+                )
         return notes
 
     def exploratory(self, size: str, arm: str) -> bool:
         """Whether the verdict on an arm is exploratory."""
-        departures = (each.place in (None, (size, arm)) for each in self.experiment.departures if each.exploratory)
+        departures = (departure.place in (None, (size, arm)) for departure in self.experiment.departures if departure.exploratory)
         return bool(self.added or self.left_out) or any(departures)
 
     def sources(self, arm: Arm) -> list[str]:
-        """The arms that it starts from, one after the other."""
+        """The names of the arms that an arm starts from: its source, the source of its source, and so on."""
         if not arm.start:
             return []
-        return [arm.start, *self.sources(next(other for other in self.experiment.arms if other.name == arm.start))]
+        return [arm.start, *self.sources(next(candidate for candidate in self.experiment.arms if candidate.name == arm.start))]
 
     def final(self, size: str) -> Iterator[Run]:
         """The runs that are judged, by seed and arm; none before rates are known."""
@@ -315,7 +323,7 @@ class Procedure:
         """The verdicts on what the run folders hold now.
 
         Raises:
-            RunError: finished runs were not measured on the same sequences, or the primary metric's direction is another.
+            RunError: finished runs were not measured on the same sequences, or give the primary metric another direction.
         """
         experiment = self.experiment
         places = [(size, arm.name) for size in experiment.sizes for arm in experiment.arms[1:]]
@@ -324,7 +332,7 @@ class Procedure:
             tuple(arm.name for arm in experiment.arms),
             experiment.seeds,
             {size: self.choice(size).rates for size in experiment.sizes},
-            {place: by_rate for size in experiment.sizes for place, by_rate in self._judged_runs(size).items()},
+            {place: runs_by_rate for size in experiment.sizes for place, runs_by_rate in self._judged_runs(size).items()},
             every=experiment.primary.quantity != experiment.chosen_by,
             looks=experiment.looks,
             sources={arm.name: self.sources(arm) for arm in experiment.arms if arm.start},
@@ -334,64 +342,72 @@ class Procedure:
         )
 
     def _judged_runs(self, size: str) -> dict[Place, ByRate]:
-        """The final runs of a size, of each arm at each of its rates, first the one that tuning chose."""
+        """The final runs of a size by arm and rate, first the rate that tuning chose."""
         experiment, choice = self.experiment, self.choice(size)
         rates = choice.rates or {}
         runs: dict[Place, dict[Rate | None, list[Run]]] = {}
         for arm in experiment.arms:
-            tried = choice.final.get(arm.name, ()) if not arm.start else (rates[arm.name],) if arm.name in rates else ()
-            runs[size, arm.name] = {rate: [self.run(size, arm, "final", rate, seed, rates) for seed in experiment.seeds] for rate in tried}
-        check_alike([run for by_rate in runs.values() for run in chain(*by_rate.values())], experiment.primary.metric)
-        judged = partial(self._judged_run, experiment.primary.reach is not None or experiment.first_config.data.symbolic)
-        return {place: {rate: [*map(judged, some)] for rate, some in by_rate.items()} for place, by_rate in runs.items()}
+            arm_rates = choice.final.get(arm.name, ()) if not arm.start else (rates[arm.name],) if arm.name in rates else ()
+            runs[size, arm.name] = {
+                rate: [self.run(size, arm, "final", rate, seed, rates) for seed in experiment.seeds] for rate in arm_rates
+            }
+        check_alike([run for runs_by_rate in runs.values() for run in chain(*runs_by_rate.values())], experiment.primary.metric)
+        judge = partial(self._judged_run, experiment.primary.reach is not None or experiment.first_config.data.symbolic)
+        return {place: {rate: [*map(judge, rate_runs)] for rate, rate_runs in runs_by_rate.items()} for place, runs_by_rate in runs.items()}
 
-    def _judged_run(self, whole: bool, run: Run) -> JudgedRun:
-        """The numbers of a run that are judged: those of the units of held-out text that report, or a single one of the `whole`."""
+    def _judged_run(self, whole_run: bool, run: Run) -> JudgedRun:
+        """The judged numbers of a run: one for each unit of held-out text that reports, or a single one of the `whole_run`."""
         outcome = run.outcome
         self.check_direction(outcome)
         note = outcome.divergence if outcome.state == "diverged" else outcome.not_learned if outcome.state == "finished" else ""
-        of = run.arm, outcome.state, note and f"{run.label}: {note}"
-        units = outcome.values(self.experiment.primary.metric) if outcome.state == "finished" and not whole else None
+        run_fields = run.arm, outcome.state, note and f"{run.label}: {note}"
+        units = outcome.values(self.experiment.primary.metric) if outcome.state == "finished" and not whole_run else None
         if not units or not units.fingerprint:
-            return JudgedRun(*of, np.array([self.quantity(outcome)]), np.ones(1), None)
+            return JudgedRun(*run_fields, np.array([self.quantity(outcome)]), np.ones(1), None)
         units = units.part(selection=False)
-        return JudgedRun(*of, units.values.astype(float), units.weights.astype(float), units.groups)
+        return JudgedRun(*run_fields, units.values.astype(float), units.weights.astype(float), units.groups)
 
     def crossed(self, size: str) -> Iterator[Run]:
-        """The final runs of arms whose seeds are trained at several rates, at each of them, by seed and arm."""
-        crossed = self.choice(size).crossed
+        """The final runs of arms whose seeds are trained at several rates, by seed, arm and rate."""
+        rates = self.choice(size).crossed
         for seed in self.experiment.seeds:
             for arm in self.experiment.arms:
-                for rate in crossed.get(arm.name, ()):
+                for rate in rates.get(arm.name, ()):
                     yield self.run(size, arm, "final", rate, seed, {})
 
     def known(self) -> list[Run]:
-        """All runs that the experiment needs, as far as is known: those of tuning first, each after the one it starts from."""
+        """All runs that the experiment needs, as far as they are known: tuning runs first, each run after its source."""
         runs: list[Run] = []
         for size in self.experiment.sizes:
-            runs += chain(*(chain(*by_rate.values()) for by_rate in self.choice(size).runs.values()), self.crossed(size), self.final(size))
+            runs += chain(
+                *(chain(*runs_by_rate.values()) for runs_by_rate in self.choice(size).runs.values()), self.crossed(size), self.final(size)
+            )
         return list({run.config.run_folder: run for run in runs}.values())
 
     def n_runs(self, size: str) -> dict[str, int]:
-        """Runs of each arm in a size, as far as its grid and its rates are known; before tuning has ended, as if it chose two rates."""
+        """The number of runs of each arm in a size, by the known grid and rates; before tuning has ended, as if it chose two rates."""
         choice, tune, counts = self.choice(size), self.experiment.tune, {}
-        crossed = {arm.name for arm in self.experiment.arms if arm.trained and not arm.start} if tune.grid else set()
-        untuned = self._untuned_sources(arm for arm in self.experiment.arms if arm.tuned) if tune.grid else []
+        crossed_names = {arm.name for arm in self.experiment.arms if arm.trained and not arm.start} if tune.grid else set()
+        untuned_arms = self._untuned_sources(arm for arm in self.experiment.arms if arm.tuned) if tune.grid else []
         for arm in self.experiment.arms:
-            grid = self._distinct(size, arm, {*tune.rates, *choice.runs.get(arm.name, ())}) if arm.tuned else int(arm in untuned)
-            rates = self._distinct(size, arm, choice.final.get(arm.name, ())) or (2 if len(crossed) > 1 and arm.name in crossed else 1)
-            counts[arm.name] = len(self.experiment.seeds) * rates + grid * len(tune.seeds)
+            tuning_rate_count = (
+                self._distinct(size, arm, {*tune.rates, *choice.runs.get(arm.name, ())}) if arm.tuned else int(arm in untuned_arms)
+            )
+            rate_count = self._distinct(size, arm, choice.final.get(arm.name, ())) or (
+                2 if len(crossed_names) > 1 and arm.name in crossed_names else 1
+            )
+            counts[arm.name] = len(self.experiment.seeds) * rate_count + tuning_rate_count * len(tune.seeds)
         return counts
 
     def _distinct(self, size: str, arm: Arm, rates: Iterable[Rate | None]) -> int:
-        """How many different runs of a seed an arm has at these rates."""
+        """The number of different runs of a seed that an arm has at these rates."""
         return len({str(self.experiment.tuned_keys(size, arm, rate)) for rate in rates})
 
     @property
     def added(self) -> tuple[int, ...]:
         """Seeds of the final runs that were not planned at the first start."""
-        planned = self.experiment.planned or self.experiment.seeds
-        return tuple(seed for seed in self.experiment.seeds if seed not in planned)
+        planned_seeds = self.experiment.planned or self.experiment.seeds
+        return tuple(seed for seed in self.experiment.seeds if seed not in planned_seeds)
 
     @property
     def left_out(self) -> tuple[int, ...]:
@@ -399,24 +415,24 @@ class Procedure:
         return tuple(seed for seed in self.experiment.planned or () if seed not in self.experiment.all_seeds)
 
     def quantity(self, outcome: Outcome, selection: bool = False) -> float:
-        """The number by which a run is compared, on the documents that report or on those that select: the primary metric, or the tokens
-        at which it first reached `primary.reach` (0: before its first evaluation; infinite: never). Infinite of a run that has not
-        finished."""
+        """The number by which a run is compared, on the documents that report, or with `selection` on the documents that select. It is the
+        primary metric, or the tokens at which it first reached `primary.reach` (0: before its first evaluation; infinite: never). Infinite
+        for a run that has not finished."""
         primary = self.experiment.primary
         if primary.reach is None:
             return outcome.mean(primary.metric, selection)
         return outcome.tokens_to_reach(primary.reach, primary.better, selection)
 
     def choosing(self, outcome: Outcome) -> float:
-        """The value of a run that chooses rates; infinite of a run that has not finished."""
+        """The value of a run that chooses rates; infinite for a run that has not finished."""
         return self.quantity(outcome, True) if self.experiment.tune.metric == "primary" else outcome.mean(SELECTION, True)
 
-    def _costs(self, by_rate: dict[Rate, list[Run]]) -> dict[Rate, list[float]]:
+    def _costs(self, runs_by_rate: dict[Rate, list[Run]]) -> dict[Rate, list[float]]:
         """The costs that the choice of a rate minimizes, by rate and seed."""
-        return {rate: [self.experiment.cost(self.choosing(run.outcome)) for run in runs] for rate, runs in by_rate.items()}
+        return {rate: [self.experiment.cost(self.choosing(run.outcome)) for run in runs] for rate, runs in runs_by_rate.items()}
 
     def check_direction(self, outcome: Outcome) -> None:
-        """Raises RunError if a finished run says that the primary metric's direction is another than the experiment says."""
+        """Raises RunError if a finished run gives the primary metric another direction than the experiment."""
         primary = self.experiment.primary
         series = outcome.series(primary.metric) if outcome.state == "finished" else None
         if series and series.better not in (primary.better, "none"):
@@ -425,16 +441,16 @@ class Procedure:
 
 def check_alike(runs: list[Run], metric: str) -> None:
     """Raises RunError if a metric was not measured on the same sequences in all runs that are finished."""
-    finished = [run for run in runs if run.outcome.state == "finished"]
-    for run in finished:
-        if run.outcome.values(metric).identity != finished[0].outcome.values(metric).identity:
-            where = f"{run.config.run_folder}: {metric} was measured on other sequences than in {finished[0].config.run_folder}"
-            raise RunError(f"{where}; measure it again as the run is configured: lm eval {run.config.run_folder}")
+    finished_runs = [run for run in runs if run.outcome.state == "finished"]
+    for run in finished_runs:
+        if run.outcome.values(metric).identity != finished_runs[0].outcome.values(metric).identity:
+            problem = f"{run.config.run_folder}: {metric} was measured on other sequences than in {finished_runs[0].config.run_folder}"
+            raise RunError(f"{problem}; measure it again as the run is configured: lm eval {run.config.run_folder}")
 
 
 def next_look(procedure: Procedure) -> Procedure:
-    """The experiment with the seeds of its second look, once all runs of the first have ended and left a comparison undecided; else as it
-    is."""
+    """The experiment with the seeds of its second look, once all runs of the first have ended and left a comparison undecided; else the
+    experiment unchanged."""
     experiment = procedure.experiment
     if not experiment.more_seeds or experiment.look == 2 or not all(run.outcome.ended for run in procedure.known()):
         return procedure

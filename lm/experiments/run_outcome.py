@@ -1,4 +1,4 @@
-"""The outcome of a run of an experiment, read from its run folder alone, and what differs between runs beside their arms."""
+"""The outcome of a run of an experiment, read from its run folder alone, and the differences between runs beside their arms."""
 
 import math
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from lm.runs.same_run import check_measured
 from lm.schema import Plain
 from lm.statistics.learned import tokens_to_reach
 
-SELECTION = "val/loss"  # what chooses learning rates, whatever the primary metric
+SELECTION = "val/loss"  # the metric that chooses learning rates, whatever the primary metric
 _FACTS = {"git commit": "git_commit", "torch": "versions.torch", "device": "device", "precision": "precision", "compile": "compile"}
 
 RunStatus = Literal["unfinished", "finished", "diverged"]
@@ -24,11 +24,12 @@ RunStatus = Literal["unfinished", "finished", "diverged"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run folder, the step that the run is to reach, and the metric that is wanted of it then.
+    """A run folder, the step that the run is to reach, and the metric that is needed of it at that step.
 
     Attributes:
-        scheduled: kinds of evaluation that its configuration has measured at that step, beside the validation.
-        asked: those that it must have then, each with the keys of `eval` that it is asked for with; {}: the scheduled ones will do.
+        scheduled: kinds of evaluation that its configuration schedules at that step, beside the validation.
+        asked: kinds of evaluation that it must have at that step, each with the keys of `eval` that it must be measured with; {}: the
+            scheduled kinds will do.
     """
 
     folder: Path
@@ -44,13 +45,13 @@ class Outcome:
 
     @property
     def record(self) -> RunRecord:
-        """The record of the run folder, of which no evaluation is read again. Raises RunError: a file can't be read."""
+        """The record of the run folder, without reading its evaluations again. Raises RunError: a file can't be read."""
         return read_run(self.folder, self.log, self._measured_last[0])
 
     @cached_property
     def state(self) -> RunStatus:
-        """How far the run came: `finished` once its last checkpoint, both metrics and all that is measured at the end are there, unless
-        it has diverged."""
+        """How far the run came: `finished` once its last checkpoint, both metrics and the evaluations at the end are there, unless it
+        has diverged."""
         if not self.folder.is_dir():
             return "unfinished"
         if self.divergence:
@@ -61,8 +62,8 @@ class Outcome:
 
     @cached_property
     def divergence(self) -> str:
-        """How the run diverged, in words (`lm.runs.record.divergence`); empty if it didn't. Raises RunError: it is said to have, but has a
-        last checkpoint."""
+        """How the run diverged, in words (`lm.runs.record.divergence`); empty if it didn't. Raises RunError: the log says that
+        it diverged, but the last checkpoint is there."""
         if any(DIVERGED in line for line in self.log.lines) and self.checkpoint.exists():
             raise RunError(f"{self.folder / METRICS}: says that the run diverged, but {self.checkpoint} is there: bring it back")
         return divergence(self.log.lines, self._final)
@@ -91,14 +92,14 @@ class Outcome:
     def complete(self) -> bool:
         """Whether each scheduled evaluation of the last step was made, or has failed (`eval.on_error` is log): a kill leaves neither."""
         files = evaluation_files(self.folder)
-        missing = [kind for kind in self.scheduled if (kind, self.last_step) not in files]
-        failed = {name for line in (self.log.lines if missing else ()) if line.get("step") == self.last_step for name in line}
-        return all(f"{kind}/failed" in failed for kind in missing)
+        missing_kinds = [kind for kind in self.scheduled if (kind, self.last_step) not in files]
+        failed_names = {name for line in (self.log.lines if missing_kinds else ()) if line.get("step") == self.last_step for name in line}
+        return all(f"{kind}/failed" in failed_names for kind in missing_kinds)
 
     @cached_property
     def measured(self) -> bool:
-        """Whether all that is asked for was measured as it is asked for."""
-        return self.asked.items() <= {each.kind: each.asked for each in self.evaluations}.items()
+        """Whether each evaluation of `asked` was measured, with the keys that it asks for."""
+        return self.asked.items() <= {evaluation.kind: evaluation.asked for evaluation in self.evaluations}.items()
 
     @property
     def ended(self) -> bool:
@@ -108,15 +109,15 @@ class Outcome:
     @property
     def names(self) -> list[str]:
         """The metrics that were measured by unit at the last step."""
-        return [name for evaluation in self.evaluations for each in evaluation.series if each.samples for name in each.logged]
+        return [name for evaluation in self.evaluations for series in evaluation.series if series.samples for name in series.logged]
 
     def series(self, metric: str) -> Series | None:
         """The series that logs a metric at the last step; None if it was not measured. Raises RunError: a damaged file."""
-        return next((each for evaluation in self.evaluations for each in evaluation.series if metric in each.logged), None)
+        return next((series for evaluation in self.evaluations for series in evaluation.series if metric in series.logged), None)
 
     @property
     def sealed(self) -> bool:
-        """Whether digests show that the evaluations at the last step are of its weights; False: an older version left none."""
+        """Whether digests show that the evaluations at the last step are of its weights; False: an older version left no digests."""
         return self._measured_last[1]
 
     @property
@@ -126,13 +127,18 @@ class Outcome:
 
     @cached_property
     def _measured_last(self) -> tuple[dict[Path, Evaluation], bool]:
-        """The evaluations of the last step by file, and `sealed`. Raises RunError: they are of other weights, or were altered."""
+        """The evaluations of the last step by file, and `sealed`. Raises RunError: the evaluations are of other weights, or were
+        altered."""
         files = evaluation_files(self.folder)
-        last = {path: each for (_, step), path in files.items() if step == self.last_step and (each := evaluation_in(path))}
-        return last, not last or not self.checkpoint.exists() or check_measured(self.folder, [*last.values()], self.checkpoint, self.log)
+        evaluations = {
+            path: evaluation for (_, step), path in files.items() if step == self.last_step and (evaluation := evaluation_in(path))
+        }
+        return evaluations, not evaluations or not self.checkpoint.exists() or check_measured(
+            self.folder, [*evaluations.values()], self.checkpoint, self.log
+        )
 
     def values(self, metric: str) -> Units | None:
-        """A metric by unit at the last step, whose mean is the logged one; None if it was not measured by unit."""
+        """The values of a metric by unit at the last step, whose mean is the logged one; None if it was not measured by unit."""
         if metric not in self._values:
             series = self.series(metric)
             self._values[metric] = series and series.logged_units(metric)
@@ -143,8 +149,9 @@ class Outcome:
         return {}
 
     def tokens_to_reach(self, level: float, better: Literal["lower", "higher"], selection: bool) -> float:
-        """Tokens at which the wanted metric first reached a level, on the documents that select or on those that report, from the run's
-        evaluations on the sequences of the last one; 0 if its first one had, infinite if none had or it has not finished."""
+        """Tokens at which the metric first reached a level, on the documents that report, or with `selection` on the documents that select.
+        The evaluations on the sequences of the last evaluation count. 0 if the first evaluation had reached it; infinite if none had, or
+        the run has not finished."""
         if self.state != "finished":
             return math.inf
         if selection not in self._reached:
@@ -159,52 +166,60 @@ class Outcome:
 
     @cached_property
     def _history(self) -> list[tuple[int, Units]]:
-        """Tokens seen at each evaluation of the wanted metric up to the last step, and its values then."""
-        kinds = {each.kind for each in self.evaluations for series in each.series if self.metric in series.logged}
+        """The evaluations of the metric up to the last step: tokens seen, and values by unit."""
+        kinds = {evaluation.kind for evaluation in self.evaluations for series in evaluation.series if self.metric in series.logged}
         files = [path for (kind, step), path in sorted(evaluation_files(self.folder).items()) if kind in kinds and step <= self.last_step]
-        read = [each for path in files if (each := evaluation_in(path))]
-        check_measured(self.folder, read, self.checkpoint, self.log)
-        series = [(each.tokens_seen, next((some for some in each.series if self.metric in some.logged), None)) for each in read]
-        return [(tokens, values) for tokens, some in series if tokens and some and (values := some.logged_units(self.metric))]
+        evaluations = [evaluation for path in files if (evaluation := evaluation_in(path))]
+        check_measured(self.folder, evaluations, self.checkpoint, self.log)
+        points = [
+            (evaluation.tokens_seen, next((series for series in evaluation.series if self.metric in series.logged), None))
+            for evaluation in evaluations
+        ]
+        return [(tokens, values) for tokens, series in points if tokens and series and (values := series.logged_units(self.metric))]
 
     def mean(self, metric: str, selection: bool) -> float:
-        """The mean of a metric over the documents that select or those that are reported on; infinite of a run that has not finished."""
+        """The mean of a metric over the documents that select or the documents that report; infinite for a run that has not finished."""
         return self.values(metric).part(selection).mean if self.state == "finished" else math.inf
 
 
-# ---------------------------------------------------------------- what differs between runs
+# ---------------------------------------------------------------- differences between runs
 
 
 def unequal(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
-    """In what finished runs, given with their arms, differ beside these: one sentence each, by environment.json and their evaluations.
+    """Sentences on the differences between finished runs beside their arms, by environment.json and their evaluations.
+
+    Args:
+        outcomes: the name of an arm with each outcome.
 
     Raises:
         RunError: an environment.json can't be read.
     """
-    finished = [(arm, run) for arm, run in outcomes if run.state == "finished"]
-    recorded = [(arm, read_json(run.folder / ENVIRONMENT), run) for arm, run in finished if (run.folder / ENVIRONMENT).is_file()]
+    finished_runs = [(arm, run) for arm, run in outcomes if run.state == "finished"]
+    records = [(arm, read_json(run.folder / ENVIRONMENT), run) for arm, run in finished_runs if (run.folder / ENVIRONMENT).is_file()]
     sentences = []
     try:
         for name, key in _FACTS.items():
-            if words := _differing([(arm, used(environment, key)) for arm, environment, _ in recorded]):
+            if words := _differing([(arm, used(environment, key)) for arm, environment, _ in records]):
                 sentences.append(f"runs differ in {name}: {words}")
-        trees = [used(environment, "git_dirty") for _, environment, _ in recorded if used(environment, "git_commit")]
-        if dirty := sum(tree is not False for tree in trees):
-            sentences.append(f"{dirty} of {len(finished)} runs are of a git tree with uncommitted changes: their code is not known")
+        trees = [used(environment, "git_dirty") for _, environment, _ in records if used(environment, "git_commit")]
+        if dirty_count := sum(tree is not False for tree in trees):
+            sentences.append(
+                f"{dirty_count} of {len(finished_runs)} runs are of a git tree with uncommitted changes: their code is not known"
+            )
     except (ValueError, TypeError, AttributeError) as error:
-        raise RunError(f"{recorded[0][2].folder.parent}: an {ENVIRONMENT} is damaged: {error}") from None
-    if unsealed := sum(not run.sealed for _, run in finished):
-        sentences.append(f"{unsealed} runs' evaluations carry no digest (made by an earlier version)")
-    codes, other = [(arm, each.code) for arm, run in finished if run.sealed for each in run.evaluations], 0
+        raise RunError(f"{records[0][2].folder.parent}: an {ENVIRONMENT} is damaged: {error}") from None
+    if unsealed_count := sum(not run.sealed for _, run in finished_runs):
+        sentences.append(f"{unsealed_count} runs' evaluations carry no digest (made by an earlier version)")
+    codes, changed_count = [(arm, evaluation.code) for arm, run in finished_runs if run.sealed for evaluation in run.evaluations], 0
     names = dict.fromkeys(name for _, code in codes for name in code)
-    today = {"lm": measuring_code(), **PLUGINS.code(names)}
+    current_digests = {"lm": measuring_code(), **PLUGINS.code(names)}
     for name in names:
         digests = [(arm, code[name]) for arm, code in codes if name in code]
         if words := _differing(digests):
             sentences.append(f"runs were measured by different code of {name}: {words}; lm eval RUN measures them again")
         else:
-            other += name in today and any(digest != today[name] for _, digest in digests)
-    return sentences + ["runs were measured by other code than today's; lm eval RUN measures them again"] * bool(other)
+            changed_count += name in current_digests and any(digest != current_digests[name] for _, digest in digests)
+    return sentences + ["runs were measured by other code than today's; lm eval RUN measures them again"] * bool(changed_count)
 
 
 def _differing(values: list[tuple[str, Plain]]) -> str:

@@ -36,10 +36,10 @@ class Slots:
     """The slots of one `lm compare`. A run takes one, or as many as it has GPUs, each on a GPU of its own.
 
     Attributes:
-        jobs: slots.
-        gpus: that are handed out; (): all runs compute on the CPU.
-        per_gpu: slots on each GPU.
-        wanted: GPUs that a run takes, by size and arm; what is not in it takes none.
+        jobs: number of slots.
+        gpus: GPUs that are handed out; (): all runs compute on the CPU.
+        per_gpu: number of slots on each GPU.
+        wanted: number of GPUs that a run takes, by size and arm; other runs take none.
     """
 
     jobs: int
@@ -51,23 +51,23 @@ class Slots:
         """The number of slots that a run of an arm takes."""
         return max(1, self.wanted.get((size, arm), 0))
 
-    def devices(self, size: str, arm: str, under_way: Iterable[Devices]) -> Devices | None:
-        """The GPUs of a run that starts beside others, those first on which fewest runs work; None while there are too few slots.
+    def devices(self, size: str, arm: str, busy_devices: Iterable[Devices]) -> Devices | None:
+        """The GPUs of a run that starts beside others, first the GPUs on which fewest runs work; None while there are too few slots.
 
         Args:
-            under_way: the GPUs of each run that is under way.
+            busy_devices: the GPUs of each run that is under way.
         """
-        others = list(under_way)
-        if sum(max(1, len(gpus)) for gpus in others) + self.taken(size, arm) > self.jobs:
+        device_lists = list(busy_devices)
+        if sum(max(1, len(gpus)) for gpus in device_lists) + self.taken(size, arm) > self.jobs:
             return None
-        runs, wanted = Counter(chain(*others)), self.wanted.get((size, arm), 0)
-        free = sorted((gpu for gpu in self.gpus if runs[gpu] < self.per_gpu), key=runs.__getitem__)
-        return tuple(free[:wanted]) if len(free) >= wanted else None
+        run_counts, gpu_count = Counter(chain(*device_lists)), self.wanted.get((size, arm), 0)
+        free_gpus = sorted((gpu for gpu in self.gpus if run_counts[gpu] < self.per_gpu), key=run_counts.__getitem__)
+        return tuple(free_gpus[:gpu_count]) if len(free_gpus) >= gpu_count else None
 
     def lanes(self) -> list[Devices]:
-        """The GPUs of as many runs as work at a time, each with as many as any run takes."""
-        widest, lanes = max(self.wanted, key=self.wanted.__getitem__, default=("", "")), list[Devices]()
-        while (devices := self.devices(*widest, lanes)) is not None:
+        """The GPUs of each run that works at a time, if every run takes as many GPUs as the largest."""
+        place, lanes = max(self.wanted, key=self.wanted.__getitem__, default=("", "")), list[Devices]()
+        while (devices := self.devices(*place, lanes)) is not None:
             lanes.append(devices)
         return lanes
 
@@ -86,49 +86,52 @@ def slots_of(experiment: Experiment, jobs: int | None, per_gpu: int) -> Slots:
     """The slots for an experiment on this machine.
 
     Args:
-        jobs: how many slots; None: `per_gpu` on each GPU, or one if all runs compute on the CPU.
+        jobs: number of slots; None: `per_gpu` on each GPU, or one if all runs compute on the CPU.
 
     Raises:
-        ConfigError: there are too few GPUs for that, or for a run.
+        ConfigError: there are too few GPUs for the slots, or for a run.
     """
     from lm.model.device import gpus_of, visible_gpus  # torch takes seconds to import
 
     gpus = visible_gpus()
-    wanted = {(size, arm.name): gpus_of(experiment.config_of(size, arm)) for size, arm in experiment.places}
-    most = max(wanted.values())
-    if not most:
+    gpu_counts = {(size, arm.name): gpus_of(experiment.config_of(size, arm)) for size, arm in experiment.places}
+    max_gpus = max(gpu_counts.values())
+    if not max_gpus:
         return Slots(jobs or 1)
-    there = len(gpus) * per_gpu
-    if (jobs or 1) > there:
-        how = f"lower it, or let more runs share a GPU: --jobs-per-gpu {-(-(jobs or 1) // len(gpus))}"
-        raise ConfigError(f"--jobs {jobs}: there are {there} slots, {per_gpu} on each of {named(gpus)}; {how}")
-    if (jobs or there) < most:
-        raise ConfigError(f"--jobs {jobs}: a run of {most} GPUs (trainer.devices) takes {most} slots; raise it, or lower trainer.devices")
-    return Slots(jobs or there, gpus, per_gpu, wanted)
+    slot_count = len(gpus) * per_gpu
+    if (jobs or 1) > slot_count:
+        remedy = f"lower it, or let more runs share a GPU: --jobs-per-gpu {-(-(jobs or 1) // len(gpus))}"
+        raise ConfigError(f"--jobs {jobs}: there are {slot_count} slots, {per_gpu} on each of {named(gpus)}; {remedy}")
+    if (jobs or slot_count) < max_gpus:
+        raise ConfigError(
+            f"--jobs {jobs}: a run of {max_gpus} GPUs (trainer.devices) takes {max_gpus} slots; raise it, or lower trainer.devices"
+        )
+    return Slots(jobs or slot_count, gpus, per_gpu, gpu_counts)
 
 
 def log_path(experiment: Path, run: Run, suffix: str = "log") -> Path:
-    """The file in the experiment's folder that holds a run's output; with another suffix, what belongs to it."""
+    """The file in the experiment's folder that holds a run's output; with another suffix, a file that belongs to the run."""
     return experiment / LOGS / run.size / f"{run.config.name}.{suffix}"
 
 
 def commands(run: Run, experiment: Path) -> list[list[str]]:
-    """The arguments of `lm` that do what is missing of a run, in their order; [] of one that has ended. Writes the configuration that
-    training reads to the folder `experiment`. Each command can be stopped and started again."""
+    """The arguments of the `lm` commands that a run still needs, in their order; [] if it has ended. Writes the configuration that training
+    reads to the folder `experiment`. Each command can be stopped and started again."""
     if run.outcome.ended:
         return []
     config, folder = run.config, run.config.run_folder
     steps, plugins = [], [f"--allow-plugin={name.partition('.')[0]}" for name in sorted(config.plugin_names)]
-    swapped = Path(config.init_from) if run.trained else folder
-    if run.swap and not (swapped / CONFIG).exists():
-        initial = [] if run.swap.init is None else [f"--init={run.swap.init}"]  # in place of the options' own
+    swapped_folder = Path(config.init_from) if run.trained else folder
+    if run.swap and not (swapped_folder / CONFIG).exists():
+        init_option = [] if run.swap.init is None else [f"--init={run.swap.init}"]  # in place of `init` in the options
         normalizer = {name: value for name, value in to_plain(config.model.normalizer).items() if name not in ("name", "init")}
         options = [f"model.normalizer.{name}={json.dumps(value)}" for name, value in normalizer.items()]
         place = {name: value for name, value in to_plain(config.experiment).items() if value is not None}
         options += [f"experiment.{name}={json.dumps(value)}" for name, value in place.items()]  # else lm.results has the source's arm
-        steps.append(["swap", str(run.before), f"--to={run.swap.to}", f"--out={swapped}", *initial, *options, *plugins])
+        steps.append(["swap", str(run.before), f"--to={run.swap.to}", f"--out={swapped_folder}", *init_option, *options, *plugins])
     outcome = run.outcome
-    if run.trained and (not outcome.trained or not outcome.complete or outcome.measured):  # it measures what a kill left unmeasured
+    if run.trained and (not outcome.trained or not outcome.complete or outcome.measured):
+        # `lm train` makes the evaluations that a kill left out, too
         file = log_path(experiment, run, "yaml")
         write_text(file, to_yaml(config))
         steps.append(["train", str(file), "resume=auto", "log.progress=none"])
@@ -148,22 +151,26 @@ class Stopped(RunError):
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
     """SIGTERM, SIGHUP and SIGUSR1 interrupt as Ctrl-C does, unless somebody else handles or ignores them. Yields the signals that came."""
-    received: list[int] = []
+    signals: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGUSR1 and received:  # schedulers announce the end of a job more than once
+        if number == signal.SIGUSR1 and signals:  # schedulers announce the end of a job more than once
             return
-        received.append(number)
+        signals.append(number)
         raise KeyboardInterrupt
 
-    main = threading.current_thread() is threading.main_thread()
-    ours = [number for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) if main and signal.getsignal(number) == signal.SIG_DFL]
-    for number in ours:
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+        if in_main_thread and signal.getsignal(number) == signal.SIG_DFL
+    ]
+    for number in numbers:
         signal.signal(number, interrupt)
     try:
-        yield received
+        yield signals
     finally:
-        for number in ours:
+        for number in numbers:
             signal.signal(number, signal.SIG_DFL)
 
 
@@ -185,14 +192,14 @@ class Children:
         Returns:
             The exit status of the last of its commands, negative if a signal killed it, and the seconds that it took.
         """
-        while under_way(run.config.run_folder) and not self._stopping.is_set():  # by what an earlier start of the experiment left
+        while under_way(run.config.run_folder) and not self._stopping.is_set():  # in a process that an earlier start of the experiment left
             self._stopping.wait(1)
-        status, begin = 128 + signal.SIGTERM if self._stopping.is_set() else 0, time.monotonic()
+        status, start = 128 + signal.SIGTERM if self._stopping.is_set() else 0, time.monotonic()
         for command in [] if status else commands(replace(run, outcome=replace(run.outcome)), self.experiment):
             status = self._execute(run, command, devices)
             if status:
                 break
-        return status, time.monotonic() - begin
+        return status, time.monotonic() - start
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Let all processes save a checkpoint and end, and start no others."""

@@ -18,27 +18,28 @@ from lm.statistics.learned import factor, has_learned, log_tokens
 from lm.statistics.tuning import Rate, mean_loss, rate_cell, rate_differences, rate_words
 
 
-def summary_lines(procedure: Procedure, judged: Judged | None = None) -> list[dict[str, Plain]]:
-    """One entry for each size and arm (`Judged.lines`), with the mean difference over the tuning seeds at each rate. `judged`: the
-    verdicts, if they are known already."""
-    judged, reach = judged or procedure.judged(), procedure.experiment.primary.reach is not None
-    lines, arms = judged.lines(), {arm.name: arm for arm in procedure.experiment.arms[1:]}
+def summary_lines(procedure: Procedure, judgement: Judged | None = None) -> list[dict[str, Plain]]:
+    """One entry for each size and arm (`Judged.lines`), with the mean difference over the tuning seeds at each rate. `judgement`:
+    the verdicts, if they are known already."""
+    judgement, is_factor = judgement or procedure.judged(), procedure.experiment.primary.reach is not None
+    lines, arms = judgement.lines(), {arm.name: arm for arm in procedure.experiment.arms[1:]}
     for line in (line for line in lines if line["arm"] in arms):
-        apart = differences_by_rate(procedure, line["size"], arms[line["arm"]])
-        means = {rate_words(rate): float(np.mean(differences)) for rate, differences in apart.items() if differences}
-        finite = {rate: mean if math.isfinite(mean) else None for rate, mean in means.items()}
-        line["factors_by_rate" if reach else "differences_by_rate"] = {
-            rate: math.exp(mean) if reach and mean is not None else mean for rate, mean in finite.items()
+        tuning_differences = differences_by_rate(procedure, line["size"], arms[line["arm"]])
+        means = {rate_words(rate): float(np.mean(differences)) for rate, differences in tuning_differences.items() if differences}
+        finite_means = {rate: mean if math.isfinite(mean) else None for rate, mean in means.items()}
+        line["factors_by_rate" if is_factor else "differences_by_rate"] = {
+            rate: math.exp(mean) if is_factor and mean is not None else mean for rate, mean in finite_means.items()
         }
     return lines
 
 
 def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate, list[float]]:
-    """Arm minus baseline of the tuning seeds at every rate that both have: of the primary metric on the selection text, or of 1 for a
-    run that has learned and 0 else, or of the logarithm of tokens. Infinite where one of them diverged, or did not reach its level."""
+    """Differences of the tuning seeds, arm minus baseline, at every rate that both have. They are of the primary metric on the selection
+    text, of 1 for a run that has learned and 0 for another, or of the logarithm of tokens. Infinite where a run diverged, or did not reach
+    its level."""
     experiment = procedure.experiment
-    base, measured = experiment.arms[0].name, by_arm_and_rate(procedure.tried(size), size, attrgetter("primary"))
-    if not {arm.name, base} <= measured.keys() or not procedure.choice(size).rates:
+    baseline, tuning_values = experiment.arms[0].name, by_arm_and_rate(procedure.tried(size), size, attrgetter("primary"))
+    if not {arm.name, baseline} <= tuning_values.keys() or not procedure.choice(size).rates:
         return {}
     primary = experiment.primary
 
@@ -49,57 +50,57 @@ def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate,
             return log_tokens(value)
         return -value if value == math.inf and primary.better == "higher" else value
 
-    both = {name: {rate: [*map(compared, values)] for rate, values in measured[name].items()} for name in (arm.name, base)}
-    return rate_differences(arm.name, base, both)
+    pair_values = {name: {rate: [*map(compared, values)] for rate, values in tuning_values[name].items()} for name in (arm.name, baseline)}
+    return rate_differences(arm.name, baseline, pair_values)
 
 
-def summary_table(judged: Judged, lines: list[dict[str, Plain]]) -> Table:
-    """A row for each size and arm, of the lines of `summary_lines`."""
-    verdicts = [judged.verdicts.get((line["size"], line["arm"])) for line in lines]
+def summary_table(judgement: Judged, lines: list[dict[str, Plain]]) -> Table:
+    """A row for each of the lines of `summary_lines`: one size and arm."""
+    verdicts = [judgement.verdicts.get((line["size"], line["arm"])) for line in lines]
 
     def column(name: str, cells: list[Cell], unit: str = "", kind: str = "number") -> list[Filled]:
         return [(Column(name, unit, kind), cells)] if any(cell is not None for cell in cells) else []
 
-    primary, base = judged.primary, judged.arms[0]
+    primary, baseline = judgement.primary, judgement.arms[0]
     columns = column("size", [line["size"] or None for line in lines], kind="label")
     columns += column("arm", [line["arm"] for line in lines], kind="label")
-    columns += column(judged.key, [None if line["rate"] is None else rate_words(line["rate"]) for line in lines])
+    columns += column(judgement.key, [None if line["rate"] is None else rate_words(line["rate"]) for line in lines])
     columns += column("seeds", [f"{line['runs']} of {line['of']}" for line in lines])
     kind = "mean" if primary.reach is None else "geometric mean,"
-    where = ", ".join(filter(None, (judged.measured_on, "common seeds" if judged.leaves_out else "")))
-    columns += column(f"{kind} {primary.quantity}", [amount(primary, line["mean"]) for line in lines], where)
+    basis = ", ".join(filter(None, (judgement.measured_on, "common seeds" if judgement.leaves_out else "")))
+    columns += column(f"{kind} {primary.quantity}", [amount(primary, line["mean"]) for line in lines], basis)
     if primary.reach is not None:
         columns += column("have reached it", [f"{line['reached']} of {line['runs']}" for line in lines])
     if primary.learned is not None:
         columns += column("have learned", [f"{line['learned']} of {line['ended']}" for line in lines])
         fractions = [Interval(*line["fraction_learned"]) if line["ended"] else None for line in lines]
         columns.append((Column("fraction", "95% interval, Clopper-Pearson", "mean", 2), fractions))
-    name, kind = (f"difference to {base}", "difference") if primary.reach is None else (f"factor to {base}", "mean")
-    columns += column(name, [each and each.interval for each in verdicts], "interval over seeds, all together 95%", kind)
+    name, kind = (f"difference to {baseline}", "difference") if primary.reach is None else (f"factor to {baseline}", "mean")
+    columns += column(name, [verdict and verdict.interval for verdict in verdicts], "interval over seeds, all together 95%", kind)
     if primary.learned is None:
-        both = [each and each.over_documents for each in verdicts]
-        columns += column("on other text of the kind", both, "interval over seeds and documents, all together 95%", "difference")
-    columns += column("p", [each and f"{each.p:.2g}" for each in verdicts], "adjusted")
-    exact = [None if each is None or each.p_exact is None else f"{each.p_exact:.2g}" for each in verdicts]
-    columns += column("p of the sign-flip test", exact, "adjusted")
-    columns += column("verdict", [each and each.words for each in verdicts], kind="words")
+        intervals = [verdict and verdict.over_documents for verdict in verdicts]
+        columns += column("on other text of the kind", intervals, "interval over seeds and documents, all together 95%", "difference")
+    columns += column("p", [verdict and f"{verdict.p:.2g}" for verdict in verdicts], "adjusted")
+    exact_p = [None if verdict is None or verdict.p_exact is None else f"{verdict.p_exact:.2g}" for verdict in verdicts]
+    columns += column("p of the sign-flip test", exact_p, "adjusted")
+    columns += column("verdict", [verdict and verdict.words for verdict in verdicts], kind="words")
     return Table("Summary", "", tuple(columns))
 
 
-def print_verdicts(judged: Judged, lines: list[dict[str, Plain]], title: str) -> None:
-    """Print the lines of `summary_lines` as a table of numbers, and below it each verdict with its reason."""
-    table = summary_table(judged, lines)
+def print_verdicts(judgement: Judged, lines: list[dict[str, Plain]], title: str) -> None:
+    """Print the lines of `summary_lines` as a table of numbers, and below the table each verdict with its reason."""
+    table = summary_table(judgement, lines)
     numbers = tuple((column, cells) for column, cells in table.contents if column.kind != "words")
     print_tables(replace(table, title=title, contents=numbers))
     for line in lines:
         if "verdict" in line:
-            arm, unanswered = " ".join(filter(None, (line["size"], line["arm"]))), judged.verdicts[line["size"], line["arm"]].open
-            reason = line["reason"].removeprefix(unanswered).removeprefix(": ")  # the words end with it
+            arm, open_question = " ".join(filter(None, (line["size"], line["arm"]))), judgement.verdicts[line["size"], line["arm"]].open
+            reason = line["reason"].removeprefix(open_question).removeprefix(": ")  # the words end with it
             print(": ".join(filter(None, (arm, line["words"], reason))))
 
 
 def has_reached(tokens: float | None) -> bool:
-    """Whether `tokens` say when a run reached its level: not never, and not before its first evaluation."""
+    """Whether `tokens` say when a run reached its level: not infinite (never), and not 0 (before its first evaluation)."""
     return tokens is not None and 0 < tokens < math.inf
 
 
@@ -118,64 +119,70 @@ def measured_words(procedure: Procedure) -> str:
     if not series or series[0].axis is None or series[0].axis.bins:
         return metric
     axis, (place, (x, _)) = series[0].axis, [*series[0].places.items()][series[0].logged.index(metric)]
-    alike = axis.unit == "tokens" and len({each.seq_len for each in series}) == 1
-    factor = "" if x == series[0].seq_len else f"{x / series[0].seq_len:g} times "
-    return f"{metric}: {series[0].metric} {f'{axis.before} {place} {axis.unit}'.rstrip()}" + f", {factor}the training length" * alike
+    same_length = axis.unit == "tokens" and len({run_series.seq_len for run_series in series}) == 1
+    multiple = "" if x == series[0].seq_len else f"{x / series[0].seq_len:g} times "
+    return (
+        f"{metric}: {series[0].metric} {f'{axis.before} {place} {axis.unit}'.rstrip()}" + f", {multiple}the training length" * same_length
+    )
 
 
-def trends(procedure: Procedure, judged: Judged) -> list[dict[str, Plain]]:
+def trends(procedure: Procedure, judgement: Judged) -> list[dict[str, Plain]]:
     """The trend over sizes of each arm's difference to the baseline, at the judged rates, over the seeds that both have finished in every
-    size: its change with each doubling of parameters, or where all sizes have as many, of tokens. With `primary.reach` the factor that
-    each doubling multiplies the factor by. The intervals hold alone. None of runs that learn or don't."""
+    size. It is the change with each doubling of parameters, or of tokens where all sizes have as many parameters. With `primary.reach` it
+    is the factor by which each doubling multiplies the factor. Each interval holds alone. Empty if runs learn or don't."""
     experiment, primary = procedure.experiment, procedure.experiment.primary
-    (base, *arms), sizes = (arm.name for arm in experiment.arms), list(experiment.sizes)
+    (baseline, *arms), sizes = (arm.name for arm in experiment.arms), list(experiment.sizes)
     if len(sizes) < 2 or primary.learned is not None:
         return []
-    finished = ((run for run in procedure.final(size) if run.outcome.state == "finished") for size in sizes)
-    records = [next((run.outcome.record for run in runs if (run.config.run_folder / ENVIRONMENT).is_file()), None) for runs in finished]
+    finished_runs = ((run for run in procedure.final(size) if run.outcome.state == "finished") for size in sizes)
+    records = [
+        next((run.outcome.record for run in runs if (run.config.run_folder / ENVIRONMENT).is_file()), None) for runs in finished_runs
+    ]
     if None in records:
         return []
     amounts = {
         "parameters": [record.measured("parameters.non_embedding") for record in records],
         "tokens": [record.tokens_seen for record in records],
     }
-    by = next((name for name, known in amounts.items() if None not in known and len(set(known)) > 1), None)
+    amount_name = next((name for name, counts in amounts.items() if None not in counts and len(set(counts)) > 1), None)
     lines = []
-    for arm in arms if by else ():
-        value = log_tokens if primary.reach is not None else float
-        runs = [[judged.judged_runs(size, name) for name in (arm, base)] for size in sizes]
+    for arm in arms if amount_name else ():
+        scale = log_tokens if primary.reach is not None else float
+        runs = [[judgement.judged_runs(size, name) for name in (arm, baseline)] for size in sizes]
         if not all(map(all, runs)):
             continue
-        differences = np.array([[value(ours.value) - value(theirs.value) for ours, theirs in zip(*both, strict=True)] for both in runs])
+        differences = np.array(
+            [[scale(arm_run.value) - scale(baseline_run.value) for arm_run, baseline_run in zip(*pair, strict=True)] for pair in runs]
+        )
         differences = differences[:, np.isfinite(differences).all(0)]
         if differences.shape[1] > 1:
-            interval = trend(differences, np.array(amounts[by]))
+            interval = trend(differences, np.array(amounts[amount_name]))
             interval = factor(interval) if primary.reach is not None else interval
-            over = f"{len(sizes)} sizes, {differences.shape[1]} seeds"
-            lines.append({"arm": arm, "with_each_doubling_of": by, "over": over, "change": finite(interval)})
+            sample = f"{len(sizes)} sizes, {differences.shape[1]} seeds"
+            lines.append({"arm": arm, "with_each_doubling_of": amount_name, "over": sample, "change": finite(interval)})
     return lines
 
 
-def trend_table(judged: Judged, lines: list[dict[str, Plain]]) -> Table | None:
+def trend_table(judgement: Judged, lines: list[dict[str, Plain]]) -> Table | None:
     """A row for each of the lines of `trends`; None if there are none."""
     if not lines:
         return None
-    base, reach = judged.arms[0], judged.primary.reach is not None
+    baseline, is_factor = judgement.arms[0], judgement.primary.reach is not None
     changes = [Interval(*(math.nan if value is None else value for value in line["change"])) for line in lines]
-    what = f"factor to {base} is multiplied by" if reach else f"difference to {base} changes by"
-    change = Column(what, "95% interval, not adjusted", "mean" if reach else "difference", 3 if reach else 4)
-    over = (Column("over", kind="label"), [line["over"] for line in lines])
+    title = f"factor to {baseline} is multiplied by" if is_factor else f"difference to {baseline} changes by"
+    change = Column(title, "95% interval, not adjusted", "mean" if is_factor else "difference", 3 if is_factor else 4)
+    samples = (Column("over", kind="label"), [line["over"] for line in lines])
     arms = (Column("arm", kind="label"), [line["arm"] for line in lines])
-    return Table(f"With each doubling of {lines[0]['with_each_doubling_of']}", "", (arms, over, (change, changes)))
+    return Table(f"With each doubling of {lines[0]['with_each_doubling_of']}", "", (arms, samples, (change, changes)))
 
 
 def tuning_table(procedure: Procedure) -> list[dict[str, Plain]]:
-    """One line for each tuning run, as `tuning.csv` holds them and `tune.table` reads them; of runs that have not ended without numbers."""
+    """One line for each tuning run, as `tuning.csv` holds them and `tune.table` reads them; no numbers for runs that have not ended."""
     primary = procedure.experiment.primary
     metric = primary.quantity
 
-    def cell(value: float | None, infinite: str = DIVERGED) -> Plain:
-        return value if value is None or math.isfinite(value) else infinite
+    def cell(value: float | None, infinite_word: str = DIVERGED) -> Plain:
+        return value if value is None or math.isfinite(value) else infinite_word
 
     return [
         {"size": size, "arm": run.arm, "key": run.key, "rate": rate_cell(run.rate), "seed": run.seed, SELECTION: cell(run.selection)}
@@ -187,7 +194,7 @@ def tuning_table(procedure: Procedure) -> list[dict[str, Plain]]:
 
 
 def tuning_means(procedure: Procedure) -> list[dict[str, Plain]]:
-    """The mean of what chooses rates, of every arm at every rate that was tried; null where a run diverged or is not done."""
+    """The mean of the metric that chooses rates, by size, arm and rate of the tuning runs; null where a run diverged or has not ended."""
     experiment, lines = procedure.experiment, []
     for size in experiment.sizes:
         values: dict[tuple[str, Rate], list[float]] = {}

@@ -1,4 +1,4 @@
-"""The meaning of each architecture's configuration fields as ours, and where each of our parameters lies in its weights."""
+"""Each architecture's configuration fields as options of lm, and the place of each parameter of lm in its weights."""
 
 import math
 import re
@@ -24,11 +24,13 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # what `layer_types` list
 
 @dataclass(frozen=True)
 class Part:
-    """Where one of our parameters, of this name and shape, lies: in tensors of these names and shapes, one below the other.
+    """The place of one of lm's parameters: the tensors of transformers that hold it, one below the other.
 
     Attributes:
-        transposed: each is stored as (inputs, outputs).
-        scaled: the first rows, and the factor that they are multiplied by.
+        ours, shape: name and shape of the parameter.
+        theirs: names and shapes of the tensors.
+        transposed: each tensor is stored as (inputs, outputs).
+        scaled: the number of first rows that a factor multiplies, and the factor.
     """
 
     ours: str
@@ -45,7 +47,7 @@ class Architecture(ABC):
     classes: ClassVar[tuple[str, ...]]  # that write such weights; the first is that of a language model
     base: ClassVar[str]
     blocks: ClassVar[str]  # the name of the list of layers
-    modules: ClassVar[dict[str, str]]  # our modules' names: theirs, within the layer; several of a matrix that they store by projection
+    modules: ClassVar[dict[str, str]]  # by our modules' names, the names within the layer; several of a matrix that is stored by projection
     stores_inputs_first = False  # matrices of layers are stored as (inputs, outputs)
     buffers: ClassVar[tuple[str, ...]] = ()  # ends of the names of tensors that are no parameters
 
@@ -61,7 +63,7 @@ class Architecture(ABC):
 
     @abstractmethod
     def spec(self, fields: Fields) -> ModelSpec:
-        """The model that the fields of this architecture describe, each of them taken; the base class checks those that all have."""
+        """The model that the fields of this architecture describe; takes each field. The base class checks the fields that all have."""
 
     @abstractmethod
     def write(self, spec: ModelSpec) -> dict[str, Plain]:
@@ -72,24 +74,24 @@ class Architecture(ABC):
         return True
 
     def scaled_queries(self, spec: ModelSpec, fields: Fields, layer: int) -> float:
-        """The factor on a layer's queries that scores have here in place of another scale."""
+        """The factor on a layer's queries that gives this architecture's scores, where their scale is not 1 / sqrt(D)."""
         return 1.0
 
     def placed(self, spec: ModelSpec, fields: Fields, base: str) -> Iterator[Part]:
-        """Where each of our parameters lies, by full names, in a model whose tensors have `base` before their names."""
+        """The place of each of lm's parameters, by full names, in a model whose tensors have `base` before their names."""
         with torch.device("meta"):
             decoder = spec.decoder()
-        fused = projections(decoder)
-        for ours, parameter in decoder.named_parameters():
-            layer, module, kind = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(\w+)", ours).groups()
+        slices = projections(decoder)
+        for full_name, parameter in decoder.named_parameters():
+            layer, module, kind = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(\w+)", full_name).groups()
             shape, place = tuple(parameter.shape), base + (f"{self.blocks}.{layer}." if layer else "")
             names = [f"{place}{name}.{kind}" for name in self.modules[module].split()] if module != "head" else [HEAD]
-            rows = [part.stop - part.start for part in fused[f"{ours.removesuffix(kind)}weight"].values()] if names[1:] else shape[:1]
+            rows = [part.stop - part.start for part in slices[f"{full_name.removesuffix(kind)}weight"].values()] if names[1:] else shape[:1]
             transposed = self.stores_inputs_first and bool(layer) and len(shape) == 2
             shapes = [(size, *shape[1:])[:: -1 if transposed else 1] for size in rows]
             factor = self.scaled_queries(spec, fields, int(layer)) if module == "attention.qkv" else 1.0
-            scaled = (spec.model.n_embd, factor) if factor != 1 else None
-            yield Part(ours, shape, tuple(zip(names, shapes, strict=True)), transposed, scaled)
+            scaled_rows = (spec.model.n_embd, factor) if factor != 1 else None
+            yield Part(full_name, shape, tuple(zip(names, shapes, strict=True)), transposed, scaled_rows)
 
 
 class GPT2(Architecture):
@@ -125,7 +127,7 @@ class GPT2(Architecture):
 
     def write(self, spec: ModelSpec) -> dict[str, Plain]:
         model = spec.model
-        activation = next((name for name, ours in self.activations.items() if ours == model.mlp), "gelu_new")
+        activation = next((name for name, mlp in self.activations.items() if mlp == model.mlp), "gelu_new")
         return {
             "architectures": [self.classes[0]], "model_type": self.model_type, "vocab_size": spec.vocab_size,
             "n_positions": spec.seq_len, "n_embd": model.n_embd, "n_layer": model.n_layer, "n_head": model.n_head,
@@ -136,7 +138,7 @@ class GPT2(Architecture):
         }  # fmt: skip
 
     def scaled_queries(self, spec: ModelSpec, fields: Fields, layer: int) -> float:
-        """Scores may not be divided by sqrt(D), or be divided by the layer's number, too: the queries are, instead."""
+        """The factor where scores are not divided by sqrt(D), or are divided by the layer's number, too."""
         scales, by_layer = fields.take("scale_attn_weights", bool, True), fields.take("scale_attn_by_inverse_layer_idx", bool, False)
         return (1.0 if scales else math.sqrt(spec.model.key_dims)) / (layer + 1 if by_layer else 1)
 
@@ -167,9 +169,9 @@ class Llama(Architecture):
         size = fields.size("head_dim", self.head_dim)
         if size is None and width % heads:
             raise fields.refused("num_attention_heads", f"does not divide hidden_size = {width}, and there is no head_dim")
-        shared = fields.size("num_key_value_heads", self.kv_heads)
+        kv_heads = fields.size("num_key_value_heads", self.kv_heads)
         model = ModelConfig(
-            n_layer=fields.size("num_hidden_layers", 32, MOST_LAYERS), n_head=heads, n_kv_head=None if shared == heads else shared,
+            n_layer=fields.size("num_hidden_layers", 32, MOST_LAYERS), n_head=heads, n_kv_head=None if kv_heads == heads else kv_heads,
             head_size=None if size and size * heads == width else size, n_embd=width, n_mlp=fields.size("intermediate_size", hidden),
             mlp="swiglu", norm="rms",
             norm_eps=fields.number("rms_norm_eps", 1e-6), position=read_rope(fields, positions),
@@ -179,8 +181,8 @@ class Llama(Architecture):
 
     def own(self, fields: Fields) -> dict[str, bool | Options]:
         """Differences among these architectures: biases, norms of queries and keys, the normalizer."""
-        both = fields.take("attention_bias", bool, False), fields.take("mlp_bias", bool, False)
-        return {"bias": both[0], "mlp_bias": both[1] if both[0] != both[1] else None, "normalizer": Softmax()}
+        biases = fields.take("attention_bias", bool, False), fields.take("mlp_bias", bool, False)
+        return {"bias": biases[0], "mlp_bias": biases[1] if biases[0] != biases[1] else None, "normalizer": Softmax()}
 
     def write(self, spec: ModelSpec) -> dict[str, Plain]:
         model = spec.model
@@ -235,14 +237,14 @@ class Qwen3(Qwen2):
 
 def _windows(fields: Fields) -> Options:
     """Softmax, or softmax over a window in the layers that have one."""
-    used, layers = fields.take("use_sliding_window", bool, False), fields.size("num_hidden_layers", 32, MOST_LAYERS)
+    has_windows, layers = fields.take("use_sliding_window", bool, False), fields.size("num_hidden_layers", 32, MOST_LAYERS)
     size = fields.size("sliding_window", None if fields.is_null("sliding_window") else 4096)
-    first = fields.take("max_window_layers", int, 28)  # the first layer with a window
-    default = [SLIDING if used and size and n >= first else FULL for n in range(layers)]
-    kinds = fields.take("layer_types", list[str], default)
+    first_layer = fields.take("max_window_layers", int, 28)  # the first layer with a window
+    default_kinds = [SLIDING if has_windows and size and n >= first_layer else FULL for n in range(layers)]
+    kinds = fields.take("layer_types", list[str], default_kinds)
     if len(kinds) != layers or not {*kinds} <= {FULL, SLIDING}:
         raise fields.refused("layer_types", f"must list {FULL} or {SLIDING} for each of the {layers} layers")
-    if SLIDING in kinds and not used:
+    if SLIDING in kinds and not has_windows:
         raise fields.refused("layer_types", f"lists {SLIDING}, and use_sliding_window is not true")
     if SLIDING in kinds and size is None:
         raise fields.refused("sliding_window", f"layer_types lists {SLIDING}")

@@ -29,14 +29,14 @@ from lm.schema import Plain, to_plain
 MOST_PLACES = 8  # of a series: longer ones are in the run's evaluations
 
 
-def model_card(loaded: Loaded, kind: str) -> str:
+def model_card(loaded_model: Loaded, kind: str) -> str:
     """The text, in Markdown, with the header that the hub reads.
 
     Args:
         kind: `model_type` of the exported model.
     """
-    spec, model = loaded.spec, loaded.spec.model
-    parameters = sum(value.numel() for value in loaded.decoder.parameters())
+    spec, model = loaded_model.spec, loaded_model.spec.model
+    parameters = sum(value.numel() for value in loaded_model.decoder.parameters())
     rows = {
         "architecture": f"{kind}, {model.n_layer} layers, width {model.n_embd}, {model.block.label(model)}",
         "heads": f"{model.n_head}, of keys and values {model.kv_heads}, of size {model.key_dims}",
@@ -46,43 +46,43 @@ def model_card(loaded: Loaded, kind: str) -> str:
         "training length": f"{spec.seq_len:,} tokens",
         "vocabulary": f"{spec.vocab_size:,}",
     }
-    if loaded.tokenizer is not None:
+    if loaded_model.tokenizer is not None:
         rows["documents start with"] = f"`{spec.end_of_text}`, which the tokenizer puts before a text, as in training"
     if kind == OWN["model_type"]:
         rows["code"] = f"`{MODELLING}` in this folder: `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`"
-    parts = ["---\nlibrary_name: transformers\npipeline_tag: text-generation\n---", f"# {loaded.folder.resolve().name}", _table(rows)]
-    parts += ["## Training", _training(loaded)]
-    if figures := _figures(loaded):
+    parts = ["---\nlibrary_name: transformers\npipeline_tag: text-generation\n---", f"# {loaded_model.folder.resolve().name}", _table(rows)]
+    parts += ["## Training", _training(loaded_model)]
+    if figures := _figures(loaded_model):
         parts += ["## Figures", figures]
     return "\n\n".join(parts) + "\n"
 
 
-def _training(loaded: Loaded) -> str:
-    origin = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in loaded.origin.items())
-    imported = f"The weights were imported: {origin}." if origin else ""
-    if loaded.config is None:
-        return imported or "No training run is behind these weights."
-    config, environment = loaded.config, loaded.environment
+def _training(loaded_model: Loaded) -> str:
+    origin = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in loaded_model.origin.items())
+    origin_note = f"The weights were imported: {origin}." if origin else ""
+    if loaded_model.config is None:
+        return origin_note or "No training run is behind these weights."
+    config, environment = loaded_model.config, loaded_model.environment
     sources = ", ".join(weighted.source.label for weighted in config.data.sources)
     rows = {
-        "steps": f"{loaded.stamp['step']:,} of {config.trainer.max_steps:,}",
-        "tokens": f"{loaded.stamp['tokens_seen']:,}, in batches of {config.optim.batch_tokens:,}",
+        "steps": f"{loaded_model.stamp['step']:,} of {config.trainer.max_steps:,}",
+        "tokens": f"{loaded_model.stamp['tokens_seen']:,}, in batches of {config.optim.batch_tokens:,}",
         "data": "made up by tasks" if config.data.symbolic else sources,
-        "data fingerprint": str(loaded.stamp["data_fingerprint"])[:16],
+        "data fingerprint": str(loaded_model.stamp["data_fingerprint"])[:16],
         "seed": str(config.seed),
         "precision": str(environment.get("precision", "not recorded")),
         "started from": (environment.get("started_from") or {}).get("path", "random weights"),
     }
     text = f"{_table(rows)}\n\n<details><summary>The whole configuration</summary>\n\n```yaml\n{to_yaml(config)}```\n\n</details>"
-    return f"{imported}\n\n{text}" if imported else text
+    return f"{origin_note}\n\n{text}" if origin_note else text
 
 
-def _figures(loaded: Loaded) -> str:
+def _figures(loaded_model: Loaded) -> str:
     """A table of what was measured at this step, empty if nothing was."""
     lines = []
-    for (_, step), path in sorted(evaluation_files(loaded.folder).items()):
+    for (_, step), path in sorted(evaluation_files(loaded_model.folder).items()):
         content = read_evaluation(path)
-        if step != loaded.stamp["step"] or "series" not in content:
+        if step != loaded_model.stamp["step"] or "series" not in content:
             continue
         for series in Evaluation.of(content).series:
             if series.shown is None or len(series.places) > MOST_PLACES:
@@ -90,10 +90,10 @@ def _figures(loaded: Loaded) -> str:
             for place in series.places:
                 units = len(series.column(series.column_at(place))[0].values) if series.samples else ""
                 name = " ".join(word for word in (series.metric, series.what, f"({series.unit})" if series.unit else "") if word)
-                where = f"{series.axis.label} {place}" if series.axis else ""
-                lines.append(f"| {name} | {series.setting} | {where} | {series.mean_at(place):.4f} | {units} |")
-    head = "| metric | inference setting | where | mean | units |\n|---|---|---|---|---|\n"
-    return head + "\n".join(lines) if lines else ""
+                place_label = f"{series.axis.label} {place}" if series.axis else ""
+                lines.append(f"| {name} | {series.setting} | {place_label} | {series.mean_at(place):.4f} | {units} |")
+    header = "| metric | inference setting | where | mean | units |\n|---|---|---|---|---|\n"
+    return header + "\n".join(lines) if lines else ""
 
 
 def _table(rows: dict[str, str]) -> str:
@@ -103,37 +103,37 @@ def _table(rows: dict[str, str]) -> str:
 # ---------------------------------------------------------------- the model
 
 
-def export_for_transformers(source: Path, checkpoint: str, out: Path) -> Path:
-    """Write the model at `source` to the folder `out` in the format of transformers, in fp32. Returns `out`.
+def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path:
+    """Write the model at `source` to the folder `target` in the format of transformers, in fp32. Returns `target`.
 
     Weights, config.json, the tokenizer, and README.md: what the model is, how it was trained, and its figures.
 
     Raises:
-        RunError: nothing to load there, a model that no architecture holds (with the reason), or `out` can't be written.
+        RunError: nothing to load there, a model that no architecture holds (with the reason), or `target` can't be written.
     """
-    loaded = load(source, checkpoint)
-    if plain := _architecture(loaded.spec, source):
-        architecture, config = plain
-        tensors = _tensors(architecture, config, loaded)
+    loaded_model = load(source, checkpoint)
+    if plain_model := _architecture(loaded_model.spec, source):
+        architecture, config = plain_model
+        tensors = _tensors(architecture, config, loaded_model)
     else:
-        if problem := _uncomputed(loaded):
+        if problem := _uncomputed(loaded_model):
             raise RunError(f"{source}: {problem}; without --format hf it is exported for lm")
-        config = _own_config(loaded)
-        tensors = _own_tensors(loaded)
-    described: dict[str, Described] = {name: (torch.float32, tuple(value.shape)) for name, value in tensors.items()}
-    with new_folder(out) as folder:
+        config = _own_config(loaded_model)
+        tensors = _own_tensors(loaded_model)
+    descriptions: dict[str, Described] = {name: (torch.float32, tuple(value.shape)) for name, value in tensors.items()}
+    with new_folder(target) as folder:
         with replacing(folder / SINGLE, "the weights") as file:
-            write_weights(file, described, ((name, value.float()) for name, value in tensors.items()))
-        files = {CONFIG: _json({**config, **_tokens(loaded)}), "README.md": model_card(loaded, config["model_type"])}
-        if plain is None:
+            write_weights(file, descriptions, ((name, value.float()) for name, value in tensors.items()))
+        files = {CONFIG: _json({**config, **_tokens(loaded_model)}), "README.md": model_card(loaded_model, config["model_type"])}
+        if plain_model is None:
             files[MODELLING] = Path(__file__).with_name(MODELLING).read_text()
-        if loaded.tokenizer is not None:
-            files[TOKENIZER] = starting_documents((loaded.folder / TOKENIZER).read_text(), loaded.spec.end_of_text)
-            files[TOKENIZER_CONFIG] = _json(_tokenizer_config(loaded.spec))
+        if loaded_model.tokenizer is not None:
+            files[TOKENIZER] = starting_documents((loaded_model.folder / TOKENIZER).read_text(), loaded_model.spec.end_of_text)
+            files[TOKENIZER_CONFIG] = _json(_tokenizer_config(loaded_model.spec))
         for name, content in files.items():
             with replacing(folder / name) as file:
                 file.write(content.encode())
-    return out
+    return target
 
 
 def _json(content: dict[str, Plain]) -> str:
@@ -144,26 +144,26 @@ def _architecture(spec: ModelSpec, source: Path) -> tuple[Architecture, dict[str
     """The architecture of transformers that computes such a model, and its configuration; None: there is none."""
     for architecture in ARCHITECTURES.values():
         config = architecture.write(spec)
-        theirs = architecture.read(Fields(config, source)).model
-        if function_of(theirs) == function_of(spec.model) and architecture.fits(spec):
+        written_model = architecture.read(Fields(config, source)).model
+        if function_of(written_model) == function_of(spec.model) and architecture.fits(spec):
             return architecture, config
     return None
 
 
-def _tensors(architecture: Architecture, config: dict[str, Plain], loaded: Loaded) -> dict[str, Tensor]:
+def _tensors(architecture: Architecture, config: dict[str, Plain], loaded_model: Loaded) -> dict[str, Tensor]:
     """The tensors by their names in transformers, as views of our parameters."""
-    state, tensors = loaded.decoder.state_dict(), {}
-    for part in architecture.placed(loaded.spec, Fields(config, loaded.path), architecture.base):
+    state, tensors = loaded_model.decoder.state_dict(), {}
+    for part in architecture.placed(loaded_model.spec, Fields(config, loaded_model.path), architecture.base):
         pieces = state[part.ours].split([size[-1] if part.transposed else size[0] for _, size in part.theirs])
         tensors |= {name: piece.t() if part.transposed else piece for (name, _), piece in zip(part.theirs, pieces, strict=True)}
     return tensors
 
 
-def _tokens(loaded: Loaded) -> dict[str, Plain]:
+def _tokens(loaded_model: Loaded) -> dict[str, Plain]:
     """Ids of the token that starts, and so ends, documents."""
-    if loaded.tokenizer is None:
+    if loaded_model.tokenizer is None:
         return {"bos_token_id": None, "eos_token_id": None}
-    _, start = loaded.tokenizer_and_start()
+    _, start = loaded_model.tokenizer_and_start()
     return {"bos_token_id": start, "eos_token_id": start}
 
 
@@ -196,23 +196,28 @@ COMPUTED = (
 )  # fmt: skip
 
 
-def _uncomputed(loaded: Loaded) -> str:
+def _uncomputed(loaded_model: Loaded) -> str:
     """The part of a model that the modelling file does not compute, in words; empty if it computes all."""
-    layers = [normalizer.options for normalizer in loaded.decoder.normalizers()]
-    if loaded.spec.model.differential:
+    layers = [normalizer.options for normalizer in loaded_model.decoder.normalizers()]
+    if loaded_model.spec.model.differential:
         return "code for transformers is written for one map of weights a head: model.differential = true is not computed there"
-    if others := [options.name for options in layers if options.name not in COMPUTED]:
-        return f"code for transformers is written for the normalizers {', '.join(COMPUTED)}, not {others[0]}"
-    if unknown := [options.name for options in layers if getattr(options, "n", "") == "sample"]:
-        return f"normalizer.n = sample of {unknown[0]} is a length that generation in transformers does not know; visible and fixed:N are"
+    if uncomputed_names := [options.name for options in layers if options.name not in COMPUTED]:
+        return f"code for transformers is written for the normalizers {', '.join(COMPUTED)}, not {uncomputed_names[0]}"
+    if names := [options.name for options in layers if getattr(options, "n", "") == "sample"]:
+        return f"normalizer.n = sample of {names[0]} is a length that generation in transformers does not know; visible and fixed:N are"
     if len(sizes := {options.size for options in layers if options.name == Window.name}) > 1:
         return f"transformers has windows of one size a model, not of {' and '.join(map(str, sorted(sizes)))}"
     return ""
 
 
-def _own_config(loaded: Loaded) -> dict[str, Plain]:
+def _own_config(loaded_model: Loaded) -> dict[str, Plain]:
     """The config.json of the modelling file: `LmConfig` there says what the fields are."""
-    spec, model, rope, layers = loaded.spec, loaded.spec.model, loaded.spec.model.position, loaded.decoder.normalizers()
+    spec, model, rope, layers = (
+        loaded_model.spec,
+        loaded_model.spec.model,
+        loaded_model.spec.model.position,
+        loaded_model.decoder.normalizers(),
+    )
     rotation = {}
     if rope.rotates:
         radians = frequencies(model.key_dims, rope, AS_TRAINED, spec.seq_len, spec.seq_len).tolist()
@@ -240,10 +245,10 @@ def _own_normalizer(normalizer: Normalizer) -> dict[str, Plain]:
     return {**to_plain(normalizer.options), **normalizer.constants(), "parameters": shapes}
 
 
-def _own_tensors(loaded: Loaded) -> dict[str, Tensor]:
+def _own_tensors(loaded_model: Loaded) -> dict[str, Tensor]:
     """The tensors by lm's names, after `model.` but for the head."""
-    state = loaded.decoder.state_dict()
-    if loaded.spec.model.tied:
+    state = loaded_model.decoder.state_dict()
+    if loaded_model.spec.model.tied:
         del state["head.weight"]
     return {"lm_head.weight" if name == "head.weight" else f"model.{name}": value for name, value in state.items()}
 

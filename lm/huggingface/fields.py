@@ -51,8 +51,8 @@ class Fields:
     """The fields of a configuration file.
 
     Args:
-        plain: its content.
-        path: names it in errors.
+        plain: the content of the file.
+        path: names the file in errors.
     """
 
     def __init__(self, plain: dict[str, Plain], path: Path):
@@ -64,21 +64,21 @@ class Fields:
         value = self._plain.get(name)
         if value is None and default is not MISSING:
             return default
-        converted = convert(kind, value)
-        if converted is MISSING:
+        result = convert(kind, value)
+        if result is MISSING:
             text = abbreviated(shown(value), 60) if name in self._plain else "missing"
             raise RunError(f"{self.path}: {name} must be {type_name(kind)}, not {text}")
-        return converted
+        return result
 
     def is_null(self, name: str) -> bool:
         """Whether a field is there and null, which says something else than its default."""
         return name in self._plain and self._plain[name] is None
 
-    def size(self, name: str, default: Plain = MISSING, most: int = 10**9) -> int:
+    def size(self, name: str, default: Plain = MISSING, maximum: int = 10**9) -> int:
         """A whole number above 0."""
         size = self.take(name, int, default)
-        if size is not None and size > most:
-            raise self.refused(name, f"must be at most {most:,}")
+        if size is not None and size > maximum:
+            raise self.refused(name, f"must be at most {maximum:,}")
         if size is not None and size < 1:
             raise self.refused(name, "must be 1 or more")
         return size
@@ -100,23 +100,23 @@ class Fields:
             raise self.refused(name, "must hold fields")
         return Fields(value, Path(f"{self.path}: {name}"))
 
-    def fixed(self, name: str, allowed: tuple[Plain, ...], reason: str) -> None:
-        """Raises RunError if the field is there with a value other than those allowed (null counts as absent)."""
+    def fixed(self, name: str, allowed_values: tuple[Plain, ...], reason: str) -> None:
+        """Raises RunError if the field is there with a value other than the allowed ones (null counts as absent)."""
         self._used.add(name)
         value = self._plain.get(name)
-        if value is not None and value not in allowed:
+        if value is not None and value not in allowed_values:
             raise self.refused(name, reason)
 
     def refused(self, name: str, reason: str) -> RunError:
         """The error that names a field, its value and why it can't be used."""
         return RunError(f"{self.path}: {name} = {abbreviated(shown(self._plain.get(name)), 80)}: {reason}")
 
-    def finish(self, irrelevant: Container[str] = IRRELEVANT) -> None:
+    def finish(self, irrelevant_names: Container[str] = IRRELEVANT) -> None:
         """Raises RunError if a field was neither used nor is irrelevant."""
-        unknown = [name for name in self._plain if name not in self._used and name not in irrelevant]
-        if unknown:
-            more = f" (and {', '.join(unknown[1:6])})" if unknown[1:] else ""
-            raise self.refused(unknown[0], f"a field that is not known here{more}: the model may compute something else")
+        unknown_names = [name for name in self._plain if name not in self._used and name not in irrelevant_names]
+        if unknown_names:
+            further_names = f" (and {', '.join(unknown_names[1:6])})" if unknown_names[1:] else ""
+            raise self.refused(unknown_names[0], f"a field that is not known here{further_names}: the model may compute something else")
 
 
 # ---------------------------------------------------------------- RoPE
@@ -147,16 +147,16 @@ DEFAULTS: dict[str, Plain] = {"beta_slow": 1.0, "beta_fast": 32.0, "attention_fa
 
 def read_rope(config: Fields, positions: int) -> Rope:
     """RoPE of a model whose context is `positions`. Raises RunError: a type or field that can't be used, by name."""
-    block, older = config.block("rope_parameters"), config.block("rope_scaling")
-    if block and older:
+    block, older_block = config.block("rope_parameters"), config.block("rope_scaling")
+    if block and older_block:
         raise config.refused("rope_scaling", "stands beside rope_parameters: one of them says what RoPE is")
-    outside = config.number("rope_theta", None)
+    outer_theta = config.number("rope_theta", None)
     config.fixed("partial_rotary_factor", (1,), "all dimensions of a head rotate in this architecture")
     name = "rope_parameters" if block else "rope_scaling"
-    if (block := block or older) is None:
-        return Rope(theta=outside or THETA)
-    theta = block.number("rope_theta", outside or THETA)
-    if outside not in (None, theta):
+    if (block := block or older_block) is None:
+        return Rope(theta=outer_theta or THETA)
+    theta = block.number("rope_theta", outer_theta or THETA)
+    if outer_theta not in (None, theta):
         raise config.refused("rope_theta", f"{name} has rope_theta = {theta:g}: one of them says what RoPE is")
     block.fixed("partial_rotary_factor", (1,), "all dimensions of a head rotate in this architecture")
     for name in ("mscale", "mscale_all_dim"):
@@ -168,7 +168,7 @@ def read_rope(config: Fields, positions: int) -> Rope:
     schema, names = TYPES[kind]
     types = {spec.name: spec.type for spec in fields(schema)}
     defaults = {**DEFAULTS, ORIGINAL: positions}
-    options = {ours: block.take(theirs, types[ours], defaults.get(theirs, MISSING)) for theirs, ours in names.items()}
+    options = {option: block.take(field, types[option], defaults.get(field, MISSING)) for field, option in names.items()}
     block.finish(())
     return Rope(theta=theta, scaling=schema(**options))
 
@@ -176,5 +176,5 @@ def read_rope(config: Fields, positions: int) -> Rope:
 def write_rope(rope: Rope) -> dict[str, Plain]:
     """`rope_parameters` of our RoPE."""
     kind, names = next((kind, names) for kind, (schema, names) in TYPES.items() if schema is type(rope.scaling))
-    values = {theirs: getattr(rope.scaling, ours) for theirs, ours in names.items()}
+    values = {field: getattr(rope.scaling, option) for field, option in names.items()}
     return {"rope_type": kind, "rope_theta": rope.theta} | {name: value for name, value in values.items() if value is not None}

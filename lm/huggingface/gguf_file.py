@@ -32,26 +32,26 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens
 SPACE = "▁"  # stands for a space in sentencepiece's tokens
 
 
-def _byte_level(own: dict[str, Plain], cut: str, pre: str) -> Tokenizer:
-    pairs = [tuple(merge.split(" ")) for merge in own["merges"]]
-    tokenizer = Tokenizer(models.BPE(_numbered(own["tokens"]), pairs, ignore_merges=pre == "llama-bpe"))
-    steps = [pre_tokenizers.Split(Regex(cut), "isolated")] if cut else []
-    words = pre in ("gpt-2", "smollm")  # GPT-2's, after the cut
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)])
+def _byte_level(metadata: dict[str, Plain], pattern: str, pre_tokenizer: str) -> Tokenizer:
+    pairs = [tuple(merge.split(" ")) for merge in metadata["merges"]]
+    tokenizer = Tokenizer(models.BPE(_numbered(metadata["tokens"]), pairs, ignore_merges=pre_tokenizer == "llama-bpe"))
+    steps = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
+    splits_words = pre_tokenizer in ("gpt-2", "smollm")  # as GPT-2 does, after the pattern
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits_words)])
     tokenizer.decoder = decoders.ByteLevel()
-    if pre == "qwen2":
+    if pre_tokenizer == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 
 
-def _sentencepiece(own: dict[str, Plain]) -> Tokenizer:
+def _sentencepiece(metadata: dict[str, Plain]) -> Tokenizer:
     """BPE over all of a text at once, with a space before it; what no token covers is spelled in bytes."""
-    tokens, kinds = own["tokens"], own["token_type"]
-    scores = {token: score for token, score, kind in zip(tokens, own["scores"], kinds, strict=True) if kind == NORMAL}
-    unknown = tokens[own.get("unknown_token_id", 0)]
-    bpe = models.BPE(_numbered(tokens), _merges(scores), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    tokens, kinds = metadata["tokens"], metadata["token_type"]
+    scores = {token: score for token, score, kind in zip(tokens, metadata["scores"], kinds, strict=True) if kind == NORMAL}
+    unknown_token = tokens[metadata.get("unknown_token_id", 0)]
+    bpe = models.BPE(_numbered(tokens), _merges(scores), unk_token=unknown_token, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(bpe)
-    prefix = own.get("add_space_prefix", True)
+    prefix = metadata.get("add_space_prefix", True)
     spaces = [normalizers.Prepend(SPACE)] if prefix else []
     tokenizer.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", SPACE)])
     strip = [decoders.Strip(" ", 1, 0)] if prefix else []
@@ -60,17 +60,17 @@ def _sentencepiece(own: dict[str, Plain]) -> Tokenizer:
 
 
 def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """The pairs that sentencepiece joins, first those that make the token of the highest score: it lists no merges."""
-    cuts = ((token[:n], token[n:], score) for token, score in scores.items() for n in range(1, len(token)))
-    pairs = [cut for cut in cuts if cut[0] in scores and cut[1] in scores]
-    return [(head, right) for head, right, _ in sorted(pairs, key=lambda cut: (-cut[2], -len(cut[0])))]
+    """The pairs that sentencepiece joins, highest score of the joined token first: its files list scores, and no merges."""
+    splits = ((token[:n], token[n:], score) for token, score in scores.items() for n in range(1, len(token)))
+    pairs = [split for split in splits if split[0] in scores and split[1] in scores]
+    return [(head, right) for head, right, _ in sorted(pairs, key=lambda split: (-split[2], -len(split[0])))]
 
 
 def _numbered(tokens: list[str]) -> dict[str, int]:
-    numbered = {token: index for index, token in enumerate(tokens)}
-    if len(numbered) < len(tokens):
+    token_ids = {token: index for index, token in enumerate(tokens)}
+    if len(token_ids) < len(tokens):
         raise ValueError("it lists a token twice")
-    return numbered
+    return token_ids
 
 
 # ---------------------------------------------------------------- the file
@@ -107,7 +107,7 @@ LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 WHOLE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
-FREQUENCIES = "rope_freqs.weight"  # by what Llama 3's converter divides the frequency of each pair
+FREQUENCIES = "rope_freqs.weight"  # the numbers by which Llama 3's converter divides the frequency of each pair
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 
@@ -116,8 +116,8 @@ class GGUF:
 
     Attributes:
         config: fields as in a config.json of transformers.
-        tokenizer_config: its special tokens, as in a tokenizer_config.json.
-        shapes: of the tensors, by transformers' names.
+        tokenizer_config: the tokenizer's special tokens, as in a tokenizer_config.json.
+        shapes: shapes of the tensors, by transformers' names.
         types: how many tensors there are of each type, e.g. {"Q4_1": 210}.
 
     Raises:
@@ -149,7 +149,7 @@ class GGUF:
         }
 
     def _whole(self) -> None:
-        """Raises RunError if a tensor's numbers would lie beyond the end of the file, or in those of another."""
+        """Raises RunError if a tensor's numbers would lie beyond the end of the file, or within another tensor's."""
         size, end = self.path.stat().st_size, 0
         for name, tensor in sorted(self._tensors.items(), key=lambda item: item[1].data_offset):
             if tensor.data_offset < end:
@@ -159,7 +159,7 @@ class GGUF:
                 raise RunError(f"{self.path}: cut short: {name} ends beyond the file; fetch it again")
 
     def _name(self, name: str) -> str:
-        """A tensor's name in transformers; as it is, if it is none that is known."""
+        """A tensor's name in transformers; an unknown name stays as it is."""
         if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
             number, kind, part = match.groups()
             return f"model.layers.{number}.{LAYER[kind]}.{part}" if kind in LAYER else name
@@ -171,24 +171,24 @@ class GGUF:
             raise RunError(f"{self.path}: general.architecture = {kind!r}: only {', '.join(ARCHITECTURES)} are read")
         config: dict[str, Plain] = {"model_type": kind, "tie_word_embeddings": "lm_head.weight" not in self._tensors}
         scaling: dict[str, Plain] = {}
-        same = {}  # what must equal the head's size
+        head_sizes = {}  # what must equal the head's size
         for name, value in self._metadata.items():
-            own = name.removeprefix(f"{kind}.")
+            key = name.removeprefix(f"{kind}.")
             if name.startswith(ABOUT):
                 continue
             value = _shortest(value)
-            if own in FIELDS:
-                config[FIELDS[own]] = value
-            elif own.removeprefix("rope.scaling.") in SCALING and own.startswith("rope.scaling."):
-                scaling[SCALING[own.removeprefix("rope.scaling.")]] = value
-            elif own in ("rope.dimension_count", "attention.value_length"):
-                same[name] = value
+            if key in FIELDS:
+                config[FIELDS[key]] = value
+            elif key.removeprefix("rope.scaling.") in SCALING and key.startswith("rope.scaling."):
+                scaling[SCALING[key.removeprefix("rope.scaling.")]] = value
+            elif key in ("rope.dimension_count", "attention.value_length"):
+                head_sizes[name] = value
             else:
                 raise RunError(f"{self.path}: {name} = {value!r}: metadata that is not known here: the model may compute something else")
-        if missing := [name for name, field in FIELDS.items() if field not in config and name not in OPTIONAL]:
-            raise RunError(f"{self.path}: there is no metadata {kind}.{missing[0]}: damaged?")
+        if missing_names := [name for name, field in FIELDS.items() if field not in config and name not in OPTIONAL]:
+            raise RunError(f"{self.path}: there is no metadata {kind}.{missing_names[0]}: damaged?")
         size = _head_size(config)
-        for name, value in same.items():
+        for name, value in head_sizes.items():
             if value != size:
                 raise RunError(f"{self.path}: {name} = {value!r}: is not the size of a head, {size}")
         rows, *_ = self.shapes.get("model.embed_tokens.weight") or (len(self._tokens()),)
@@ -200,14 +200,14 @@ class GGUF:
         """The rescaling of RoPE in Llama 3.1 to 3.3 that divides frequencies by the numbers in the file: it does not name its type.
 
         Raises:
-            RunError: no such rescaling does.
+            RunError: no such rescaling gives these numbers.
         """
         divisors = self.read(FREQUENCIES).double()
         theta = Fields(self.config, self.path).number("rope_theta", THETA)
         factor = float(divisors.max()) if divisors.numel() else math.nan
         rope = Rope(theta, scaling=Llama3Scaling(factor))
-        plain, rescaled = (frequencies(2 * divisors.numel(), each_rope, AS_TRAINED, 1, 1) for each_rope in (Rope(theta), rope))
-        if divisors.numel() * 2 != _head_size(self.config) or not torch.allclose(divisors, plain / rescaled, rtol=1e-5, atol=0):
+        old_freqs, new_freqs = (frequencies(2 * divisors.numel(), variant, AS_TRAINED, 1, 1) for variant in (Rope(theta), rope))
+        if divisors.numel() * 2 != _head_size(self.config) or not torch.allclose(divisors, old_freqs / new_freqs, rtol=1e-5, atol=0):
             reason = "rescales RoPE in another way than Llama 3.1 to 3.3 do; import the model that the file was made from"
             raise RunError(f"{self.path}: {FREQUENCIES}: {reason}")
         del self._tensors[FREQUENCIES], self.shapes[FREQUENCIES]
@@ -243,18 +243,18 @@ class GGUF:
         Raises:
             RunError: a kind of tokenizer that is not read, for which a tokenizer.json must be given, or a damaged one.
         """
-        own = {name.removeprefix("tokenizer.ggml."): value for name, value in self._metadata.items()}
-        kind, pre = own.get("model"), own.get("pre")
+        metadata = {name.removeprefix("tokenizer.ggml."): value for name, value in self._metadata.items()}
+        kind, pre_tokenizer = metadata.get("model"), metadata.get("pre")
         if kind is None:
             return None
-        if kind != "llama" and (kind != "gpt2" or pre not in tuple(CUTS)):
-            what = f"tokenizer.ggml.model = {kind!r}, pre = {pre!r}"
-            raise RunError(f"{self.path}: {what}: not a tokenizer that is read from GGUF; name its tokenizer.json with --tokenizer")
+        if kind != "llama" and (kind != "gpt2" or pre_tokenizer not in tuple(CUTS)):
+            description = f"tokenizer.ggml.model = {kind!r}, pre = {pre_tokenizer!r}"
+            raise RunError(f"{self.path}: {description}: not a tokenizer that is read from GGUF; name its tokenizer.json with --tokenizer")
         try:
-            tokenizer = _sentencepiece(own) if kind == "llama" else _byte_level(own, CUTS[pre], pre)
-            tokens = list(zip(own["tokens"], own["token_type"], strict=True))
-            special = (CONTROL, UNKNOWN)
-            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token, kind in tokens if kind in special])
+            tokenizer = _sentencepiece(metadata) if kind == "llama" else _byte_level(metadata, CUTS[pre_tokenizer], pre_tokenizer)
+            tokens = list(zip(metadata["tokens"], metadata["token_type"], strict=True))
+            kinds = (CONTROL, UNKNOWN)
+            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token, kind in tokens if kind in kinds])
             tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in tokens if kind == USER_DEFINED])
         except Exception as error:  # all that the library raises
             reason = f"has no tokenizer.ggml.{error.args[0]}" if isinstance(error, KeyError) else f"is damaged: {one_line(error, 160)}"
@@ -263,7 +263,7 @@ class GGUF:
 
 
 def _head_size(config: dict[str, Plain]) -> int | None:
-    """None: not known, since the sizes that make it are wrong."""
+    """The size of a head; None: not known, since the sizes that make it are wrong."""
     sizes = config.get("hidden_size"), config.get("num_attention_heads")
     return config.get("head_dim") or (sizes[0] // sizes[1] if all(isinstance(size, int) and size > 0 for size in sizes) else None)
 

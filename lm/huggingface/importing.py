@@ -35,11 +35,11 @@ class Shards:
     """The tensors of model.safetensors, or of the shards that model.safetensors.index.json lists.
 
     Attributes:
-        path: names them in errors.
-        shapes: of each tensor, by its name in transformers.
+        path: the folder, which errors name.
+        shapes: the shape of each tensor, by its name in transformers.
 
     Raises:
-        RunError: none there, or a shard that is missing, cut short, damaged or not as the index says.
+        RunError: no weights there, or a shard that is missing, cut short, damaged or not as the index says.
     """
 
     def __init__(self, folder: Path):
@@ -53,19 +53,19 @@ class Shards:
         if not file.is_file():
             raise RunError(f"{file}: no such file, which {INDEX} lists; fetch the model again")
         try:
-            with safe_open(file, "pt") as opened:
-                held = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-                types = {name: part.get_dtype() for name, part in held.items()}
-                self.shapes |= {name: tuple(part.get_shape()) for name, part in held.items()}
+            with safe_open(file, "pt") as reader:
+                slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118
+                types = {name: tensor.get_dtype() for name, tensor in slices.items()}
+                self.shapes |= {name: tuple(tensor.get_shape()) for name, tensor in slices.items()}
         except (OSError, SafetensorError) as error:
             raise RunError(f"{file}: not a readable safetensors file: {one_line(error, 160)}; fetch it again") from None
-        if names is not None and names != held.keys():
-            name = min(names ^ held.keys())
+        if names is not None and names != slices.keys():
+            name = min(names ^ slices.keys())
             raise RunError(f"{file}: {name} is {'missing, ' if name in names else 'not '}listed for it in {INDEX}; fetch the model again")
         self._stored |= {name: (file, kind) for name, kind in types.items()}
 
     def read(self, name: str) -> Tensor:
-        """A tensor, fp32. The file is opened for it alone: of mapped memory no more stays than that of this tensor.
+        """A tensor, fp32. The file is opened for this tensor alone, so that no other tensor stays in mapped memory.
 
         Raises RunError: it has a type that is not read, or can't be read.
         """
@@ -73,8 +73,8 @@ class Shards:
         if kind not in READ_TYPES:
             raise RunError(f"{file}: {name} has type {kind}; only {', '.join(READ_TYPES)} are read")
         try:
-            with safe_open(file, "pt") as opened:
-                return opened.get_tensor(name).to(torch.float32)
+            with safe_open(file, "pt") as reader:
+                return reader.get_tensor(name).to(torch.float32)
         except (OSError, SafetensorError) as error:
             raise RunError(f"{file}: {name} is not readable: {one_line(error, 160)}") from None
 
@@ -113,12 +113,12 @@ class Source:
     """A pretrained model that was opened: nothing of its weights is read yet.
 
     Attributes:
-        path: names it in errors.
+        path: the path of the model, which errors name.
         config: fields as in a config.json.
         tokenizer: content of a tokenizer.json; None: there is none.
-        tokenizer_path: names it in errors.
-        tokenizer_config: content of its tokenizer_config.json.
-        origin: where it came from, beside its architecture.
+        tokenizer_path: the path of the tokenizer, which errors name.
+        tokenizer_config: content of the tokenizer's tokenizer_config.json.
+        origin: facts on the source of the model, beside its architecture.
     """
 
     path: Path
@@ -132,13 +132,13 @@ class Source:
 
 def import_model(
     source: str,
-    out: Path,
+    target: Path,
     length: int | None = None,
     revision: str | None = None,
     tokenizer: Path | None = None,
     end_of_text: str | None = None,
 ) -> ModelSpec:
-    """Write a pretrained model to the model folder `out`; returns its spec. No code of the model is executed.
+    """Write a pretrained model to the model folder `target`; returns its spec. No code of the model is executed.
 
     Weights are read, checked and written one at a time, so that memory holds a few of the largest, not the model.
 
@@ -153,9 +153,9 @@ def import_model(
         RunError: not a model, or one that can't be used, by the name of what is wrong; nothing is written.
         ConfigError: a length that learned positions don't have, or that no data has; an argument that means nothing for `source`.
     """
-    check_new(out)
-    opened = open_source(source, revision, tokenizer)
-    fields = Fields(opened.config, opened.path)
+    check_new(target)
+    model = open_source(source, revision, tokenizer)
+    fields = Fields(model.config, model.path)
     kind = fields.take("model_type", str)
     if kind not in ARCHITECTURES:
         raise fields.refused("model_type", f"only {', '.join(ARCHITECTURES)} are read")
@@ -164,27 +164,27 @@ def import_model(
     positions = spec.seq_len
     if length is not None and length != positions and spec.model.position.ends:
         raise ConfigError([Problem("--length", length, f"{source} has learned positions for {positions}", "drop it")])
-    if (asked := length or positions) > LONGEST:
+    if (n_tokens := length or positions) > LONGEST:
         name = "--length" if length else "max_position_embeddings"
-        raise ConfigError([Problem(name, asked, f"no data has sequences of more than {LONGEST:,} tokens", "give a shorter --length")])
-    if end_of_text and opened.tokenizer is None:
+        raise ConfigError([Problem(name, n_tokens, f"no data has sequences of more than {LONGEST:,} tokens", "give a shorter --length")])
+    if end_of_text and model.tokenizer is None:
         raise ConfigError([Problem("--end-of-text", end_of_text, f"{source} has no tokenizer", "name one with --tokenizer")])
-    known = 0
-    if opened.tokenizer is not None:
-        start = start_token(opened.tokenizer, opened.config, opened.tokenizer_config, end_of_text, opened.tokenizer_path)
-        known = checked(opened.tokenizer, start, spec.vocab_size, opened.tokenizer_path)
+    token_count = 0
+    if model.tokenizer is not None:
+        start = start_token(model.tokenizer, model.config, model.tokenizer_config, end_of_text, model.tokenizer_path)
+        token_count = checked(model.tokenizer, start, spec.vocab_size, model.tokenizer_path)
         spec.end_of_text = start
     spec.seq_len = length or positions
     try:
         spec = ModelSpec.read(to_plain(spec))  # within the bounds of our keys, and without contradictions
     except ConfigError as error:
-        raise RunError(f"{opened.path}: describes a model that can't be built: {one_line(error)}") from None
-    parts = _parts(architecture, spec, fields, opened.tensors)
-    described: dict[str, Described] = {part.ours: (torch.float32, part.shape) for part in parts}
-    origin = {**opened.origin, "architecture": kind, "max_position_embeddings": positions}
-    content = None if opened.tokenizer is None else opened.tokenizer.encode()
-    write_model(out, spec, described, _weights(parts, opened.tensors), content, origin=origin)
-    _print(out, kind, spec, known, sum(math.prod(part.shape) for part in parts))
+        raise RunError(f"{model.path}: describes a model that can't be built: {one_line(error)}") from None
+    parts = _parts(architecture, spec, fields, model.tensors)
+    descriptions: dict[str, Described] = {part.ours: (torch.float32, part.shape) for part in parts}
+    origin = {**model.origin, "architecture": kind, "max_position_embeddings": positions}
+    content = None if model.tokenizer is None else model.tokenizer.encode()
+    write_model(target, spec, descriptions, _weights(parts, model.tensors), content, origin=origin)
+    _print(target, kind, spec, token_count, sum(math.prod(part.shape) for part in parts))
     return spec
 
 
@@ -207,33 +207,33 @@ def open_source(source: str, revision: str | None, tokenizer: Path | None) -> So
     if not (path / CONFIG).is_file():
         raise RunError(f"{path}: not a model in the format of transformers: it has no {CONFIG}")
     config = read_json(path / CONFIG)
-    where = tokenizer or path
-    content, settings = named_tokenizer(tokenizer) if tokenizer else read_tokenizer(path), tokenizer_settings(where)
-    return Source(path / CONFIG, config, Shards(path), content, where / TOKENIZER if where.is_dir() else where, settings, origin)
+    place = tokenizer or path
+    content, settings = named_tokenizer(tokenizer) if tokenizer else read_tokenizer(path), tokenizer_settings(place)
+    return Source(path / CONFIG, config, Shards(path), content, place / TOKENIZER if place.is_dir() else place, settings, origin)
 
 
 def _parts(architecture: Architecture, spec: ModelSpec, fields: Fields, tensors: "Shards | GGUF") -> list[Part]:
-    """Where each parameter lies, by the full names of tensors that are there with these shapes. Raises RunError: they are not."""
+    """The place of each parameter, by full names of tensors. Raises RunError: a tensor is missing, not known or of another shape."""
     base = architecture.base if any(name.startswith(architecture.base) for name in tensors.shapes) else ""
     parts = list(architecture.placed(spec, fields, base))
-    expected = {name: size for part in parts for name, size in part.theirs}
+    expected_shapes = {name: size for part in parts for name, size in part.theirs}
     if spec.model.tied and HEAD in tensors.shapes:
-        expected[HEAD] = (spec.vocab_size, spec.model.n_embd)
-        if tensors.shapes[HEAD] == expected[HEAD] and not torch.equal(tensors.read(HEAD), tensors.read(parts[0].theirs[0][0])):
+        expected_shapes[HEAD] = (spec.vocab_size, spec.model.n_embd)
+        if tensors.shapes[HEAD] == expected_shapes[HEAD] and not torch.equal(tensors.read(HEAD), tensors.read(parts[0].theirs[0][0])):
             raise RunError(f"{tensors.path}: {HEAD} differs from the embedding, and tie_word_embeddings is true")
-    for name, size in expected.items():
+    for name, size in expected_shapes.items():
         if name not in tensors.shapes:
             raise RunError(f"{tensors.path}: there is no tensor {name}, which {fields.path.name} implies")
         if tensors.shapes[name] != size:
             raise RunError(f"{tensors.path}: {name} has shape {tensors.shapes[name]}, {fields.path.name} implies {size}")
-    unknown = [name for name in tensors.shapes if name not in expected and not name.endswith(architecture.buffers or ("\n",))]
-    if unknown:
-        raise RunError(f"{tensors.path}: {unknown[0]} is not a tensor of the model that {fields.path.name} describes")
+    unknown_names = [name for name in tensors.shapes if name not in expected_shapes and not name.endswith(architecture.buffers or ("\n",))]
+    if unknown_names:
+        raise RunError(f"{tensors.path}: {unknown_names[0]} is not a tensor of the model that {fields.path.name} describes")
     return sorted(parts, key=lambda part: part.ours)
 
 
 def _weights(parts: list[Part], tensors: "Shards | GGUF") -> Iterator[tuple[str, Tensor]]:
-    """Our parameters, each read when it is asked for. Raises RunError: one holds numbers that are not finite."""
+    """Our parameters, each read when it is asked for. Raises RunError: a tensor holds numbers that are not finite."""
     for part in parts:
         pieces = [tensors.read(name) for name, _ in part.theirs]
         pieces = [piece.t() for piece in pieces] if part.transposed and pieces[0].dim() == 2 else pieces
@@ -247,10 +247,10 @@ def _weights(parts: list[Part], tensors: "Shards | GGUF") -> Iterator[tuple[str,
         yield part.ours, value
 
 
-def _print(out: Path, kind: str, spec: ModelSpec, tokens: int, parameters: int) -> None:
-    print(f"{out}: {kind}, {parameters:,} parameters, {spec.model.position.label}, training length {spec.seq_len:,}")
+def _print(folder: Path, kind: str, spec: ModelSpec, tokens: int, parameters: int) -> None:
+    print(f"{folder}: {kind}, {parameters:,} parameters, {spec.model.position.label}, training length {spec.seq_len:,}")
     if tokens:
-        fewer = f" (the model has room for {spec.vocab_size:,})" if tokens < spec.vocab_size else ""
-        print(f"tokenizer: {tokens:,} tokens{fewer}; documents start with {spec.end_of_text}")
+        room_note = f" (the model has room for {spec.vocab_size:,})" if tokens < spec.vocab_size else ""
+        print(f"tokenizer: {tokens:,} tokens{room_note}; documents start with {spec.end_of_text}")
     else:
         print("no tokenizer: the model neither reads nor writes text; name one with --tokenizer")

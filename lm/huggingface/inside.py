@@ -70,21 +70,21 @@ def add_parameters(model: PreTrainedModel, train_length: int | None = None) -> N
     if not isinstance(function, partial) or function.func is not _attend:
         raise ValueError(f"attn_implementation is {config._attn_implementation}: call lm.huggingface.register() and name one of lm's")
     (normalizer,) = function.args
-    plain = {"name": normalizer} if isinstance(normalizer, str) else dict(normalizer)
-    if (before := getattr(config, HOLDER, None)) not in (None, plain):
-        raise ValueError(f"{config._name_or_path} was saved with {before}, attn_implementation {config._attn_implementation} is {plain}")
+    options = {"name": normalizer} if isinstance(normalizer, str) else dict(normalizer)
+    if (entry := getattr(config, HOLDER, None)) not in (None, options):
+        raise ValueError(f"{config._name_or_path} was saved with {entry}, attn_implementation {config._attn_implementation} is {options}")
     layers = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")]
     if not (model.is_backend_compatible() and layers):
         raise ValueError(f"{type(model).__name__} computes attention by itself, whatever attn_implementation says")
     if any(hasattr(module, HOLDER) for module in layers):
         raise ValueError("the model has these parameters already: call lm.huggingface.add_parameters once")
-    setattr(config, HOLDER, plain)
+    setattr(config, HOLDER, options)
     setattr(config, LENGTH, train_length or _train_length(config))
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for module in layers:
-        first = functional.parameters(normalizer, config.num_attention_heads, size, _train_length(config))
-        module.add_module(HOLDER, _Parameters(first).to(next(module.parameters()).device))
-    if before:
+        initial_values = functional.parameters(normalizer, config.num_attention_heads, size, _train_length(config))
+        module.add_module(HOLDER, _Parameters(initial_values).to(next(module.parameters()).device))
+    if entry:
         _read_saved(model)
 
 
@@ -113,8 +113,8 @@ def _read_saved(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
         if f".{HOLDER}." in name:
             if tensors.shapes.get(name) != tuple(parameter.shape):
-                where = f"{tensors.path}: its configuration names {HOLDER}, and it"
-                raise ValueError(f"{where} has no tensor {name} of shape {tuple(parameter.shape)}")
+                message_start = f"{tensors.path}: its configuration names {HOLDER}, and it"
+                raise ValueError(f"{message_start} has no tensor {name} of shape {tuple(parameter.shape)}")
             parameter.data.copy_(tensors.read(name))
 
 
@@ -123,8 +123,8 @@ def _attend(
     scaling: float | None = None, dropout: float = 0.0, position_ids: Tensor | None = None, **kwargs: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """An attention function of transformers: (B, T, H, D) of query (B, H, T, D), key and value (B, K, S, D)."""
-    if refused := [name for name in REFUSED if kwargs.get(name) is not None]:
-        raise ValueError(f"lm's normalizers do not compute {refused[0]} of {type(module).__name__}; use a model without it")
+    if refused_arguments := [name for name in REFUSED if kwargs.get(name) is not None]:
+        raise ValueError(f"lm's normalizers do not compute {refused_arguments[0]} of {type(module).__name__}; use a model without it")
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise ValueError(f"lm's normalizers are causal, {type(module).__name__} is not")
@@ -140,8 +140,8 @@ def _attend(
         key, value = key[:, :, : query.size(2)], value[:, :, : query.size(2)]
     layout = _layout(query, key, attention_mask, position_ids)
     parameters = holder.by_name() if holder is not None else {}
-    out = functional.attention(normalizer, query, key, value, parameters, positions=layout, train_length=_train_length(config))
-    return out.transpose(1, 2).contiguous(), None
+    output = functional.attention(normalizer, query, key, value, parameters, positions=layout, train_length=_train_length(config))
+    return output.transpose(1, 2).contiguous(), None
 
 
 def _layout(query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> AttentionLayout:

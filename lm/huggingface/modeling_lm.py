@@ -89,10 +89,10 @@ class LmConfig(PreTrainedConfig):
 # ---------------------------------------------------------------- normalizers
 
 
-def _affine(own: "Normalizer", growth: Tensor) -> Tensor:
-    """s growth + b, of the parameters that there are."""
-    scaled = own.head("s") * growth if hasattr(own, "s") else growth
-    return scaled + own.head("b") if hasattr(own, "b") else scaled
+def _affine(normalizer: "Normalizer", growth: Tensor) -> Tensor:
+    """s growth + b; without a parameter that the normalizer lacks."""
+    factor = normalizer.head("s") * growth if hasattr(normalizer, "s") else growth
+    return factor + normalizer.head("b") if hasattr(normalizer, "b") else factor
 
 
 def _mlp(layers: nn.Module, x: Tensor) -> Tensor:
@@ -100,56 +100,56 @@ def _mlp(layers: nn.Module, x: Tensor) -> Tensor:
     return F.linear(hidden, layers.out.weight, layers.out.bias)
 
 
-def _qassmax(own: "Normalizer", n: Tensor, q: Tensor) -> Tensor:
-    base = _mlp(own.base, n.log()).unflatten(-1, (q.size(1), -1))[:, 0].transpose(1, 2)  # (B, H, T, D)
-    return base * (1 + _mlp(own.gate, q).tanh())
+def _qassmax(normalizer: "Normalizer", n: Tensor, q: Tensor) -> Tensor:
+    base = _mlp(normalizer.base, n.log()).unflatten(-1, (q.size(1), -1))[:, 0].transpose(1, 2)  # (B, H, T, D)
+    return base * (1 + _mlp(normalizer.gate, q).tanh())
 
 
-def _infoscale(own: "Normalizer", n: Tensor, q: Tensor) -> Tensor:
+def _infoscale(normalizer: "Normalizer", n: Tensor, q: Tensor) -> Tensor:
     power = -2 / q.size(-1)
-    return ((1 - n.double() ** power).sqrt() / math.sqrt(1 - own.options["base"] ** power)).float()
+    return ((1 - n.double() ** power).sqrt() / math.sqrt(1 - normalizer.options["base"] ** power)).float()
 
 
-def _cosine(own: "Normalizer", n: Tensor, q: Tensor) -> Tensor:
-    return own.head("g") * (n.log() if own.options["log_n"] else torch.ones_like(n)) * math.sqrt(q.size(-1))
+def _cosine(normalizer: "Normalizer", n: Tensor, q: Tensor) -> Tensor:
+    return normalizer.head("g") * (n.log() if normalizer.options["log_n"] else torch.ones_like(n)) * math.sqrt(q.size(-1))
 
 
-def _log_n(own: "Normalizer", n: Tensor, q: Tensor) -> Tensor:
-    growth = n.log() / math.log(own.options["base"])
-    return growth.clamp(min=1.0) if own.options["clip"] else growth
+def _log_n(normalizer: "Normalizer", n: Tensor, q: Tensor) -> Tensor:
+    growth = n.log() / math.log(normalizer.options["base"])
+    return growth.clamp(min=1.0) if normalizer.options["clip"] else growth
 
 
-def _llama4(own: "Normalizer", n: Tensor, q: Tensor) -> Tensor:
-    return 1 + own.options["attn_scale"] * torch.log1p(torch.floor(n / own.options["floor_scale"]))
+def _llama4(normalizer: "Normalizer", n: Tensor, q: Tensor) -> Tensor:
+    return 1 + normalizer.options["attn_scale"] * torch.log1p(torch.floor(n / normalizer.options["floor_scale"]))
 
 
 # The factor on the queries q (B, H, T, D) that makes plain softmax of each normalizer; n: (B, 1, T, 1) fp32.
 FACTORS = {
-    "softmax": lambda own, n, q: torch.full_like(n, 1 / own.options.get("temperature", 1.0)),
-    "ssmax": lambda own, n, q: _affine(own, n.log()),
+    "softmax": lambda normalizer, n, q: torch.full_like(n, 1 / normalizer.options.get("temperature", 1.0)),
+    "ssmax": lambda normalizer, n, q: _affine(normalizer, n.log()),
     "log_n": _log_n,
-    "sqrt_log_n": lambda own, n, q: own.head("c") * (2 * n.log()).sqrt(),
+    "sqrt_log_n": lambda normalizer, n, q: normalizer.head("c") * (2 * n.log()).sqrt(),
     "llama4": _llama4,
-    "yarn": lambda own, n, q: (0.1 * (n / own.options["base"]).clamp(min=1.0).log() + 1).square(),
+    "yarn": lambda normalizer, n, q: (0.1 * (n / normalizer.options["base"]).clamp(min=1.0).log() + 1).square(),
     "infoscale": _infoscale,
     "cosine": _cosine,
-    "p_n": lambda own, n, q: _affine(own, own.p[(n.long() - 1).clamp(max=len(own.p) - 1)]),
+    "p_n": lambda normalizer, n, q: _affine(normalizer, normalizer.p[(n.long() - 1).clamp(max=len(normalizer.p) - 1)]),
     "qassmax": _qassmax,
-    **dict.fromkeys(("window", "sink", "softmax1"), lambda own, n, q: torch.ones_like(n)),
+    **dict.fromkeys(("window", "sink", "softmax1"), lambda normalizer, n, q: torch.ones_like(n)),
 }
 
 
-def _relu(own: "Normalizer", scores: Tensor, n: Tensor, visible: Tensor) -> Tensor:
+def _relu(normalizer: "Normalizer", scores: Tensor, n: Tensor, visible: Tensor) -> Tensor:
     weights = F.relu(scores).masked_fill(~visible, 0.0)
-    weights = weights.square() if own.options["name"] == "relu2" else weights
-    if own.options["n"] == "sum":
+    weights = weights.square() if normalizer.options["name"] == "relu2" else weights
+    if normalizer.options["n"] == "sum":
         total = weights.sum(-1, keepdim=True)
         return weights / total.masked_fill(total < 1e-24, math.inf)
-    return weights * own.options["head_dim"] / n.square() if own.options.get("form") == "1/n^2" else weights / n
+    return weights * normalizer.options["head_dim"] / n.square() if normalizer.options.get("form") == "1/n^2" else weights / n
 
 
-def _sigmoid(own: "Normalizer", scores: Tensor, n: Tensor, visible: Tensor) -> Tensor:
-    shift = own.head("b") - n.log() if hasattr(own, "b") else -n.log()
+def _sigmoid(normalizer: "Normalizer", scores: Tensor, n: Tensor, visible: Tensor) -> Tensor:
+    shift = normalizer.head("b") - n.log() if hasattr(normalizer, "b") else -n.log()
     return (scores + shift).sigmoid().masked_fill(~visible, 0.0)
 
 
@@ -165,13 +165,13 @@ class Normalizer(nn.Module):
         self.options, self.factor, self.elementwise = options, FACTORS.get(options["name"]), ELEMENTWISE.get(options["name"])
         self.unit = options["name"] == "cosine"
         for name, shape in options.get("parameters", {}).items():
-            *path, last = name.split(".")
+            *path, leaf = name.split(".")
             owner = self
             for part in path:
                 if part not in dict(owner.named_children()):
                     owner.add_module(part, nn.Module())
                 owner = owner.get_submodule(part)
-            owner.register_parameter(last, nn.Parameter(torch.zeros(shape)))
+            owner.register_parameter(leaf, nn.Parameter(torch.zeros(shape)))
 
     def head(self, name: str) -> Tensor:
         """A parameter with one number for each head, (H, 1, 1)."""
@@ -233,17 +233,17 @@ def sdpa_with_sink(
     """PyTorch's fused attention with one more key in front, of the sink's logit and of value 0, which every query sees."""
     size, width, length = query.size(-1), value.size(-1), query.size(2)
     logit = sink.float() / scaling
-    high = logit.to(query.dtype)  # and what its rounding left, in two of eight more dimensions, the kernel's granularity
-    both = torch.stack((high, (logit - high.float()).to(query.dtype)), -1).view(1, -1, 1, 2).expand(query.size(0), -1, length, -1)
-    query = torch.cat((query, F.pad(both, (0, 6))), -1)
-    first = F.pad(torch.ones_like(key[:, :, :1, :2]), (size, 6))
-    key, value = torch.cat((first, F.pad(key, (0, 8))), 2), F.pad(value, (0, 8, 1, 0))
+    high_part = logit.to(query.dtype)  # and what its rounding left, in two of eight more dimensions, the kernel's granularity
+    pair = torch.stack((high_part, (logit - high_part.float()).to(query.dtype)), -1).view(1, -1, 1, 2).expand(query.size(0), -1, length, -1)
+    query = torch.cat((query, F.pad(pair, (0, 6))), -1)
+    sink_key = F.pad(torch.ones_like(key[:, :, :1, :2]), (size, 6))
+    key, value = torch.cat((sink_key, F.pad(key, (0, 8))), 2), F.pad(value, (0, 8, 1, 0))
     if attention_mask is None and length > 1:
         query = F.pad(query, (0, 0, 1, 0))  # one more query in front keeps the triangle square
     elif attention_mask is not None:
         attention_mask = F.pad(attention_mask, (1, 0), value=attention_mask.dtype == torch.bool)
-    out, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    return out[:, -length:, :, :width], None
+    output, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    return output[:, -length:, :, :width], None
 
 
 # ---------------------------------------------------------------- layers
@@ -300,11 +300,11 @@ class AttentionBase(nn.Module):
         kernel = eager_attention if elementwise or kind == "eager" else ALL_ATTENTION_FUNCTIONS[kind]
         if sink is not None:
             kernel, kwargs = sdpa_with_sink if kind == "sdpa" else kernel, {**kwargs, "sink": sink}
-        out, weights = kernel(
+        output, weights = kernel(
             self, q, k, v, attention_mask, scaling=self.scaling, dropout=0.0, position_ids=position_ids,
             sliding_window=self.sliding_window, **kwargs,
         )  # fmt: skip
-        return out.reshape(q.size(0), q.size(2), -1), weights
+        return output.reshape(q.size(0), q.size(2), -1), weights
 
 
 class Attention(AttentionBase):
@@ -317,19 +317,19 @@ class Attention(AttentionBase):
         self.out = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=config.bias)
         mixes = config.value_residual == "embedding" or (config.value_residual == "first_layer" and layer_idx > 0)
         self.value_mix = nn.Parameter(torch.full((1,), 0.5)) if mixes else None
-        gates = {None: 0, "head": self.heads[0], "element": self.heads[0] * config.head_dim}[config.output_gate]
-        self.gate = nn.Linear(config.hidden_size, gates, bias=False) if gates else None
+        gate_width = {None: 0, "head": self.heads[0], "element": self.heads[0] * config.head_dim}[config.output_gate]
+        self.gate = nn.Linear(config.hidden_size, gate_width, bias=False) if gate_width else None
 
     def forward(self, x: Tensor, other_values: Tensor | None, **kwargs: object) -> tuple[Tensor, Tensor | None, Tensor]:
         """The output (B, T, C), the weights if the kernel gives them, and the layer's values before its cache, (B, K, T, D)."""
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(self.heads, 1)
         if self.value_mix is not None:
             v = v + self.value_mix.to(v.dtype) * (other_values.to(v.dtype) - v)
-        out, weights = self.attend(q, k, v, **kwargs)
+        output, weights = self.attend(q, k, v, **kwargs)
         if self.gate is not None:
             heads = (self.heads[0], -1)
-            out = (out.unflatten(-1, heads) * self.gate(x).sigmoid().unflatten(-1, heads)).flatten(2)
-        return self.out(out), weights, v
+            output = (output.unflatten(-1, heads) * self.gate(x).sigmoid().unflatten(-1, heads)).flatten(2)
+        return self.out(output), weights, v
 
 
 class GAU(AttentionBase):
@@ -347,8 +347,8 @@ class GAU(AttentionBase):
         """The output (B, T, C), and the weights if the kernel gives them."""
         gate, v, z = F.silu(self.uvz(x)).split(self.sizes, -1)
         q, k = z * self.q_gain + self.q_offset, z * self.k_gain + self.k_offset
-        out, weights = self.attend(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), **kwargs)
-        return self.out(gate * out), weights
+        output, weights = self.attend(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), **kwargs)
+        return self.out(gate * output), weights
 
 
 def _swiglu(x: Tensor) -> Tensor:
@@ -387,8 +387,8 @@ class Block(GradientCheckpointingLayer):
         self.mlp_norm, self.mlp = make_norm(config), MLP(config)
 
     def forward(self, x: Tensor, **kwargs: object) -> tuple[Tensor, Tensor | None, Tensor]:
-        out, weights, values = self.attention(self.attention_norm(x), **kwargs)
-        x = x + out
+        output, weights, values = self.attention(self.attention_norm(x), **kwargs)
+        x = x + output
         return x + self.mlp(self.mlp_norm(x)), weights, values
 
 
@@ -400,8 +400,8 @@ class GatedBlock(GradientCheckpointingLayer):
         self.gau_norm, self.gau = make_norm(config), GAU(config, layer_idx)
 
     def forward(self, x: Tensor, other_values: None, **kwargs: object) -> tuple[Tensor, Tensor | None, None]:
-        out, weights = self.gau(self.gau_norm(x), **kwargs)
-        return x + out, weights, None
+        output, weights = self.gau(self.gau_norm(x), **kwargs)
+        return x + output, weights, None
 
 
 BLOCKS = {"attention": Block, "gau": GatedBlock}
@@ -433,8 +433,8 @@ class LmModel(LmPreTrainedModel):
         self.embedding_norm = make_norm(config, config.embedding_norm) if config.embedding_norm else nn.Identity()
         self.position = nn.Embedding(config.max_position_embeddings, width) if config.learned_positions else None
         self.blocks = nn.ModuleList(BLOCKS[config.block](config, layer) for layer in range(layers))
-        values = config.num_key_value_heads * config.head_dim
-        tables = (nn.Embedding(config.vocab_size, values) for _ in range(layers))
+        value_width = config.num_key_value_heads * config.head_dim
+        tables = (nn.Embedding(config.vocab_size, value_width) for _ in range(layers))
         self.value_embedding = nn.ModuleList(tables) if config.value_residual == "embedding" else None
         self.norm = make_norm(config)
         self.gradient_checkpointing = False
@@ -457,38 +457,38 @@ class LmModel(LmPreTrainedModel):
         if input_ids is None and self.value_embedding is not None:
             raise ValueError("value embeddings need input_ids")
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
-        seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+        cached_length = past_key_values.get_seq_length() if past_key_values is not None else 0
         if position_ids is None and isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-            position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, seen : seen + x.size(1)]
+            position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, cached_length : cached_length + x.size(1)]
         elif position_ids is None:
-            position_ids = torch.arange(seen, seen + x.size(1), device=x.device)[None]
+            position_ids = torch.arange(cached_length, cached_length + x.size(1), device=x.device)[None]
         if isinstance(masks := attention_mask, Tensor | None):
             # By name: releases differ in the order. Without a cache made here, which would hide packing.
-            given = {"attention_mask": attention_mask, "past_key_values": past_key_values, "position_ids": position_ids}
-            masks = {"full_attention": create_causal_mask(self.config, x, **given)}
+            mask_arguments = {"attention_mask": attention_mask, "past_key_values": past_key_values, "position_ids": position_ids}
+            masks = {"full_attention": create_causal_mask(self.config, x, **mask_arguments)}
             if self.config.sliding_window is not None:
-                masks[SLIDING] = create_sliding_window_causal_mask(self.config, x, **given)
+                masks[SLIDING] = create_sliding_window_causal_mask(self.config, x, **mask_arguments)
         if use_cache if use_cache is not None else getattr(self.config, "use_cache", True) and not self.training:
             past_key_values = DynamicCache(config=self.config) if past_key_values is None else past_key_values
         x = self.embedding_norm(x)
         if self.position is not None:
             x = x + self.position(position_ids)
-        weights, states, rotation, first = (), (), self._rotation(position_ids), None
+        weights, states, rotation, first_values = (), (), self._rotation(position_ids), None
         for layer, block in enumerate(self.blocks):
             states += (x,) if output_hidden_states else ()
-            others = first
+            other_values = first_values
             if self.value_embedding is not None:
-                others = self.value_embedding[layer](input_ids).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+                other_values = self.value_embedding[layer](input_ids).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
             x, layer_weights, values = block(
                 x,
                 rotation=rotation if self.config.rope_layers[layer] else None,
                 attention_mask=masks[self.config.layer_types[layer]],
                 position_ids=position_ids,
                 past_key_values=past_key_values,
-                other_values=others,
+                other_values=other_values,
                 **kwargs,
             )
-            first = values if first is None else first
+            first_values = values if first_values is None else first_values
             weights += (layer_weights,) if output_attentions else ()
         x = self.norm(x)
         return BaseModelOutputWithPast(
@@ -526,12 +526,12 @@ class LmForCausalLM(LmPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None, logits_to_keep: int | Tensor = 0, **kwargs: object,
     ) -> CausalLMOutputWithPast:  # fmt: skip
         """Logits (B, T, V), and the loss of `labels` (B, T), shifted here."""
-        out = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(out.last_hidden_state[:, kept])
+        output = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
+        kept_positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(output.last_hidden_state[:, kept_positions])
         if self.config.logit_softcap is not None:
             logits = self.config.logit_softcap * torch.tanh(logits.float() / self.config.logit_softcap)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss, logits, out.past_key_values, out.hidden_states, out.attentions)
+        return CausalLMOutputWithPast(loss, logits, output.past_key_values, output.hidden_states, output.attentions)

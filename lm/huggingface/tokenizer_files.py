@@ -10,31 +10,31 @@ from lm.runs.folder import read_json
 from lm.schema import Plain
 
 
-def start_token(content: str, config: dict[str, Plain], tokenizer_config: dict[str, Plain], given: str | None, path: Path) -> str:
-    """The token that starts a document: as given, else <|endoftext|> if that is a special token, else the model's BOS, else its EOS.
+def start_token(content: str, config: dict[str, Plain], tokenizer_config: dict[str, Plain], end_of_text: str | None, path: Path) -> str:
+    """The token that starts a document: `end_of_text`, else <|endoftext|> if that is a special token, else the model's BOS, else its EOS.
 
     Raises:
-        RunError: none of them is known.
+        RunError: none of these tokens is known.
     """
-    if given:
-        return given
+    if end_of_text:
+        return end_of_text
     try:
-        added = json.loads(content)["added_tokens"]
-        special = {token["id"]: token["content"] for token in added if token["special"]}
+        added_tokens = json.loads(content)["added_tokens"]
+        tokens = {token["id"]: token["content"] for token in added_tokens if token["special"]}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise RunError(f"{path}: its tokenizer is {NO_TOKENIZER}: {one_line(error, 160)}") from None
-    if END_OF_TEXT in special.values():
+    if END_OF_TEXT in tokens.values():
         return END_OF_TEXT
     for kind in ("bos", "eos"):
-        named = tokenizer_config.get(f"{kind}_token")
-        named = named.get("content") if isinstance(named, dict) else named
+        configured_token = tokenizer_config.get(f"{kind}_token")
+        configured_token = configured_token.get("content") if isinstance(configured_token, dict) else configured_token
         ids = config.get(f"{kind}_token_id")
         index = ids[0] if isinstance(ids, list) and ids else ids
-        for token in (named, special.get(index) if isinstance(index, int) else None):
-            if isinstance(token, str) and token in special.values():
+        for token in (configured_token, tokens.get(index) if isinstance(index, int) else None):
+            if isinstance(token, str) and token in tokens.values():
                 return token
-    known = f"its special tokens: {', '.join(map(str, [*special.values()][:8]))}" if special else "it has no special tokens"
-    raise RunError(f"{path}: no token that starts a document is known ({known}); name one: --end-of-text TOKEN")
+    special_text = f"its special tokens: {', '.join(map(str, [*tokens.values()][:8]))}" if tokens else "it has no special tokens"
+    raise RunError(f"{path}: no token that starts a document is known ({special_text}); name one: --end-of-text TOKEN")
 
 
 def checked(content: str, end_of_text: str, vocabulary: int, path: Path) -> int:
@@ -60,12 +60,12 @@ def starting_documents(content: str, end_of_text: str) -> str:
     start = {"SpecialToken": {"id": end_of_text, "type_id": 0}}
     texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
     # Not by TemplateProcessing, whose templates have a meaning of their own for spaces, colons and dollars in a token.
-    plain = json.loads(tokenizer.to_str())
-    plain["post_processor"] = {
+    fields = json.loads(tokenizer.to_str())
+    fields["post_processor"] = {
         "type": "TemplateProcessing", "single": [start, texts[0]], "pair": [start, *texts],
         "special_tokens": {end_of_text: {"id": end_of_text, "ids": [tokenizer.token_to_id(end_of_text)], "tokens": [end_of_text]}},
     }  # fmt: skip
-    return parse_tokenizer(json.dumps(plain), end_of_text).to_str()
+    return parse_tokenizer(json.dumps(fields), end_of_text).to_str()
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Plain]:

@@ -25,7 +25,7 @@ class AttentionBlock:
 
     Attributes:
         layer: from 0.
-        normalizer: of the layer.
+        normalizer: that of the layer.
         queries: (T,) int64, index of each query in the sequence; keys have the indices 0 to S - 1.
         layout: where those queries and keys stand in their documents.
         scores: (B, H, T, S) before normalization (`Normalizer.scores`), also for keys that a query does not see.
@@ -56,8 +56,9 @@ def attention_blocks(
 ) -> Iterator[AttentionBlock]:
     """The decoder's attention on a batch, layer by layer, and within a layer some queries at a time.
 
-    The model runs as the caller has set it: training mode, gradients and autocast are theirs; for another inference setting give
-    `lm.model.swapped.for_inference` of it. Holds queries and keys of one layer, and `BLOCK_WEIGHTS` scores and weights, at a time.
+    The model runs as the caller has set it: training mode, gradients and autocast are the caller's. For another inference setting
+    give the decoder of `lm.model.swapped.for_inference`. Holds queries and keys of one layer, and `BLOCK_WEIGHTS` scores and weights, at a
+    time.
 
     Args:
         queries: indices in the sequence, negative ones from the end; None: all.
@@ -72,9 +73,9 @@ def attention_blocks(
     block = block or block_size([decoder], batch)
     x, context = decoder.embed(batch.tokens, batch_layout(batch) if layout is None else layout)
     for layer, (module, normalizer) in enumerate(zip(decoder.blocks, decoder.normalizers(), strict=True)):
-        captured: list[AttentionInputs] = []
-        x = module(x, replace(context, captured=captured))
-        yield from _layer(layer, normalizer, captured.pop(), context.layout, indices.split(block), dtype, inputs)
+        layer_inputs: list[AttentionInputs] = []
+        x = module(x, replace(context, captured=layer_inputs))
+        yield from _layer(layer, normalizer, layer_inputs.pop(), context.layout, indices.split(block), dtype, inputs)
 
 
 def in_lockstep(decoders: Sequence[Decoder], batch: Batch) -> Iterator[tuple[AttentionBlock, ...]]:
@@ -100,11 +101,11 @@ def _layer(
     layout: AttentionLayout,
     blocks: Sequence[Tensor],
     dtype: torch.dtype,
-    keep: bool,
+    keep_inputs: bool,
 ) -> Iterator[AttentionBlock]:
     """The blocks of one layer, whose queries and keys are freed with the last of them."""
     for queries in blocks:
         n_keys = int(queries.max()) + 1  # no query sees a later one
-        part = layout.select(queries, n_keys)
-        scores = normalizer.scores(inputs.q[:, :, queries].to(dtype), inputs.k[:, :, :n_keys].to(dtype), part)
-        yield AttentionBlock(layer, normalizer, queries, part, scores, inputs if keep else None)
+        part_layout = layout.select(queries, n_keys)
+        scores = normalizer.scores(inputs.q[:, :, queries].to(dtype), inputs.k[:, :, :n_keys].to(dtype), part_layout)
+        yield AttentionBlock(layer, normalizer, queries, part_layout, scores, inputs if keep_inputs else None)

@@ -29,8 +29,10 @@ def make_norm(config: ModelConfig, kind: str | None = None) -> nn.Module:
 
 
 class HeadNorm(nn.RMSNorm):
-    """RMSNorm of each head's queries or keys, in the gain's dtype: under autocast they come in bf16, and are rounded to it again only once
-    RoPE and the normalizer have scaled them, too."""
+    """RMSNorm of each head's queries or keys, in the gain's dtype.
+
+    Under autocast they come in bf16. They are rounded to it again only after RoPE and the normalizer have scaled them, too.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, H, T, D), in any dtype; the result has the gain's."""
@@ -57,12 +59,12 @@ class DecodingCache:
         return self._map(lambda x: x[sequences])
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "DecodingCache":
-        other = DecodingCache(self.length)
-        other.seen = self.seen
-        other.states = {
+        cache = DecodingCache(self.length)
+        cache.seen = self.seen
+        cache.states = {
             module: tuple(map(change, state)) if isinstance(state, tuple) else change(state) for module, state in self.states.items()
         }
-        return other
+        return cache
 
 
 class AttentionInputs(NamedTuple):
@@ -120,13 +122,13 @@ class AttentionBase(nn.Module):
             q, layout = q[:, :, context.first :], layout.from_query(context.first)
         if context.cache:
             states = context.cache.states
-            out, states[self] = self.normalizer.decode(q, k, v, layout, states.get(self))
+            output, states[self] = self.normalizer.decode(q, k, v, layout, states.get(self))
         else:
             k, v = self.normalizer.expand_kv_heads(k, v)
             if context.captured is not None:
                 context.captured.append(AttentionInputs(x, q, k, v))
-            out = self.normalizer.attend(q, k, v, layout)
-        return out.transpose(1, 2).flatten(2)
+            output = self.normalizer.attend(q, k, v, layout)
+        return output.transpose(1, 2).flatten(2)
 
 
 class Attention(AttentionBase):
@@ -146,8 +148,8 @@ class Attention(AttentionBase):
         self.layer = layer
         mixes = config.value_residual == "embedding" or (config.value_residual == "first_layer" and layer > 0)
         self.value_mix = nn.Parameter(torch.full((1,), 0.5)) if mixes else None
-        gates = {None: 0, "head": config.n_head, "element": q}[config.output_gate]
-        self.gate = nn.Linear(config.n_embd, gates, bias=False) if gates else None
+        gate_width = {None: 0, "head": config.n_head, "element": q}[config.output_gate]
+        self.gate = nn.Linear(config.n_embd, gate_width, bias=False) if gate_width else None
         self.difference = MapDifference(config.value_dims, config.norm_eps, layer) if config.differential else None
 
     def values(self, x: Tensor) -> Tensor:
@@ -161,15 +163,15 @@ class Attention(AttentionBase):
         if self.value_mix is not None:
             v = v + self.value_mix.to(v.dtype) * (context.other_values(self.layer).to(v.dtype) - v)
         if self.difference is None:
-            out = self.attend(x, q, k, v, context)
+            output = self.attend(x, q, k, v, context)
         else:
             q, k = (heads.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2) for heads in (q, k))  # (B, 2 H, T, D / 2)
-            out = self.attend(x, q, k, v.repeat_interleave(2, 1), context)
-            out = self.difference(out.unflatten(-1, (self.head_counts[0], 2, -1))).flatten(2)
+            output = self.attend(x, q, k, v.repeat_interleave(2, 1), context)
+            output = self.difference(output.unflatten(-1, (self.head_counts[0], 2, -1))).flatten(2)
         if self.gate is not None:
             gates = self.gate(context.asked(x)).sigmoid().unflatten(-1, (self.head_counts[0], -1))  # (B, T, H, 1) or (B, T, H, D)
-            out = (out.unflatten(-1, (self.head_counts[0], -1)) * gates).flatten(2)
-        return self.out(out)
+            output = (output.unflatten(-1, (self.head_counts[0], -1)) * gates).flatten(2)
+        return self.out(output)
 
 
 class MapDifference(nn.Module):
@@ -182,8 +184,8 @@ class MapDifference(nn.Module):
 
     def __init__(self, size: int, eps: float, layer: int):
         super().__init__()
-        first = torch.tensor(0.8 - 0.6 * math.exp(-0.3 * layer))  # a tensor, so that compiled layers share their code
-        self.register_buffer("first", first, persistent=False)
+        initial_lambda = torch.tensor(0.8 - 0.6 * math.exp(-0.3 * layer))  # a tensor, so that compiled layers share their code
+        self.register_buffer("first", initial_lambda, persistent=False)
         self.lambdas = nn.Parameter(torch.zeros(2 * size))  # four vectors of half a head; one dimension: no matrix to optimizers
         self.norm = HeadNorm(size, eps)
 
@@ -191,8 +193,8 @@ class MapDifference(nn.Module):
         """outputs: (B, T, H, 2, D) of each head's two maps; returns (B, T, H, D) in the same dtype."""
         a, b, c, d = self.lambdas.float().chunk(4)
         factor = (a * b).sum().exp() - (c * d).sum().exp() + self.first
-        first, second = outputs.to(self.norm.weight.dtype).unbind(-2)
-        return (self.norm(first - factor * second) * (1 - self.first)).to(outputs.dtype)
+        first_output, second_output = outputs.to(self.norm.weight.dtype).unbind(-2)
+        return (self.norm(first_output - factor * second_output) * (1 - self.first)).to(outputs.dtype)
 
 
 class GAU(AttentionBase):

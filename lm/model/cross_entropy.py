@@ -47,11 +47,11 @@ def chunk_tokens(weight: Tensor) -> int:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Sum of the negative log-likelihoods and of the z-loss, its gradients formed chunk by chunk in the forward pass; and the two (2,).
+    """Sum of the negative log-likelihoods and of the z-loss, with gradients formed by chunks in the forward pass; and the two terms, (2,).
 
     The chunk's logits are at hand there, so nothing is kept or computed twice; the backward pass only
-    multiplies by the incoming scalar. The terms are one tensor: of a second scalar that equals the sum, as the negative log-likelihoods
-    do without a z-loss, and of the sum torch.compile would make one tensor, which then has no gradient (pytorch/pytorch#195357).
+    multiplies by the incoming scalar. The terms are one tensor: without a z-loss a scalar of the first term would
+    equal the sum. torch.compile would make one tensor of both, which then has no gradient (pytorch/pytorch#195357).
     """
 
     @staticmethod
@@ -67,7 +67,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for number, (h, y) in enumerate(zip(hidden.split(size), targets.unsqueeze(1).split(size), strict=True)):
             h_low = h.to(dtype)
             logits = h_low @ matrix.t()  # (n, V), which become their gradient
-            terms += sum(_of_logits(*some, softcap, z_loss, train) for some in zip(logits.split(rows), y.split(rows), strict=True))
+            terms += sum(_of_logits(*part, softcap, z_loss, train) for part in zip(logits.split(rows), y.split(rows), strict=True))
             if train:
                 grad_hidden[number * size :][:size] = logits @ matrix
                 if grad_weight is not None:
@@ -87,25 +87,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden * grad.to(grad_hidden.dtype), grad_weight, None, None, None, None
 
 
-def _of_logits(low: Tensor, y: Tensor, softcap: float | None, z_loss: float, train: bool) -> Tensor:
+def _of_logits(low_logits: Tensor, y: Tensor, softcap: float | None, z_loss: float, train: bool) -> Tensor:
     """Sums of the negative log-likelihoods and of the z-loss of some tokens, (2,) fp32. If `train`, the gradient of their sum takes the
     place of the logits.
 
     A function of its own: what it makes is gone before the next rows are computed.
 
     Args:
-        low: logits (n, V), in the dtype of the products.
+        low_logits: logits (n, V), in the dtype of the products.
         y: targets (n, 1).
     """
     counts, y = (y != IGNORED).float(), y.clamp(min=0)
-    logits, squashed = low.float(), None
+    logits, tanh_logits = low_logits.float(), None
     if softcap is not None:
-        squashed = (logits / softcap).tanh_()
-        logits = squashed * softcap
-    p, largest = logits.softmax(-1), logits.amax(-1, keepdim=True)
+        tanh_logits = (logits / softcap).tanh_()
+        logits = tanh_logits * softcap
+    p, largest_logit = logits.softmax(-1), logits.amax(-1, keepdim=True)
     log_rest = -p.amax(-1, keepdim=True).log()  # log Z - the largest logit: exact where one token has nearly all the probability
-    nll = ((largest - logits.gather(1, y) + log_rest) * counts).sum()
-    log_z = largest + log_rest if z_loss else None
+    nll = ((largest_logit - logits.gather(1, y) + log_rest) * counts).sum()
+    log_z = largest_logit + log_rest if z_loss else None
     terms = torch.stack((nll, z_loss * (log_z.square() * counts).sum() if z_loss else torch.zeros_like(nll)))
     if not train:
         return terms
@@ -113,9 +113,9 @@ def _of_logits(low: Tensor, y: Tensor, softcap: float | None, z_loss: float, tra
     if z_loss:
         p *= 1 + 2 * z_loss * log_z
     p.scatter_add_(1, y, p.new_full((len(y), 1), -1.0)).mul_(counts)  # from here on the gradient
-    if squashed is not None:
-        p = torch.ops.aten.tanh_backward(p, squashed)
-    low.copy_(p)
+    if tanh_logits is not None:
+        p = torch.ops.aten.tanh_backward(p, tanh_logits)
+    low_logits.copy_(p)
     return terms
 
 
@@ -168,14 +168,14 @@ def argmax_tokens(hidden: Tensor, head: Head) -> Tensor:
     return _over_logits(lambda logits: logits.argmax(-1), torch.int64, hidden, head)
 
 
-def _over_logits(f: Callable[..., Tensor], dtype: torch.dtype, hidden: Tensor, head: Head, *others: Tensor) -> Tensor:
-    """f(logits, *others), (N,) of `dtype`, for some tokens at a time: logits (n, V) fp32, whatever autocast says; others: (N,) each.
+def _over_logits(f: Callable[..., Tensor], dtype: torch.dtype, hidden: Tensor, head: Head, *tensors: Tensor) -> Tensor:
+    """f(logits, *tensors), (N,) of `dtype`, for some tokens at a time: logits (n, V) fp32, whatever autocast says; tensors: (N,) each.
 
     Filled in place: what is kept between the logits of one chunk and of the next may keep glibc from using their memory again.
     """
     results, size = torch.empty(len(hidden), dtype=dtype, device=hidden.device), chunk_tokens(head.weight)
     with torch.autocast(hidden.device.type, enabled=False):
         matrix = head.weight.float().t()
-        for into, h, *part in zip(*(x.split(size) for x in (results, hidden, *others)), strict=True):
-            into.copy_(f(capped(h.float() @ matrix, head.softcap), *part))
+        for result, h, *part in zip(*(x.split(size) for x in (results, hidden, *tensors)), strict=True):
+            result.copy_(f(capped(h.float() @ matrix, head.softcap), *part))
     return results

@@ -50,8 +50,8 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(block(config, seq_len, layer) for layer in range(config.n_layer))
         for normalizer in self.normalizers()[1:]:
             normalizer.tie_parameters(self.normalizers()[0])
-        values = config.kv_heads * config.value_dims
-        tables = (nn.Embedding(vocab_size, values) for _ in range(config.n_layer))
+        value_width = config.kv_heads * config.value_dims
+        tables = (nn.Embedding(vocab_size, value_width) for _ in range(config.n_layer))
         self.value_embedding = nn.ModuleList(tables) if config.value_residual == "embedding" else None
         self.norm = make_norm(config)
         self.head = Head(config.n_embd, vocab_size, config.logit_softcap)
@@ -68,8 +68,8 @@ class Decoder(nn.Module):
         Normalizers have set themselves but for their `hidden` matrices, ~ N(0, 1 / inputs); `normalizers_only`: draw just those.
         """
         for name, parameter in self.named_parameters():
-            drawn = parameter.dim() >= 2 or name.endswith(".lambdas")
-            if not drawn or (is_normalizer(name) and not name.endswith(".hidden.weight")):
+            is_random = parameter.dim() >= 2 or name.endswith(".lambdas")
+            if not is_random or (is_normalizer(name) and not name.endswith(".hidden.weight")):
                 continue
             if is_normalizer(name):
                 std = parameter.size(1) ** -0.5
@@ -109,8 +109,8 @@ class Decoder(nn.Module):
         for number, block in enumerate(self.blocks):
             if first and number == len(self.blocks) - 1:
                 context = replace(context, first=first)
-            again = self.recomputes and torch.is_grad_enabled()
-            x = checkpoint(run, block, x, context, use_reentrant=False) if again else run(block, x, context)
+            recomputes = self.recomputes and torch.is_grad_enabled()
+            x = checkpoint(run, block, x, context, use_reentrant=False) if recomputes else run(block, x, context)
         if cache:
             cache.seen += tokens.size(1)
         return self.norm(x)
@@ -124,9 +124,9 @@ class Decoder(nn.Module):
         layout = layout or AttentionLayout.full(tokens.size(1), tokens.device)
         x = self.embedding_norm(self.embedding(tokens))
         if self.position is not None:
-            last = int(layout.positions.max()) if cache or layout.documents is not None else tokens.size(1) - 1
-            if last >= self.seq_len:
-                raise ValueError(f"learned positions end at {self.seq_len} tokens, the sequence has {last + 1}")
+            last_position = int(layout.positions.max()) if cache or layout.documents is not None else tokens.size(1) - 1
+            if last_position >= self.seq_len:
+                raise ValueError(f"learned positions end at {self.seq_len} tokens, the sequence has {last_position + 1}")
             x = x + self.position(layout.positions)
         rotation, lengths = None, (self.seq_len, cache.length if cache else tokens.size(1))
         if self.config.position.rotates:
@@ -143,8 +143,8 @@ class Decoder(nn.Module):
         if self.value_embedding is not None:
             return lambda layer: self.value_embedding[layer](tokens).unflatten(-1, (self.config.kv_heads, -1)).transpose(1, 2)
         if self.config.value_residual == "first_layer":
-            first = self.blocks[0]
-            values = first.attention.values(first.attention_norm(x))
+            first_block = self.blocks[0]
+            values = first_block.attention.values(first_block.attention_norm(x))
             return lambda layer: values
         return None
 

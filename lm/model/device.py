@@ -24,7 +24,7 @@ from lm.schema import Plain
 # load that code.
 COMPILE_PAYS_FLOPS = {"cpu": 1e14, "gpu": 2e16}
 LOADING_PAYS_FLOPS = {"cpu": 3e13, "gpu": 4e15}
-# Seconds of eager runs above which it does, where they are known: compiling takes 20, loading 4, and saves about a twentieth.
+# Seconds of eager runs above which compiling pays, where they are known: compiling takes 20, loading 4, and saves about a twentieth.
 COMPILE_PAYS_SECONDS, LOADING_PAYS_SECONDS = 1000, 200
 
 
@@ -41,8 +41,15 @@ class Resolved:
 
 @dataclass(frozen=True)
 class Machine:
-    """Device, precision and compilation of a run: Lightning's accelerator, the device in words, precision, whether the model is compiled,
-    who started the processes, and the FLOPs a second that one device can make (None: not known)."""
+    """Device, precision and compilation of a run.
+
+    Attributes:
+        accelerator: Lightning's name of it, `cpu` or `gpu`.
+        device: in words.
+        compiled: whether the model is compiled.
+        launcher: the program that started the processes.
+        peak_flops: FLOPs a second that one device can make; None: not known.
+    """
 
     accelerator: str
     device: str
@@ -67,27 +74,27 @@ def visible_gpus() -> tuple[str, ...]:
 
     Of MIG devices a process sees the first one alone: all that the variable names count.
     """
-    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(available)))).split(",")]
-    named_mig = tuple(takewhile(lambda name: name.startswith("MIG-"), names))
-    return (named_mig or tuple(names[:available])) if available else ()
+    n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(n_gpus)))).split(",")]
+    mig_names = tuple(takewhile(lambda name: name.startswith("MIG-"), names))
+    return (mig_names or tuple(names[:n_gpus])) if n_gpus else ()
 
 
 def gpus_of(config: Config) -> int:
     """GPUs of this machine that a run takes, 0 on the CPU. Raises ConfigError if the machine has not what was asked for."""
-    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     accelerator = config.trainer.accelerator
-    if accelerator == "gpu" and not available:
+    if accelerator == "gpu" and not n_gpus:
         raise ConfigError([Problem("trainer.accelerator", "gpu", "no CUDA GPU is visible", "set trainer.accelerator=cpu")])
-    if accelerator == "cpu" or not available:
+    if accelerator == "cpu" or not n_gpus:
         cores = os.cpu_count() or 1  # of the machine: SLURM may bind each process to its own
-        most = max(cores, 2)  # two processes on one core try DDP out
-        has = f"on a CPU each device is a process, and this machine has {cores} core{'s' * (cores > 1)}"
+        maximum = max(cores, 2)  # two processes on one core try DDP out
+        reason = f"on a CPU each device is a process, and this machine has {cores} core{'s' * (cores > 1)}"
     else:
-        most, has = available, f"this machine has {available} GPU{'s' * (available > 1)}"
-    if config.trainer.devices > most:
-        raise ConfigError([Problem("trainer.devices", config.trainer.devices, has, f"set it to at most {most}")])
-    return 0 if accelerator == "cpu" or not available else config.trainer.devices
+        maximum, reason = n_gpus, f"this machine has {n_gpus} GPU{'s' * (n_gpus > 1)}"
+    if config.trainer.devices > maximum:
+        raise ConfigError([Problem("trainer.devices", config.trainer.devices, reason, f"set it to at most {maximum}")])
+    return 0 if accelerator == "cpu" or not n_gpus else config.trainer.devices
 
 
 def resolve_device(config: Config) -> tuple[str, str]:
@@ -100,14 +107,14 @@ def peak_memory_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_process_bytes()
 
 
-def resolve_precision(config: Config, accelerator: str, before: dict[str, Plain]) -> Resolved:
+def resolve_precision(config: Config, accelerator: str, old_facts: dict[str, Plain]) -> Resolved:
     """`32` or `bf16-mixed`. `auto` takes bf16 where the device has it natively, or what the resumed run had."""
     if config.trainer.precision != "auto":
         return Resolved(str(config.trainer.precision), "")
-    if "precision" in before:
-        return Resolved(before["precision"], "as the run was started")
-    native = has_native_bf16(accelerator)
-    return Resolved("bf16-mixed", f"auto: {native}") if native else Resolved("32", "auto: no native bf16 here")
+    if "precision" in old_facts:
+        return Resolved(old_facts["precision"], "as the run was started")
+    hardware = has_native_bf16(accelerator)
+    return Resolved("bf16-mixed", f"auto: {hardware}") if hardware else Resolved("32", "auto: no native bf16 here")
 
 
 @cache
@@ -124,15 +131,15 @@ def has_native_bf16(accelerator: str) -> str:
 
 
 def resolve_compile(
-    config: Config, flops: float, accelerator: str, before: dict[str, Plain], runs: int = 1, seconds: float | None = None
+    config: Config, flops: float, accelerator: str, old_facts: dict[str, Plain], runs: int = 1, seconds: float | None = None
 ) -> Resolved:
     """`true` or `false`. `auto` compiles where the runs repay it and a C++ compiler is there, or as the resumed run did.
 
     Args:
-        flops: of the whole run.
-        before: what the resumed run recorded.
+        flops: those of the whole run.
+        old_facts: the environment.json of the resumed run.
         runs: how many such runs share the compiled code, which the first of them makes.
-        seconds: measured ones of the whole run, eager, which then decide; None: FLOPs do.
+        seconds: measured seconds of the whole run, eager, which then decide; None: FLOPs decide.
     """
     setting = config.trainer.compile
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
@@ -141,20 +148,20 @@ def resolve_compile(
         raise ConfigError([problem])
     if setting != "auto":
         return Resolved(str(setting).lower(), "")
-    if "compile" in before:
-        return Resolved(str(before["compile"]).lower(), "as the run was started")
+    if "compile" in old_facts:
+        return Resolved(str(old_facts["compile"]).lower(), "as the run was started")
     if not compiler:
         return Resolved("false", "auto: no C++ compiler found")
     if seconds is None:
-        have, of_each, of_all = flops, LOADING_PAYS_FLOPS[accelerator], COMPILE_PAYS_FLOPS[accelerator]
-        cost, each, needed = f"{have:.1e} FLOP", f"{of_each:.0e}", f"{of_all:.0e}"
+        amount, run_threshold, total_threshold = flops, LOADING_PAYS_FLOPS[accelerator], COMPILE_PAYS_FLOPS[accelerator]
+        cost, run_text, threshold_text = f"{amount:.1e} FLOP", f"{run_threshold:.0e}", f"{total_threshold:.0e}"
     else:
-        have, of_each, of_all = seconds, LOADING_PAYS_SECONDS, COMPILE_PAYS_SECONDS
-        cost, each, needed = f"{have:.0f} s", f"{of_each} s", f"{of_all} s"
-    pays = have * runs >= of_all and have >= of_each
-    have = cost + (f" a run, {runs} runs" if runs > 1 else "")
-    needed = f"{each} a run and {needed} in all" if runs > 1 else needed
-    return Resolved(str(pays).lower(), f"auto: {have}; it pays from {needed}")
+        amount, run_threshold, total_threshold = seconds, LOADING_PAYS_SECONDS, COMPILE_PAYS_SECONDS
+        cost, run_text, threshold_text = f"{amount:.0f} s", f"{run_threshold} s", f"{total_threshold} s"
+    pays = amount * runs >= total_threshold and amount >= run_threshold
+    amount = cost + (f" a run, {runs} runs" if runs > 1 else "")
+    threshold_text = f"{run_text} a run and {threshold_text} in all" if runs > 1 else threshold_text
+    return Resolved(str(pays).lower(), f"auto: {amount}; it pays from {threshold_text}")
 
 
 def use_compile_cache() -> None:
@@ -215,25 +222,25 @@ class Device:
             raise OutOfTime("took longer than its max_seconds")
 
 
-def all_reduce_sum(where: Device, local: Callable[[], Tensor]) -> Tensor:
-    """The sum over ranks of what `local` gives on each, on the CPU. Collective.
+def all_reduce_sum(device: Device, compute: Callable[[], Tensor]) -> Tensor:
+    """The sum over ranks of the tensors that `compute` gives, on the CPU. Collective.
 
-    What `local` raises on one rank is raised on it, and a RunError on the others: none is left waiting.
+    What `compute` raises on one rank is raised on it, and a RunError on the others: no rank is left waiting.
     """
-    if where.world == 1:
-        return local().cpu()
+    if device.world == 1:
+        return compute().cpu()
     failure, values = None, torch.empty(0)
     try:
-        values = local()
+        values = compute()
     except Exception as error:  # the peers must hear of it, whatever it is
         failure = error
-    failed = torch.tensor(float(failure is not None), device=where.device)
-    torch.distributed.all_reduce(failed)
-    if failed:
+    failures = torch.tensor(float(failure is not None), device=device.device)
+    torch.distributed.all_reduce(failures)
+    if failures:
         raise failure or RunError("failed on another process")
-    shared = values.to(where.device)
-    torch.distributed.all_reduce(shared)
-    return shared.cpu()
+    total = values.to(device.device)
+    torch.distributed.all_reduce(total)
+    return total.cpu()
 
 
 @contextmanager

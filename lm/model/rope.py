@@ -31,13 +31,15 @@ def rope_rotation(
     return (amplitude * angles.cos()).float(), (amplitude * angles.sin()).float()
 
 
-def frequencies(head_size: int, rope: Rope, scaling: RopeScaling, trained: int, length: int, device: torch.device | str = "cpu") -> Tensor:
+def frequencies(
+    head_size: int, rope: Rope, scaling: RopeScaling, train_length: int, length: int, device: torch.device | str = "cpu"
+) -> Tensor:
     """Radians per token of each rotated pair, (rotated / 2,) float64."""
     pairs = torch.arange(rope.rotated(head_size) // 2, dtype=torch.float64, device=device)
-    s = scaling.s(trained, length)
-    plain = scaling.theta(rope.theta, head_size, s) ** (-2 * pairs / head_size)
-    plain = rope.scaling.rescaled(plain, rope.theta, head_size)
-    return scaling.slowed(plain, trained * plain / (2 * math.pi), s)
+    s = scaling.s(train_length, length)
+    radians = scaling.theta(rope.theta, head_size, s) ** (-2 * pairs / head_size)
+    radians = rope.scaling.rescaled(radians, rope.theta, head_size)
+    return scaling.slowed(radians, train_length * radians / (2 * math.pi), s)
 
 
 class _Rotated(torch.autograd.Function):

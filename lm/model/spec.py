@@ -42,8 +42,8 @@ class ModelSpec:
     def read(cls, plain: Plain) -> "ModelSpec":
         """The spec that plain data (`lm.schema.to_plain`) describe; imports no code that they name. Raises ConfigError."""
         problems: list[Problem] = []
-        missing = [spec.name for spec in fields(cls) if spec.name not in plain] if isinstance(plain, Mapping) else []
-        problems += [Problem(name, None, "is missing") for name in missing]
+        missing_names = [spec.name for spec in fields(cls) if spec.name not in plain] if isinstance(plain, Mapping) else []
+        problems += [Problem(name, None, "is missing") for name in missing_names]
         spec = build(cls, plain, "", problems)
         if problems := problems or own_problems(spec):
             raise ConfigError(problems)
@@ -51,8 +51,8 @@ class ModelSpec:
 
     def changed_plugins(self) -> list[tuple[str, str, str]]:
         """(name, version recorded, version imported) of the normalizers from outside whose code has changed."""
-        now = PLUGINS.versions(self.plugins)
-        return [(name, before, now[name]) for name, before in self.plugins.items() if now.get(name, before) != before]
+        versions = PLUGINS.versions(self.plugins)
+        return [(name, version, versions[name]) for name, version in self.plugins.items() if versions.get(name, version) != version]
 
     def decoder(self) -> Decoder:
         """A decoder for weights that are loaded: its parameters are not set."""
@@ -96,8 +96,8 @@ def steps_of(config: Config, vocab_size: int) -> int:
     if trainer.max_steps:
         return trainer.max_steps
     with torch.device("meta"):
-        counted = count_parameters(Decoder(config.model_in(0), vocab_size, config.data.seq_len, seed=None))
-    tokens = trainer.tokens_per_parameter * (counted["total"] - counted["normalizer"])
+        counts = count_parameters(Decoder(config.model_in(0), vocab_size, config.data.seq_len, seed=None))
+    tokens = trainer.tokens_per_parameter * (counts["total"] - counts["normalizer"])
     return math.ceil(tokens / config.optim.batch_tokens)
 
 
@@ -109,7 +109,7 @@ def with_steps(config: Config, vocab_size: int) -> Config:
     """
     if config.trainer.max_steps:
         return config
-    known = replace(config, trainer=replace(config.trainer, max_steps=steps_of(config, vocab_size), tokens_per_parameter=None))
-    if problems := check_steps(known):
+    sized_config = replace(config, trainer=replace(config.trainer, max_steps=steps_of(config, vocab_size), tokens_per_parameter=None))
+    if problems := check_steps(sized_config):
         raise ConfigError(problems)
-    return known
+    return sized_config

@@ -31,7 +31,7 @@ def swapped(old: Decoder, normalizer: Options) -> Decoder:
         normalizer: the new entry's options (`lm.attention.options`).
 
     Raises:
-        RunError: the two need other parameters around them, each named.
+        RunError: the two normalizers need other parameters around them, whose names it gives.
     """
     new = Decoder(replace(old.config, normalizer=normalizer), old.vocab_size, old.seq_len, seed=None)
     old_shapes, new_shapes = (
@@ -43,8 +43,8 @@ def swapped(old: Decoder, normalizer: Options) -> Decoder:
         raise RunError(f"{before} can't become {after}: they need other weights around them ({', '.join(names[:3])}, {len(names)} in all)")
     new.initialise(seed=0, normalizers_only=True)  # whatever is drawn is the same at every swap
     new.load_state_dict({name: value for name, value in old.state_dict().items() if not is_normalizer(name)}, strict=False)
-    for ours, theirs in zip(new.normalizers(), old.normalizers(), strict=True):
-        ours.init_from(theirs)
+    for new_normalizer, old_normalizer in zip(new.normalizers(), old.normalizers(), strict=True):
+        new_normalizer.init_from(old_normalizer)
     return new.train(old.training)
 
 
@@ -74,10 +74,10 @@ def fit(old: Decoder, new: Decoder, batches: list[Batch]) -> tuple[float, float]
     Adam from where they stand, in fp32, over `batches`; the start is kept if the end is
     no better. Returns the mean KL (nats) over all batches before and after.
     """
-    chosen = {name: p for name, p in new.named_parameters() if is_normalizer(name)}
-    before = {name: p.detach().clone() for name, p in chosen.items()}
+    parameters = {name: p for name, p in new.named_parameters() if is_normalizer(name)}
+    initial_values = {name: p.detach().clone() for name, p in parameters.items()}
     new.eval().requires_grad_(False)
-    for parameter in chosen.values():
+    for parameter in parameters.values():
         parameter.requires_grad_()
     with torch.no_grad():
         targets = [old.eval().hidden(batch).flatten(0, 1) for batch in batches]
@@ -91,7 +91,7 @@ def fit(old: Decoder, new: Decoder, batches: list[Batch]) -> tuple[float, float]
             return sum(float(kl(index)) for index in range(len(batches))) / len(batches)
 
     start, steps = mean(), FIT_EPOCHS * len(batches)
-    optimizer = torch.optim.Adam(chosen.values(), lr=FIT_LR)
+    optimizer = torch.optim.Adam(parameters.values(), lr=FIT_LR)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = FIT_LR * (1 - step / steps)
         optimizer.zero_grad()
@@ -100,8 +100,8 @@ def fit(old: Decoder, new: Decoder, batches: list[Batch]) -> tuple[float, float]
     end = mean()
     if not end < start:
         with torch.no_grad():
-            for name, parameter in chosen.items():
-                parameter.copy_(before[name])
+            for name, parameter in parameters.items():
+                parameter.copy_(initial_values[name])
     new.requires_grad_(True)
     return start, min(start, end)
 
@@ -118,19 +118,19 @@ def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:
     (normalizer,), problems = setting.normalizers([decoder.config.normalizer], "normalizer")
     if problems:
         raise ConfigError(problems)
-    copied = copy.deepcopy(decoder, {id(tensor): tensor for tensor in (*decoder.parameters(), *decoder.buffers())})
-    copied.rope_scaling, copied.config = setting.rope, replace(decoder.config, normalizer=normalizer)
-    for layer, attention in enumerate(module for module in copied.modules() if isinstance(module, AttentionBase)):
+    inference_decoder = copy.deepcopy(decoder, {id(tensor): tensor for tensor in (*decoder.parameters(), *decoder.buffers())})
+    inference_decoder.rope_scaling, inference_decoder.config = setting.rope, replace(decoder.config, normalizer=normalizer)
+    for layer, attention in enumerate(module for module in inference_decoder.modules() if isinstance(module, AttentionBase)):
         if setting.normalizer:
             attention.normalizer = _with_options(attention.normalizer, normalizer.of_layer(layer))
-    return copied
+    return inference_decoder
 
 
-def _with_options(trained: Normalizer, options: Options) -> Normalizer:
+def _with_options(normalizer: Normalizer, options: Options) -> Normalizer:
     """A normalizer with other options and the same parameters."""
     with torch.random.fork_rng():  # initial values may be drawn
-        fresh = make_normalizer(options, trained.layer)
-    for name, tensor in (*trained.named_parameters(), *trained.named_buffers()):
-        owner, _, own = name.rpartition(".")
-        setattr(fresh.get_submodule(owner), own, tensor)
-    return fresh.train(trained.training)
+        new_normalizer = make_normalizer(options, normalizer.layer)
+    for name, tensor in (*normalizer.named_parameters(), *normalizer.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        setattr(new_normalizer.get_submodule(owner), leaf, tensor)
+    return new_normalizer.train(normalizer.training)

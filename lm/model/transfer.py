@@ -43,7 +43,7 @@ class Scaling:
 
 
 def initial_scale(config: ModelConfig, name: str) -> float:
-    """Factor on the standard deviation that a matrix of the decoder has without `model.transfer`; name: of the parameter.
+    """Factor on the standard deviation that a matrix of the decoder has without `model.transfer`; name: that of the parameter.
 
     A hidden matrix has the base model's times m^-1/2; one into the residual stream, which already has 1 / sqrt(n_layer), times 1/l in all.
     """
@@ -66,16 +66,16 @@ def scalings(decoder: nn.Module, config: ModelConfig, width_exponent: float) -> 
     """
     width, depth = config.size_multipliers
     normalizers = {path: module for path, module in decoder.named_modules() if isinstance(module, Normalizer)}
-    of_normalizers = {f"{path}.{name}" for path, module in normalizers.items() for name, _ in module.named_parameters()}
-    reading = {f"{path}.{name}" for path, module in normalizers.items() for name in _reading_width(module)}
+    normalizer_names = {f"{path}.{name}" for path, module in normalizers.items() for name, _ in module.named_parameters()}
+    reading_names = {f"{path}.{name}" for path, module in normalizers.items() for name in _reading_width(module)}
 
     def scaling(name: str, rank: int) -> Scaling:
         if name.startswith("norm."):
             return Scaling(lr=1 / width)
         if not name.startswith(("blocks.", "value_embedding.")):  # embedding and its norm, learned positions, head
             return Scaling(eps=1 / width)
-        if name in of_normalizers:
-            return Scaling(1 / width if name in reading else 1.0, 1 / (width * depth))
+        if name in normalizer_names:
+            return Scaling(1 / width if name in reading_names else 1.0, 1 / (width * depth))
         lr = width**-width_exponent if rank >= 2 and name.startswith("blocks.") else 1.0
         return Scaling(lr / depth, 1 / width) if name.endswith(INTO_RESIDUAL) else Scaling(lr, 1 / (width * depth))
 
@@ -86,5 +86,5 @@ def _reading_width(normalizer: Normalizer) -> list[str]:
     """Names of a normalizer's matrices that have an input for each dimension of the layer's input: those that more width makes longer."""
     layer = replace(normalizer.layer, width=2 * normalizer.layer.width)
     with torch.device("meta"):
-        wider = dict(make_normalizer(normalizer.options, layer).named_parameters())
-    return [name for name, p in normalizer.named_parameters() if p.dim() >= 2 and wider[name].size(-1) > p.size(-1)]
+        wider_parameters = dict(make_normalizer(normalizer.options, layer).named_parameters())
+    return [name for name, p in normalizer.named_parameters() if p.dim() >= 2 and wider_parameters[name].size(-1) > p.size(-1)]

@@ -1,4 +1,4 @@
-"""The long table of everything that runs have measured: a pandas data frame with one line a number."""
+"""The long table of every number that runs have measured: a pandas data frame with one line a number."""
 
 import math
 import os
@@ -16,31 +16,35 @@ from lm.runs.record import RunRecord, divergence, read_run
 RUN_COLUMNS = ("run", "folder", "experiment", "arm", "size", "stage", "rate", "seed", "commit", "state")
 MEASURED = ("step", "tokens", "kind", "metric", "task", "setting", "unit", "better", "x", "until", "sequences", "sample", "group")
 COLUMNS = (*RUN_COLUMNS, *MEASURED, "part", "weight", "value")
-LOG = "log"  # kind of the numbers that were logged while training
+LOG = "log"  # the column `kind` of numbers that were logged while training
 
-Lines = dict[str, object]  # columns of some lines: an array, or the value that all of them have
+Lines = dict[str, object]  # a block of lines by column: an array, or the one value that all lines have
 
 
 def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
-    """Everything that runs have measured, one line a number (`COLUMNS`).
+    """The numbers that runs have measured, one line a number (`COLUMNS`).
 
     A mean is the average of `value` over the lines of a `part`, weighted by `weight`; over bins it is weighted by `until - x`, too.
 
     Args:
         folders: run folders, or folders that hold them, such as those of experiments.
-        history: the evaluations of every step and what was logged while training (kind `log`), in place of each kind's last evaluation.
+        history: whether to return the evaluations of every step and the numbers logged while training (kind `log`); else each kind's last
+            evaluation only.
 
     Returns:
-        The frame. Columns of the run: its name and folder, its place in an experiment, seed, git commit, and `state`: finished, unfinished
-        or diverged. Without an experiment `arm` is the normalizer, without a tuned key `rate` is optim.lr, and of several keys it is text,
-        `0.002 / 0.1`, with `any` for a key that the arm lacks. Columns of what was measured:
-        step, tokens seen by then, kind of evaluation, metric, task, inference setting, unit of the value, the better direction, the
-        place `x` on the axis, and of bins its end `until`. Columns of the sequence: `sequences` (a hash: values of equal hashes can be
-        paired by `sample`), `sample`, `group` (document), and `part`: documents that select learning rates (`selects`), or all others
-        (`reports`). A number that is known as a mean alone has no sample.
+        The frame. Columns of the run: its name and folder, its place in an experiment, seed, git commit, and `state` (finished,
+        unfinished or diverged). Without an experiment `arm` is the normalizer. `rate` is the value of the tuned key, or optim.lr if no
+        key is tuned. The `rate` of several keys is text, `0.002 / 0.1`, with `any` for a key that the arm lacks.
+
+        Columns of the measurement: step, tokens seen by then, kind of evaluation, metric, task, inference setting, unit of the value, and
+        the better direction. The place on the axis is `x`, and the end of a bin `until`.
+
+        Columns of the sequence: `sequences` is a hash, and values of equal hashes can be paired by `sample`. `group` is the document.
+        `part` is `selects` for documents that select learning rates, and `reports` for all other documents. A number of which only the
+        mean is stored has no sample.
 
     Raises:
-        RunError: no run there, or a file of one that can't be read.
+        RunError: a folder without runs, or a file of a run that can't be read.
     """
     runs = [run for folder in folders for run in _run_folders(Path(folder))]
     return frame(block for run in dict.fromkeys(runs) for block in _blocks(read_run(run), history))
@@ -48,44 +52,44 @@ def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
 
 def frame(blocks: Iterable[Lines]) -> pd.DataFrame:
     """The data frame of blocks of lines, with `COLUMNS`."""
-    known = list(blocks)
-    sizes = [len(_column(block["value"], 1)) for block in known]
+    block_list = list(blocks)
+    sizes = [len(_column(block["value"], 1)) for block in block_list]
     columns = {}
     for name in COLUMNS:
-        parts = [_column(block.get(name), size) for block, size in zip(known, sizes, strict=True)]
+        parts = [_column(block.get(name), size) for block, size in zip(block_list, sizes, strict=True)]
         columns[name] = np.concatenate(parts) if parts else np.array([], dtype=object)
     return pd.DataFrame(columns).infer_objects()
 
 
 def evaluation_blocks(evaluation: Evaluation, run: Lines) -> Iterator[Lines]:
-    """The numbers of an evaluation, a block for each sample of each of its series; `run`: what all lines share."""
-    shared = run | {"step": evaluation.step, "tokens": evaluation.tokens_seen, "kind": evaluation.kind}
+    """The numbers of an evaluation: a block for each sample of each of its series. `run` holds the columns that all lines share."""
+    shared_columns = run | {"step": evaluation.step, "tokens": evaluation.tokens_seen, "kind": evaluation.kind}
     for series in evaluation.series:
-        yield from (shared | block for block in _series_blocks(series))
+        yield from (shared_columns | block for block in _series_blocks(series))
 
 
 def _series_blocks(series: Series) -> Iterator[Lines]:
-    """The blocks of a series: of each sample, the values of all of its units, column by column; without samples the means."""
-    what = {name: getattr(series, name) for name in ("metric", "setting", "unit", "better")} | {"task": series.what}
+    """The blocks of a series: for each sample the values of all its units, column by column. A series without samples gives its means."""
+    description = {name: getattr(series, name) for name in ("metric", "setting", "unit", "better")} | {"task": series.what}
     places = np.array(series.axis.values, float) if series.axis else np.array([math.nan])
     starts, ends = (places[:-1], places[1:]) if series.bins else (places, np.full(len(places), math.nan))
     if not series.samples:
-        yield what | {"x": starts, "until": ends, "part": "", "value": series.means.astype(float)}
-    begin = 0
+        yield description | {"x": starts, "until": ends, "part": "", "value": series.means.astype(float)}
+    first_column = 0
     for sample in series.samples:
         units, width = sample.values.shape
         selected = selects(series.data_fingerprint, sample.groups) if series.data_fingerprint else np.zeros(units, bool)
-        of_unit = {"sample": np.arange(units), "group": sample.groups, "weight": sample.weights.astype(float)}
-        of_unit["part"] = np.where(selected, "selects", "reports").astype(object)
-        of_column = {"x": starts[begin : begin + width], "until": ends[begin : begin + width]}
-        lines = {name: np.tile(values, width) for name, values in of_unit.items()}
-        lines |= {name: np.repeat(values, units) for name, values in of_column.items()}
-        yield what | lines | {"sequences": sample.sha256, "value": sample.values.T.reshape(-1).astype(float)}
-        begin += width
+        unit_columns = {"sample": np.arange(units), "group": sample.groups, "weight": sample.weights.astype(float)}
+        unit_columns["part"] = np.where(selected, "selects", "reports").astype(object)
+        axis_columns = {"x": starts[first_column : first_column + width], "until": ends[first_column : first_column + width]}
+        lines = {name: np.tile(values, width) for name, values in unit_columns.items()}
+        lines |= {name: np.repeat(values, units) for name, values in axis_columns.items()}
+        yield description | lines | {"sequences": sample.sha256, "value": sample.values.T.reshape(-1).astype(float)}
+        first_column += width
 
 
 def _column(value: object, size: int) -> np.ndarray:
-    """A column of a block, (size,): an array as it is, any other value repeated."""
+    """A column of a block, (size,): an array unchanged, any other value repeated."""
     if isinstance(value, np.ndarray):
         return value
     column = np.empty(size, dtype=object)
@@ -94,26 +98,26 @@ def _column(value: object, size: int) -> np.ndarray:
 
 
 def _run_folders(folder: Path) -> list[Path]:
-    """The run folder itself, or those below it. Raises RunError: there are none."""
+    """The folder itself if it is a run folder, else the run folders below it. Raises RunError if there are none."""
     if (folder / CONFIG).is_file():
         return [folder]
-    below = sorted(path.parent for path in folder.glob(f"**/{CONFIG}") if (path.parent / ENVIRONMENT).is_file())
-    below = [path for path in below if path.parent.name != SWAPPED]
-    if not below:
+    run_folders = sorted(path.parent for path in folder.glob(f"**/{CONFIG}") if (path.parent / ENVIRONMENT).is_file())
+    run_folders = [path for path in run_folders if path.parent.name != SWAPPED]
+    if not run_folders:
         raise RunError(f"{folder}: no run folder, and none below it: name the folder of a run or an experiment")
-    return below
+    return run_folders
 
 
 def run_columns(record: RunRecord) -> Lines:
-    """The columns `RUN` of a run."""
+    """The columns `RUN_COLUMNS` of a run."""
     place, steps_planned = record.config.get("experiment"), record.flat.get("trainer.max_steps")
     place = place if isinstance(place, dict) else {}
     steps = [evaluation.step for evaluation in record.evaluations]
-    last = max(steps, default=-1)
-    ended = last >= (steps_planned if isinstance(steps_planned, int) else 0)
-    at_last = (each for evaluation in record.evaluations if evaluation.step == last for each in evaluation.series)
-    final = next((each for each in at_last if "val/loss" in each.logged), None)
-    diverged = divergence(record.logged, final if ended else None)
+    last_step = max(steps, default=-1)
+    ended = last_step >= (steps_planned if isinstance(steps_planned, int) else 0)
+    last_series = (series for evaluation in record.evaluations if evaluation.step == last_step for series in evaluation.series)
+    final_loss = next((series for series in last_series if "val/loss" in series.logged), None)
+    diverged = divergence(record.logged, final_loss if ended else None)
     state = DIVERGED if diverged else "finished" if ended else "unfinished"
     return {
         "run": record.name,
@@ -130,17 +134,17 @@ def run_columns(record: RunRecord) -> Lines:
 
 
 def _blocks(record: RunRecord, history: bool) -> Iterator[Lines]:
-    """The lines of a run."""
+    """The blocks of lines of a run; `history`: as of `results`."""
     run = run_columns(record)
     evaluations = list(record.evaluations)
     if history:
         files = sorted(evaluation_files(record.folder).items(), key=lambda item: item[0][1])
-        evaluations = [each for _, path in files if (each := evaluation_in(path))]
+        evaluations = [evaluation for _, path in files if (evaluation := evaluation_in(path))]
     for evaluation in evaluations:
         yield from evaluation_blocks(evaluation, run)
     for line in record.logged if history else ():
         numbers = {name: value for name, value in line.items() if isinstance(value, int | float) and name not in ("step", "tokens")}
         if numbers and "tokens" in line:
             names = np.array([*numbers], dtype=object)
-            shared = {"step": line["step"], "tokens": line["tokens"], "kind": LOG, "part": ""}
-            yield run | shared | {"metric": names, "value": np.array([*numbers.values()], float)}
+            shared_columns = {"step": line["step"], "tokens": line["tokens"], "kind": LOG, "part": ""}
+            yield run | shared_columns | {"metric": names, "value": np.array([*numbers.values()], float)}

@@ -35,7 +35,7 @@ BlockKind = Literal["note", "warning", "list", "table", "picture", "code", "deta
 
 @dataclass(frozen=True)
 class PageBlock:
-    """A piece of a section: words, lines, a table or a picture; `name` is that of its files, if it has any."""
+    """A piece of a section: words, lines, a table or a picture. `name` is the name of its files; empty: it has none."""
 
     kind: BlockKind
     content: str | list[str] | Table | Picture | tuple[str, str]
@@ -57,13 +57,13 @@ class PageSection:
 
 @dataclass(frozen=True)
 class Answer:
-    """The verdict on an arm (and size), and what it rests on.
+    """The verdict on an arm (and size), with its reasons.
 
     Attributes:
-        effect, value, ends: the name of the effect, its value, and its interval, in words; empty: it is not known.
-        over: what the interval covers; empty if the verdict says it.
-        place: mean, ends, zero and ends of the margin in per cent of a line's width; None without ends.
-        marks: what stands below zero and the ends of the margin.
+        effect, value, ends: the name of the effect, its value, and its interval, in words; empty: unknown.
+        over: the noise that the interval covers; empty if the verdict names it.
+        place: mean, ends, zero and ends of the margin, in per cent of a line's width; None: the effect has no ends.
+        marks: labels below zero and below the ends of the margin.
     """
 
     arm: str
@@ -80,7 +80,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class PagePart:
-    """A comparison or an experiment on the page: name, question, answers, what is shaded in their pictures, and sections."""
+    """A comparison or an experiment on the page. `margin` says in words what is shaded in the pictures of its answers."""
 
     name: str
     sections: list[PageSection]
@@ -90,12 +90,12 @@ class PagePart:
 
 
 def page(parts: list[PagePart]) -> str:
-    """The page as text: nothing is loaded from outside, all text is escaped, and no script runs but the one that sorts tables."""
+    """The page as text. It loads no other files, all its text is escaped, and its only script sorts tables."""
     template, script = (files("lm.report").joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "sort.js"))
     loader = FunctionLoader(lambda _: template)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     names = {"ink": INK, "paper": PAPER, "grey": GREY, "grid": GRID} | {f"arm-{number}": colour for number, colour in enumerate(COLOURS)}
-    light, dark = ("; ".join(f"--{name}: {of(colour)}" for name, colour in names.items()) for of in (str, DARK.get))
+    light, dark = ("; ".join(f"--{name}: {theme(colour)}" for name, colour in names.items()) for theme in (str, DARK.get))
     return environment.get_template("page.html").render(
         parts=parts,
         inline=inline,
@@ -110,7 +110,7 @@ def page(parts: list[PagePart]) -> str:
 
 
 def inline(picture: Picture) -> Markup:
-    """The SVG of a picture as a part of a page, without the head of a file and the colours that the page has."""
+    """The SVG of a picture as a part of a page: without the file header and the colour rules, which the page has already."""
     return Markup(re.sub(r"^.*?(?=<svg )|<style>@media.*?</style>", "", picture.svg, flags=re.DOTALL))
 
 
@@ -119,41 +119,41 @@ def inline(picture: Picture) -> Markup:
 
 def run_sections(
     comparison: RunComparison,
-    concurrent: Sequence[RunRecord],
+    concurrent_runs: Sequence[RunRecord],
     prefix: str | None = None,
-    of: str = "",
-    without: Callable[[str], bool] = lambda key: False,
+    suffix: str = "",
+    is_omitted: Callable[[str], bool] = lambda key: False,
 ) -> list[PageSection]:
-    """The sections on runs that were compared: what was measured, what it cost, what differs and what does not.
+    """The sections on runs that were compared: measurements, costs, and what differs or does not.
 
     Args:
-        concurrent: all runs that may have been under way at the same time.
-        prefix: beginning of the names of their files; None: they have none, and pictures over an axis are elsewhere.
-        of: words after the titles.
-        without: configuration keys that are left out.
+        concurrent_runs: all runs that may have been under way at the same time.
+        prefix: beginning of the names of the sections' files; None: they have no files, and pictures over an axis stand elsewhere.
+        suffix: words after the titles.
+        is_omitted: tells whether a configuration key is left out.
     """
 
     def named(name: str) -> str:
         return "" if prefix is None else f"{prefix}{name}"
 
     titles = ("Measured at the end", "Cost", "What differs, and what does not")
-    measured, cost, shared = (PageSection(f"{title}{of}") for title in titles)
+    measured_section, cost_section, shared_section = (PageSection(f"{title}{suffix}") for title in titles)
     for number, (section, table) in enumerate(zip(comparison.sections, comparison_tables(comparison), strict=True), 1):
         if prefix is not None and section.shape != "number":
-            measured.add("picture", along_axis(comparison, section), named(f"measured-{number}-picture"))
-        measured.add("table", table, named(f"measured-{number}"))
+            measured_section.add("picture", along_axis(comparison, section), named(f"measured-{number}-picture"))
+        measured_section.add("table", table, named(f"measured-{number}"))
     for number, picture in enumerate(maps(comparison), 1):
-        measured.add("picture", picture, named(f"map-{number}"))
+        measured_section.add("picture", picture, named(f"map-{number}"))
     if prefix is None and comparison.differences:
         differences = difference_table(comparison)
-        measured.add("table", differences)
-        measured.add("note", f"{differences.title}: {differences.unit}.")
-    measured.add("list", notes(comparison) if prefix is None else list(comparison.missing))
-    cost.add("table", cost_table(comparison.arms, concurrent, f"What a run took{of}"), named("cost"))
-    cost.add("note", COST)
-    shared.add("table", configuration_table(comparison, without) if comparison.config_diff else None, named("configuration"))
-    shared.add("table", facts_table(comparison), named("environment"))
-    return [measured, cost, shared]
+        measured_section.add("table", differences)
+        measured_section.add("note", f"{differences.title}: {differences.unit}.")
+    measured_section.add("list", notes(comparison) if prefix is None else list(comparison.missing))
+    cost_section.add("table", cost_table(comparison.arms, concurrent_runs, f"What a run took{suffix}"), named("cost"))
+    cost_section.add("note", COST)
+    shared_section.add("table", configuration_table(comparison, is_omitted) if comparison.config_diff else None, named("configuration"))
+    shared_section.add("table", facts_table(comparison), named("environment"))
+    return [measured_section, cost_section, shared_section]
 
 
 def run_details(run: DrawnRun) -> tuple[str, str]:
@@ -161,37 +161,42 @@ def run_details(run: DrawnRun) -> tuple[str, str]:
     return f"{run.label}: {show(run.record.measured('command'))}", dump_yaml(run.record.config)
 
 
-def page_files(parts: list[PagePart], out: Path) -> dict[Path, bytes]:
-    """`report.html` in the folder `out`, and each table and picture of it that has a name: tables as CSV and LaTeX, pictures as SVG and the
-    CSV of their numbers."""
+def page_files(parts: list[PagePart], folder: Path) -> dict[Path, bytes]:
+    """Contents of the report's files, by path in `folder`: the page `report.html`, and files of each table and picture that has a name.
+
+    Tables are files of CSV and LaTeX, pictures files of SVG and of CSV with their numbers.
+    """
     contents: dict[Path, bytes] = {}
     for block in (block for part in parts for section in part.sections for block in section.blocks if block.name):
         if isinstance(block.content, Table):
-            contents[out / f"{block.name}.csv"] = to_csv((block.content,)).encode()
-            contents[out / f"{block.name}.tex"] = to_latex((block.content,)).encode()
+            contents[folder / f"{block.name}.csv"] = to_csv((block.content,)).encode()
+            contents[folder / f"{block.name}.tex"] = to_latex((block.content,)).encode()
         elif isinstance(block.content, Picture):
-            contents |= {out / f"{block.name}{suffix}": block.content.file(suffix) for suffix in (".svg", ".csv")}
-    return contents | {out / PAGE: page(parts).encode()}
+            contents |= {folder / f"{block.name}{suffix}": block.content.file(suffix) for suffix in (".svg", ".csv")}
+    return contents | {folder / PAGE: page(parts).encode()}
 
 
-def write_comparison(comparison: RunComparison, out: Path) -> Path:
-    """Write the report of a comparison, or of a single run, into the folder `out`: pictures, tables of what was measured, and the page,
-    which is returned. Raises RunError if that can't be written."""
-    picture, tables, drawn = overview(comparison), comparison_tables(comparison), drawn_runs(comparison)
-    training, layers, runs = (PageSection(title) for title in ("Overview", "By layer, while training", "Runs"))
+def write_comparison(comparison: RunComparison, folder: Path) -> Path:
+    """Write the report of a comparison, or of a single run, into `folder`: pictures, tables and the page. Returns the path of the page.
+
+    Raises:
+        RunError: the report can't be written.
+    """
+    picture, tables, runs = overview(comparison), comparison_tables(comparison), drawn_runs(comparison)
+    training_section, layer_section, run_section = (PageSection(title) for title in ("Overview", "By layer, while training", "Runs"))
     if comparison.warning:
-        training.add("warning", [f"{comparison.warning} A difference below can't be put down to the normalizer alone."])
-    training.add("picture", picture, "overview")
-    for name, by_tokens in by_layer(comparison.names, drawn).items():
-        layers.add("picture", by_tokens, name)
-    for run in drawn:
-        runs.add("details", run_details(run))
-    sections = [training, layers, *run_sections(comparison, comparison.runs), runs]
-    contents = page_files([PagePart(comparison.title, [section for section in sections if section.blocks])], out) | {
-        out / PICTURE: picture.file(".png"),
-        out / "table.md": to_markdown(tables, notes(comparison)).encode(),
-        out / "table.csv": to_csv(tables).encode(),
-        out / "table.tex": to_latex(tables).encode(),
+        training_section.add("warning", [f"{comparison.warning} A difference below can't be put down to the normalizer alone."])
+    training_section.add("picture", picture, "overview")
+    for name, layer_picture in by_layer(comparison.names, runs).items():
+        layer_section.add("picture", layer_picture, name)
+    for run in runs:
+        run_section.add("details", run_details(run))
+    sections = [training_section, layer_section, *run_sections(comparison, comparison.runs), run_section]
+    contents = page_files([PagePart(comparison.title, [section for section in sections if section.blocks])], folder) | {
+        folder / PICTURE: picture.file(".png"),
+        folder / "table.md": to_markdown(tables, notes(comparison)).encode(),
+        folder / "table.csv": to_csv(tables).encode(),
+        folder / "table.tex": to_latex(tables).encode(),
     }
     write_together(contents, "the report")
-    return out / PAGE
+    return folder / PAGE

@@ -26,8 +26,8 @@ from lm.report.tables import csv_text
 from lm.runs.evaluations import number
 
 GREY, INK, PAPER, GRID, SHADE = "#555555", "#1a1a1a", "#ffffff", "#e6e6e6", "#f0f0f0"
-MOST_CELLS = 40  # along a side of a map, of which each is drawn by itself
-MOST_KEYS = 3  # in the legend of a panel; of more it stands below the panel
+MOST_CELLS = 40  # cells along a side of a map with gaps between cells; larger maps are drawn as one image
+MOST_KEYS = 3  # entries of a legend inside a panel; a legend of more entries stands below the panel
 SETTINGS = {
     "svg.hashsalt": "lm.report",
     "svg.fonttype": "path",
@@ -45,9 +45,9 @@ SETTINGS = {
     "axes.axisbelow": True,
     "legend.frameon": False,
 }
-# Okabe and Ito's first three colours, and three that with them are told apart by readers with colour blindness and seen on white
+# The first three colours of Okabe and Ito, and three more: readers with colour blindness can tell all of them apart on white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#bd5c94", "#684e09", "#1893ff", INK)
-DARK = {  # colours where the reader prefers a dark page, of an SVG file and of a page
+DARK = {  # colours of SVG files and pages for readers who prefer dark pages
     INK: "#e4e6ea", PAPER: "#15181d", GREY: "#a4abb5", GRID: "#2c323a", SHADE: "#262b33",
     **dict(zip(COLOURS, ("#4d90ec", "#ff774d", "#38e58e", "#ae7db2", "#ecd529", "#aad0ff"), strict=False)),
 }  # fmt: skip
@@ -55,7 +55,7 @@ MARKERS = "osD^vP*"
 DASHES = ("-", "--", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (9, 3)), (0, (2, 1)), (0, (9, 2, 3, 2)))  # dotted lines are reference levels
 
 Style = dict[str, str | float | tuple[int, tuple[int, ...]]]  # what matplotlib's `plot` takes
-_WIDTH, _HEIGHT = 6.4, 4.3  # inches, of a panel
+_WIDTH, _HEIGHT = 6.4, 4.3  # size of a panel in inches
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,16 +63,17 @@ class Trace:
     """One arm, or one of its seeds, in a panel.
 
     Attributes:
-        arm: number of its colour and marker; -1: a grey line, such as theory to compare with.
-        label: whose it is, such as `ssmax, seed 3`.
-        x, y: (points,); NaN where nothing is known.
-        kind: a thin line (`seed`), a thick one (`mean`) with its interval as a band, `dots`, points with an `interval` as a bar, what
-            `diverged`, which is marked at the top of the panel.
-        low, high: (points,) ends of the interval; None: there are none.
-        dashes: number of its dashes.
-        hollow: whether its markers are, so that what lies behind them is seen.
+        arm: number of the trace's colour and marker; -1: a grey line, such as theory to compare with.
+        label: arm and seed of the trace, such as `ssmax, seed 3`.
+        x, y: coordinates of the points, (points,); NaN where a value is unknown.
+        kind: a thin line (`seed`), a thick line with its interval as a band (`mean`), `dots`, points with bars (`interval`), or crosses
+            at the top of the panel (`diverged`).
+        low, high: ends of the interval, (points,); None: there are none.
+        dashes: number of the trace's dash pattern.
+        hollow: whether its markers are hollow, so that traces behind them can be seen.
         over: the noise that the interval covers, in words.
-        keyed: whether its panel has a legend that names it; else the arm is named above all panels. One without points is named alone.
+        keyed: whether its panel has a legend that names it; else the arm is named above all panels. A keyed trace without points stands
+            in the legend only.
     """
 
     arm: int
@@ -90,17 +91,18 @@ class Trace:
 
 @dataclass(frozen=True, eq=False)
 class Panel:
-    """Axes and what is drawn in them.
+    """Axes and the traces drawn in them.
 
     Attributes:
-        ticks: labels of the x axis by value; empty: as matplotlib chooses.
-        log: 2 or 10, the base of a logarithmic x axis; 0: it is linear.
+        ticks: labels of the x axis by value; empty: matplotlib's choice.
+        log: base of a logarithmic x axis, 2 or 10; 0: the axis is linear.
         log_y: whether the y axis is logarithmic.
-        x_range, y_range: ends of the axes; None: as the traces need.
-        zero: whether a line is drawn at zero, as of differences.
-        small: differences within this of zero do not matter: shaded; 0: nothing is.
-        marks, levels: words by x of vertical and by y of horizontal reference lines.
-        rings: values of (x, y, arm) that are ringed, such as the rate that was chosen.
+        x_range, y_range: ends of the axes; None: the range of the traces.
+        zero: whether a line is drawn at zero, as for differences.
+        small: half-width of the shaded band around zero, in which differences do not matter; 0: no band.
+        marks: words by x of vertical reference lines.
+        levels: words by y of horizontal reference lines.
+        rings: points (x, y, arm) that have a ring, such as the rate that was chosen.
     """
 
     title: str
@@ -121,13 +123,15 @@ class Panel:
 
 @dataclass(frozen=True, eq=False)
 class Map:
-    """Numbers over two axes as colours: `values` (rows, columns), written in the cells, else beside a scale that equal ones share.
+    """Numbers over two axes as colours.
 
     Attributes:
-        columns, rows: their labels; an empty one has no tick.
-        low, top: ends of the scale of colours, to which values beyond it are clipped; one without a value has no colour.
+        columns, rows: labels of columns and rows; an empty label has no tick.
+        values: (rows, columns); a cell without a finite value has no colour.
+        low, top: ends of the scale of colours, to which values beyond them are clipped.
+        written: whether the values stand in the cells; else maps of equal scales share a colour bar.
         scale: linear, logarithmic, or logarithmic on both sides of 0 (`signed`) from `low` to `top`, which are magnitudes.
-        unit: label of the scale.
+        unit: label of the colour bar.
     """
 
     title: str
@@ -144,7 +148,7 @@ class Map:
 
     @property
     def colours(self) -> tuple[Normalize, str]:
-        """The scale and the name of its colours."""
+        """The scale and the name of its colour map."""
         if self.scale == "signed":
             return SymLogNorm(self.low, vmin=-self.top, vmax=self.top), "RdBu_r"
         return (LogNorm if self.scale == "log" else Normalize)(self.low, self.top), "viridis"
@@ -152,12 +156,14 @@ class Map:
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """Panels side by side, `columns` in a row (None: an empty place), the names of the arms above; maps name theirs in their titles.
+    """Panels side by side, with the names of the arms above them. The arms of maps are named in the maps' titles.
 
     Attributes:
-        panel_size: width and height of a panel in inches; None: as its kind needs.
+        panels: panels and maps row by row; None: an empty place.
+        columns: panels in a row.
+        panel_size: width and height of a panel in inches; None: the default size of its kind.
+        shared: axes whose labels and ticks stand once: `x` for panels below each other, `y` for panels side by side.
         named: whether the names of the arms stand above.
-        shared: axes of which labels and ticks stand once: `x` for those below each other, `y` for those side by side.
     """
 
     panels: Sequence[Panel | Map | None]
@@ -184,11 +190,11 @@ class Picture:
         """A picture for each panel, for a page that places them by its width; maps stay together."""
         if self.mapped:
             return [self]
-        alone = [panel and replace(self, panels=[panel], columns=1, named=False) for panel in self.panels]
-        return alone if len(alone) > 1 else [replace(self, named=False)]
+        single_panels = [panel and replace(self, panels=[panel], columns=1, named=False) for panel in self.panels]
+        return single_panels if len(single_panels) > 1 else [replace(self, named=False)]
 
     def sign(self, arm: int) -> str:
-        """The marker of an arm as a letter."""
+        """The marker of an arm as a character."""
         return "\u25cf\u25a0\u25c6\u25b2\u25bc\u271a\u2605"[MARKERS.index(colour_and_marker(arm)["marker"])]
 
     @property
@@ -205,8 +211,8 @@ class Picture:
         if not maps:
             width, height = self.panel_size or (_WIDTH, _HEIGHT)
             return width * columns, height * rows
-        least = _HEIGHT if any(isinstance(panel, Panel) for panel in self.panels) else 2.2
-        return 2 * _WIDTH, rows * max(1.2 + 0.36 * max(len(panel.rows) for panel in maps), least)
+        least_height = _HEIGHT if any(isinstance(panel, Panel) for panel in self.panels) else 2.2
+        return 2 * _WIDTH, rows * max(1.2 + 0.36 * max(len(panel.rows) for panel in maps), least_height)
 
     @cached_property
     def svg(self) -> str:
@@ -220,11 +226,11 @@ class Picture:
 
     @cached_property
     def csv(self) -> str:
-        """A line for each point: its panel, arm or seed, kind, x, y and the ends of its interval."""
+        """A CSV file with a line for each point: its panel, arm or seed, kind, x, y and the ends of its interval."""
         return _csv(self.panels)
 
     def file(self, suffix: str) -> bytes:
-        """The picture as a file of this kind: .svg, .png or .csv. Raises RunError for any other."""
+        """The picture as a file with this suffix: .svg, .png or .csv. Raises RunError for any other suffix."""
         if suffix not in (".svg", ".png", ".csv"):
             raise RunError(f"can't draw a picture as {suffix or 'a file without a suffix'}: choose .svg, .png or .csv")
         content = getattr(self, suffix[1:])
@@ -232,18 +238,18 @@ class Picture:
 
 
 def dark_style() -> str:
-    """CSS rules that replace the colours of our SVG files by their dark counterparts on dark pages."""
-    rules = "".join(f'[style*="{what}: {light}"]{{{what}:{dark}!important}}' for light, dark in DARK.items() for what in ("fill", "stroke"))
+    """CSS rules that replace the colours of SVG files by their dark counterparts on dark pages."""
+    rules = "".join(f'[style*="{name}: {light}"]{{{name}:{dark}!important}}' for light, dark in DARK.items() for name in ("fill", "stroke"))
     return f"@media screen and (prefers-color-scheme:dark){{{rules}}}"
 
 
 def _drawn(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
-    """The picture as a file, which is the same whenever and wherever it is drawn."""
+    """The picture as a file, with the same bytes whenever and wherever it is drawn."""
     (rows, columns), (width, height), arms = picture.grid, picture.size, picture.arms
-    shown = picture.shown if picture.named else []
+    shown_arms = picture.shown if picture.named else []
     font = min(11.0, 2.4 * width / columns)
     with matplotlib.rc_context(SETTINGS | {"font.size": font, "axes.titlesize": font + 1}):
-        figure = Figure(figsize=(width, height), dpi=100, layout="constrained")  # before colour bars, which ask for it
+        figure = Figure(figsize=(width, height), dpi=100, layout="constrained")  # before colour bars, which need the layout
         FigureCanvasAgg(figure)
         grid, maps = figure.add_gridspec(rows, columns), {}
         for place, panel in enumerate(picture.panels):
@@ -261,17 +267,17 @@ def _drawn(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
                 axes.set(ylabel="", yticklabels=[])
             if "x" in picture.shared and any(picture.panels[place + columns : place + columns + 1]):
                 axes.set(xlabel="", xticklabels=[])
-        for (scale, *_, unit), (mesh, alike) in maps.items():
-            plain = {} if scale == "linear" else {"format": "{x:g}"}
-            figure.colorbar(mesh, ax=alike, label=unit, **plain, aspect=20 * max(1, len(alike) // columns), pad=0.02)
+        for (scale, *_, unit), (mesh, map_axes) in maps.items():
+            tick_format = {} if scale == "linear" else {"format": "{x:g}"}
+            figure.colorbar(mesh, ax=map_axes, label=unit, **tick_format, aspect=20 * max(1, len(map_axes) // columns), pad=0.02)
         keys = max((_keyed(panel) for panel in picture.panels if isinstance(panel, Panel)), default=0)
         height += 0.1 * rows * (keys + 2) if keys > MOST_KEYS else 0
         legend_rows = 0
-        if shown:
-            handles = [Line2D([], [], linewidth=2.4, **colour_and_marker(arm), label=arms[arm]) for arm in shown]
-            per_row = max(1, min(len(handles), int(width * 8 // (max(len(arms[arm]) for arm in shown) + 6))))
-            legend_rows = -(-len(handles) // per_row)
-            figure.legend(handles=handles, loc="upper center", ncols=per_row, fontsize=12)
+        if shown_arms:
+            handles = [Line2D([], [], linewidth=2.4, **colour_and_marker(arm), label=arms[arm]) for arm in shown_arms]
+            keys_per_row = max(1, min(len(handles), int(width * 8 // (max(len(arms[arm]) for arm in shown_arms) + 6))))
+            legend_rows = -(-len(handles) // keys_per_row)
+            figure.legend(handles=handles, loc="upper center", ncols=keys_per_row, fontsize=12)
         height += 0.28 * legend_rows
         figure.set_size_inches(width, height)
         figure.set_layout_engine("constrained", rect=(0, 0, 1, 1 - 0.32 * legend_rows / height), w_pad=0.12, h_pad=0.12)
@@ -296,11 +302,11 @@ def _panel(axes: Axes, panel: Panel) -> None:
         axes.axhline(0, color=GREY, linewidth=1)
     lines = Counter(trace.arm for trace in panel.traces if trace.kind in ("seed", "mean"))
     for trace in panel.traces:
-        _trace(axes, trace, alone=lines[trace.arm] == 1)
+        _trace(axes, trace, is_alone=lines[trace.arm] == 1)
     for x, y, arm in panel.rings:
         axes.plot([x], [y], "o", markersize=15, markerfacecolor="none", markeredgewidth=1.6, color=colour_and_marker(arm)["color"])
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
-    axes.set_title(_wrapped(panel.title), pad=20 if panel.marks else 6)  # above what is written at the top of vertical lines
+    axes.set_title(_wrapped(panel.title), pad=20 if panel.marks else 6)  # room for the words at the top of vertical lines
     if panel.x_range:
         axes.set_xlim(*panel.x_range)
     if panel.y_range:
@@ -308,12 +314,12 @@ def _panel(axes: Axes, panel: Panel) -> None:
     if panel.ticks:
         axes.set_xticks(list(panel.ticks), list(panel.ticks.values()))
         axes.minorticks_off()
-        if [*panel.ticks] == [*range(len(panel.ticks))]:  # categories do not stand at the ends of the axis
+        if [*panel.ticks] == [*range(len(panel.ticks))]:  # categories keep half a unit from the ends of the axis
             axes.set_xlim(-0.5, len(panel.ticks) - 0.5)
     for place, (x, text) in enumerate(sorted(panel.marks.items())):
         axes.axvline(x, color=GREY, linewidth=1)
-        within = axes.transAxes.inverted().transform(axes.transData.transform((x, 0)))[0]
-        side = "left" if within < 0.2 or place else "right" if within > 0.8 or len(panel.marks) > 1 else "center"
+        axis_fraction = axes.transAxes.inverted().transform(axes.transData.transform((x, 0)))[0]
+        side = "left" if axis_fraction < 0.2 or place else "right" if axis_fraction > 0.8 or len(panel.marks) > 1 else "center"
         note(axes, text, (x, 1), (0, 3), axes.get_xaxis_transform(), ha=side, va="bottom")
     for y, text in panel.levels.items():
         axes.axhline(y, color=GREY, linestyle=":", linewidth=1)
@@ -327,24 +333,24 @@ def _panel(axes: Axes, panel: Panel) -> None:
 
 
 def _keyed(panel: Panel) -> int:
-    """Number of lines in the legend of a panel."""
+    """The number of lines in the legend of a panel."""
     return sum(trace.keyed for trace in panel.traces)
 
 
-def _trace(axes: Axes, trace: Trace, alone: bool) -> None:
-    """Draw a trace; `alone`: it is the only line of its arm, and no thinner than a mean."""
+def _trace(axes: Axes, trace: Trace, is_alone: bool) -> None:
+    """Draw a trace. `is_alone`: it is the only line of its arm, and as thick as a mean."""
     style = colour_and_marker(trace.arm) | dashes_and_width(trace.dashes)
     style |= {"fillstyle": "none" if trace.hollow else "full"} | ({"label": trace.label} if trace.keyed else {})
     points = style | {"linestyle": "none"}
     match trace.kind:
         case "seed":
-            thin = {"marker": ""} | ({} if alone else {"linewidth": 0.8, "alpha": 0.5})
-            axes.plot(trace.x, trace.y, **style | thin)
+            line_style = {"marker": ""} | ({} if is_alone else {"linewidth": 0.8, "alpha": 0.5})
+            axes.plot(trace.x, trace.y, **style | line_style)
         case "mean":
             if trace.low is not None:
                 axes.fill_between(trace.x, trace.low, trace.high, color=style["color"], alpha=0.15, linewidth=0)
-            thin = {"linewidth": 1.1} if trace.hollow or trace.arm < 0 else {}
-            axes.plot(trace.x, trace.y, markersize=4.5, markevery=max(1, len(trace.x) // 8), zorder=3, **style | thin)
+            line_style = {"linewidth": 1.1} if trace.hollow or trace.arm < 0 else {}
+            axes.plot(trace.x, trace.y, markersize=4.5, markevery=max(1, len(trace.x) // 8), zorder=3, **style | line_style)
         case "dots":
             look = {"markeredgewidth": 1.2, "markersize": 5.5} if trace.hollow else {"markeredgewidth": 0, "markersize": 4.5}
             axes.plot(trace.x, trace.y, alpha=0.55, **look, **points)
@@ -352,18 +358,18 @@ def _trace(axes: Axes, trace: Trace, alone: bool) -> None:
             reach = None if trace.low is None else np.array([trace.y - trace.low, trace.high - trace.y])
             axes.errorbar(trace.x, trace.y, yerr=reach, markersize=8, capsize=5, zorder=3, **points)
         case "diverged":
-            above = np.full(len(trace.x), 0.98 - 0.045 * trace.arm)  # those of several arms at one place stay apart
+            heights = np.full(len(trace.x), 0.98 - 0.045 * trace.arm)  # crosses of several arms at one x must not overlap
             look = {"markersize": 9, "markeredgewidth": 2, "clip_on": False, "transform": axes.get_xaxis_transform()}
-            axes.plot(trace.x, above, "x", color=style["color"], **look)
+            axes.plot(trace.x, heights, "x", color=style["color"], **look)
 
 
 def _map(axes: Axes, panel: Map, size: tuple[float, float]) -> QuadMesh:
-    """Draw a map; `size`: width and height in inches of the space for it."""
+    """Draw a map; `size` is the width and height in inches of the space for it."""
     rows, columns = panel.values.shape
     norm, kind = panel.colours
-    edges, many = (np.arange(columns + 1) - 0.5, np.arange(rows + 1) - 0.5), max(rows, columns) > MOST_CELLS
+    edges, is_large = (np.arange(columns + 1) - 0.5, np.arange(rows + 1) - 0.5), max(rows, columns) > MOST_CELLS
     values = np.clip(panel.values, norm.vmin, norm.vmax)
-    look = {"rasterized": True} if many else {"edgecolors": PAPER, "linewidth": 1}
+    look = {"rasterized": True} if is_large else {"edgecolors": PAPER, "linewidth": 1}
     mesh = axes.pcolormesh(*edges, values, norm=norm, cmap=kind, **look)
     axes.invert_yaxis()
     axes.grid(visible=False)
@@ -372,8 +378,8 @@ def _map(axes: Axes, panel: Map, size: tuple[float, float]) -> QuadMesh:
         axes.text(column, row, text, ha="center", va="center", fontsize=9, color=colour if np.isfinite(value) else GREY)
     ticks = [{place: label for place, label in enumerate(labels) if label} for labels in (panel.columns, panel.rows)]
     fonts = [min(matplotlib.rcParams["font.size"], 50 * inches / max(1, len(labels))) for inches, labels in zip(size, ticks, strict=True)]
-    along = {"rotation": 90} if max(map(len, panel.columns), default=0) * len(ticks[0]) > 11 * size[0] else {}
-    axes.set_xticks(list(ticks[0]), list(ticks[0].values()), fontsize=fonts[0], **along)
+    rotation = {"rotation": 90} if max(map(len, panel.columns), default=0) * len(ticks[0]) > 11 * size[0] else {}
+    axes.set_xticks(list(ticks[0]), list(ticks[0].values()), fontsize=fonts[0], **rotation)
     axes.set_yticks(list(ticks[1]), list(ticks[1].values()), fontsize=fonts[1])
     axes.set(title=_wrapped(panel.title), xlabel=panel.x_label, ylabel=panel.y_label)
     return mesh
@@ -394,7 +400,7 @@ def _csv(panels: Sequence[Panel | Map | None]) -> str:
 
 
 def _wrapped(title: str) -> str:
-    """A title in lines as long as a panel is wide."""
+    """A title wrapped to the width of a panel."""
     return "\n".join(textwrap.fill(line, 56) for line in title.split("\n"))
 
 
@@ -402,7 +408,7 @@ def _wrapped(title: str) -> str:
 
 
 def colour_and_marker(number: int) -> Style:
-    """Colour and marker of a line by its number: both cycle, and no two of 49 lines agree in both; grey and none for -1."""
+    """Colour and marker of a line by its number: both cycle, and no two of 49 lines agree in both. Line -1 is grey without a marker."""
     if number < 0:
         return {"color": GREY, "marker": ""}
     return {"color": COLOURS[number % 7], "marker": MARKERS[(number + number // 7) % 7]}
@@ -414,38 +420,38 @@ def dashes_and_width(number: int) -> Style:
 
 
 def logarithmic_ticks(values: Sequence[float]) -> tuple[Literal[2, 10], dict[float, str]]:
-    """Base and ticks of an axis for ascending `values`: powers of 2, as of tokens and keys, or of 10 where there are values below 1."""
+    """Base and ticks of an axis for ascending `values`: powers of 2, as for tokens and keys, or powers of 10 if values lie below 1."""
     base = 2 if values[0] >= 1 else 10
     ticks = [tick for power in range(-30, 41) if values[0] / base < (tick := float(base) ** power) < values[-1] * base]
     return base, {tick: number(tick) for tick in ticks}
 
 
-def token_unit(last: float) -> tuple[float, str]:
-    """The unit in which to draw tokens of which `last` is the most, and the label of the axis."""
-    unit, word = next(((size, word) for size, word in ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands")) if last >= size), (1, ""))
+def token_unit(count: float) -> tuple[float, str]:
+    """The unit in which to draw up to `count` tokens, and the label of the axis."""
+    unit, word = next(((size, word) for size, word in ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands")) if count >= size), (1, ""))
     return unit, f"tokens seen ({word})" if word else "tokens seen"
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred moving mean, (points,); at the ends over the points there are. A value that isn't finite is left out."""
-    good = np.isfinite(values)
+    """The centred moving mean, (points,). At the ends it is over fewer points, and values that aren't finite are left out."""
+    is_finite = np.isfinite(values)
     total, count = (
-        np.convolve(x, np.ones(window))[window // 2 :][: len(values)] for x in (np.where(good, values, 0.0), good.astype(float))
+        np.convolve(x, np.ones(window))[window // 2 :][: len(values)] for x in (np.where(is_finite, values, 0.0), is_finite.astype(float))
     )
-    return np.where(good, total / np.maximum(count, 1), np.nan)
+    return np.where(is_finite, total / np.maximum(count, 1), np.nan)
 
 
-def note(axes: Axes, text: str, at: tuple[float, float], offset: tuple[int, int], within: Transform, **how: str | int) -> None:
-    """Write small grey words at a place, `offset` points away."""
+def note(axes: Axes, text: str, place: tuple[float, float], offset: tuple[int, int], transform: Transform, **options: str | int) -> None:
+    """Write small grey words, `offset` points away from `place` (x, y) in the coordinates of `transform`."""
     halo = [withStroke(linewidth=2.5, foreground=PAPER)]
-    axes.annotate(text, at, offset, within, textcoords="offset points", color=GREY, fontsize=9, path_effects=halo, **how)
+    axes.annotate(text, place, offset, transform, textcoords="offset points", color=GREY, fontsize=9, path_effects=halo, **options)
 
 
 def doublings(first: float, last: float) -> dict[float, str]:
-    """Ticks of a logarithmic axis, in plain numbers: powers of 2 between two values."""
+    """Ticks of a logarithmic axis, in plain numbers: the powers of 2 from `first` to `last`."""
     return plain_ticks([2**power for power in range(31) if first <= 2**power <= last])
 
 
 def plain_ticks(values: Sequence[float]) -> dict[float, str]:
-    """Ticks at values, in plain numbers, thousands in k."""
+    """Ticks at values, in plain numbers: from 10,000 in units of 1024, as `16k`."""
     return {value: number(value) if value < 10_000 else f"{value / 1024:g}k" for value in values}

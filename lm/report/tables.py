@@ -1,4 +1,4 @@
-"""Tables, as Markdown, CSV, LaTeX (booktabs) and terminal text, which show the same numbers; and how a number is written."""
+"""Tables as Markdown, CSV, LaTeX (booktabs) and terminal text, which show the same numbers, and the formats of numbers."""
 
 import csv
 import io
@@ -20,9 +20,9 @@ from lm.runs.folder import json_bytes
 from lm.schema import Plain
 from lm.statistics.intervals import Interval
 
-NO_INTERVAL = "[no interval]"  # of values without spread, or that are not finite
+NO_INTERVAL = "[no interval]"  # stands beside means of values without spread, or that are not finite
 
-Cell = str | Text | Interval | None  # None: not measured; Text: of a terminal alone
+Cell = str | Text | Interval | None  # None: not measured; Text: for the terminal only
 
 
 def with_unit(name: str, unit: str) -> str:
@@ -32,29 +32,29 @@ def with_unit(name: str, unit: str) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """A heading and its unit, and what the cells are: text; numbers as text; means or differences, which are intervals."""
+    """A heading, its unit, and the kind of its cells: text, numbers as text, or intervals (means and differences)."""
 
     name: str
     unit: str = ""
     kind: Literal["label", "words", "number", "mean", "difference"] = "number"
-    decimals: int = 4  # digits of means
+    decimals: int = 4  # decimals of means
 
     @property
     def heading(self) -> str:
         return with_unit(self.name, self.unit)
 
     def text(self, value: float) -> str:
-        """One number of an interval: a difference has its sign."""
+        """One number of an interval as text: a difference has its sign."""
         return signed(value) if self.kind == "difference" else f"{value:z.{self.decimals}f}"
 
     def shown(self, cell: Cell) -> str:
-        """The cell as text; an interval as `mean [low, high]`."""
+        """The cell as text: an interval as `mean [low, high]`."""
         if isinstance(cell, Interval):
             return f"{self.text(cell.mean)} {self.ends(cell)}"
         return "-" if cell is None else cell
 
     def ends(self, cell: Interval) -> str:
-        """The interval alone, as `[low, high]`; without spread there is none."""
+        """The ends of an interval as `[low, high]`, or `NO_INTERVAL` without spread."""
         if not cell.bounded:
             return NO_INTERVAL
         return f"[{self.text(cell.low)}, {self.text(cell.high)}]"
@@ -65,7 +65,7 @@ Filled = tuple[Column, list[Cell]]  # a column and its cells, row by row
 
 @dataclass(frozen=True)
 class Table:
-    """Columns with their cells, row by row; labels first, of which the arm is the first."""
+    """Columns with their cells, row by row. Columns of labels come first, the arm before all others."""
 
     title: str
     unit: str  # unit of most columns
@@ -86,7 +86,7 @@ DIFFERENCE = Column("difference", kind="difference")
 
 
 def show(value: object) -> str:
-    """A value as text: thousands separated, None as `not recorded`."""
+    """A value as text: integers with thousands separated, None as `not recorded`."""
     if value is None:
         return "not recorded"
     if isinstance(value, bool):
@@ -100,7 +100,7 @@ def printable(text: str) -> str:
 
 
 def digits(value: float | None) -> str | None:
-    """Four decimals, or four digits where there are more before the point; None stays None."""
+    """A value with four decimals, or from 100 with four digits; None stays None."""
     if value is None:
         return None
     if not np.isfinite(value):
@@ -109,13 +109,13 @@ def digits(value: float | None) -> str | None:
 
 
 def four_digits(value: float) -> str:
-    """Four digits, a large number's others as zeros: 16460."""
+    """A value with four significant digits, without an exponent if it is large: 16460."""
     text = f"{value:.4g}"
     return f"{float(text):.0f}" if "e+" in text else text
 
 
 def signed(value: float) -> str:
-    """A difference with its sign."""
+    """A difference as text with its sign."""
     text = f"{value:+.4f}" if abs(value) < 100 else f"{'+' * (value > 0)}{four_digits(value)}"
     return "0.0000" if float(text) == 0 else text
 
@@ -128,7 +128,7 @@ def to_markdown(tables: tuple[Table, ...], notes: list[str]) -> str:
     blocks = []
     for table in tables:
         heads = [column.heading for column in table.columns]
-        lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *([c.shown(cell) for c, cell in row] for row in table.rows)]
+        lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *([column.shown(cell) for column, cell in row] for row in table.rows)]
         blocks.append(
             f"{table.title}\n\n" + "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
         )
@@ -138,30 +138,32 @@ def to_markdown(tables: tuple[Table, ...], notes: list[str]) -> str:
 
 
 def to_csv(tables: tuple[Table, ...]) -> str:
-    """One number a line, of all tables: its labels, its value, the ends of its interval, if it has one, and what that covers."""
+    """CSV with one number a line, of all tables: its labels, its value, the ends of its interval and the noise that this covers."""
     labels = list(dict.fromkeys(column.name for table in tables for column in table.columns if column.kind == "label"))
     numbers, lines = ("quantity", "unit", "value", "low", "high", "interval over"), []
     for table in tables:
         for row in table.rows:
-            of = {column.name: cell for column, cell in row if column.kind == "label"}
+            row_key = {column.name: cell for column, cell in row if column.kind == "label"}
             for column, cell in row:
                 if column.kind != "label" and cell is not None:
-                    alone = not isinstance(cell, Interval)
-                    values = [cell] if alone else [*(column.text(value) for value in cell.listed()), cell.over]
-                    lines.append({"table": table.title} | of | dict(zip(numbers, [column.name, column.unit, *values], strict=False)))
+                    is_plain = not isinstance(cell, Interval)
+                    values = [cell] if is_plain else [*(column.text(value) for value in cell.listed()), cell.over]
+                    lines.append({"table": table.title} | row_key | dict(zip(numbers, [column.name, column.unit, *values], strict=False)))
     return csv_text(lines, ("table", *labels, *numbers))
 
 
 def from_lines(title: str, lines: Sequence[dict[str, Cell]], numbers: Sequence[str] = ()) -> Table:
-    """A table with a row for each line, whose cells are given by column; all columns but `numbers` are labels."""
+    """A table with a row for each line, a map of cells by column name. All columns but `numbers` are labels."""
     names = dict.fromkeys(name for line in lines for name in line)
     kinds = {name: "number" if name in numbers else "label" for name in names}
     return Table(title, "", tuple((Column(name, kind=kind), [line.get(name, "") for line in lines]) for name, kind in kinds.items()))
 
 
 def csv_text(lines: Sequence[dict[str, Plain]], columns: Sequence[str] = (), intervals: Sequence[str] = ()) -> str:
-    """Lines as CSV with these columns and all others that they have: an interval in three, a map in one for each of its keys.
-    `intervals`: names of those that have three columns even where there is none."""
+    """Lines as CSV, with these columns first and then all others that the lines have.
+
+    An interval takes three columns, a map one for each of its keys. `intervals` names the values that have three columns even if null.
+    """
     text = io.StringIO()
     cells = [dict(cell for name, value in line.items() for cell in _in_columns(name, value, intervals)) for line in lines]
     writer = csv.DictWriter(text, list(dict.fromkeys([*columns, *(name for line in cells for name in line)])), lineterminator="\n")
@@ -179,18 +181,18 @@ def _in_columns(name: str, value: Plain, intervals: Sequence[str]) -> list[tuple
 
 
 def table_bytes(lines: Sequence[dict[str, Plain]], path: Path) -> bytes:
-    """Lines as the CSV or JSON file that `path` names; what is not finite is null in JSON."""
+    """Lines as the content of the file `path`: CSV or JSON by its suffix. Numbers that are not finite are null in JSON."""
     return json_bytes(listed(list(lines))) if path.suffix == ".json" else csv_text(lines).encode()
 
 
 def to_latex(tables: tuple[Table, ...]) -> str:
-    """A booktabs tabular a table; units stand in a second line of the heading."""
+    """LaTeX with a booktabs tabular for each table. Units stand in a second line of the heading."""
     blocks = ["% needs \\usepackage{booktabs}"]
     for table in tables:
         names, units = ([_tex(column.name) for column in table.columns], [_tex_unit(column.unit) for column in table.columns])
         lines = [f"% {_tex(table.title)}", f"\\begin{{tabular}}{{l{'r' * (len(names) - 1)}}}", "\\toprule"]
         lines += [" & ".join(names) + " \\\\", " & ".join(units) + " \\\\", "\\midrule"]
-        lines += [" & ".join(_tex_cell(*each) for each in row) + " \\\\" for row in table.rows]
+        lines += [" & ".join(_tex_cell(*pair) for pair in row) + " \\\\" for row in table.rows]
         blocks.append("\n".join([*lines, "\\bottomrule", "\\end{tabular}"]))
     return "\n\n".join(blocks) + "\n"
 
@@ -218,8 +220,8 @@ def _tex_cell(column: Column, cell: Cell) -> str:
 
 # ---------------------------------------------------------------- terminal
 
-MOST_MEANS = 2  # columns of means that are printed with their intervals; of more the means alone
-NARROW = 10  # characters of a column into which headings are wrapped at least
+MOST_MEANS = 2  # columns of means that are printed with their intervals; more columns show the means only
+NARROW = 10  # least width, in characters, to which headings are wrapped
 
 
 def print_tables(*tables: Table, notes: Sequence[str] = (), console: Console | None = None) -> None:
@@ -234,22 +236,22 @@ def print_tables(*tables: Table, notes: Sequence[str] = (), console: Console | N
 
 
 def grid(table: Table) -> RichTable:
-    """The table as a terminal shows it; a unit that most columns have stands in its title alone."""
+    """The table as a terminal shows it. A unit that most columns have stands only in the title."""
     title = with_unit(table.title, table.unit)
-    drawn = RichTable(title=escape(title) or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    brief = sum(column.kind == "mean" for column in table.columns) > MOST_MEANS
+    rich_table = RichTable(title=escape(title) or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    is_brief = sum(column.kind == "mean" for column in table.columns) > MOST_MEANS
     columns = []
     for column, cells in table.contents:
-        means = brief and column.kind == "mean"
-        columns.append([column.text(cell.mean) if means and isinstance(cell, Interval) else column.shown(cell) for cell in cells])
-        heading = column.name if column.unit == table.unit or means else column.heading
+        is_mean_only = is_brief and column.kind == "mean"
+        columns.append([column.text(cell.mean) if is_mean_only and isinstance(cell, Interval) else column.shown(cell) for cell in cells])
+        heading = column.name if column.unit == table.unit or is_mean_only else column.heading
         if column.kind in ("label", "words"):
-            drawn.add_column(escape(heading), min_width=8, overflow="fold")
+            rich_table.add_column(escape(heading), min_width=8, overflow="fold")
         else:
             width = max(NARROW, *map(len, columns[-1]), 0)
-            first, *over = heading.partition(" over ")  # what an interval covers stays together
-            wrapped = textwrap.fill(first, width, break_long_words=False) + "".join(over).replace(" ", "\n", 1)
-            drawn.add_column(escape(wrapped), justify="right")
+            name, *coverage = heading.partition(" over ")  # the noise that an interval covers stays on one line
+            wrapped_heading = textwrap.fill(name, width, break_long_words=False) + "".join(coverage).replace(" ", "\n", 1)
+            rich_table.add_column(escape(wrapped_heading), justify="right")
     for row in zip(*columns, strict=True):
-        drawn.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in row))
-    return drawn
+        rich_table.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in row))
+    return rich_table

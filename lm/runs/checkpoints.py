@@ -31,21 +31,21 @@ _TYPES = {
 Described = tuple[torch.dtype, tuple[int, ...]]  # type and shape of a tensor
 
 
-def write_weights(file: BinaryIO, described: Mapping[str, Described], tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Write tensors, in the order of `described`, which says what will come; returns the sha256 of each (`tensor_sha256`).
+def write_weights(file: BinaryIO, signatures: Mapping[str, Described], tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Write tensors, in the order of `signatures`, their types and shapes by name; returns the sha256 of each (`tensor_sha256`).
 
     The format: https://huggingface.co/docs/safetensors.
     """
     header, end = {"__metadata__": {"format": "pt"}}, 0
-    for name, (dtype, shape) in described.items():
+    for name, (dtype, shape) in signatures.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": _TYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     digests = {}
-    for (name, tensor), (expected, described_as) in zip(tensors, described.items(), strict=True):
-        assert (name, tensor.dtype, tuple(tensor.shape)) == (expected, *described_as), f"{name} is not as described"
+    for (name, tensor), (expected_name, signature) in zip(tensors, signatures.items(), strict=True):
+        assert (name, tensor.dtype, tuple(tensor.shape)) == (expected_name, *signature), f"{name} is not as described"
         tensor = tensor.contiguous()
         file.write(_bytes(tensor))
         digests[name] = tensor_sha256(tensor)
@@ -60,7 +60,7 @@ def tensor_sha256(tensor: Tensor) -> str:
 
 
 def weights_sha256(weights: Mapping[str, Tensor]) -> str:
-    """The sha256 over tensors with their names, dtypes and shapes, in the order of their names; one of them at a time is on the CPU."""
+    """The sha256 over tensors with their names, dtypes and shapes, in the order of their names; one tensor at a time is on the CPU."""
     digest = hashlib.sha256()
     for name, value in sorted(weights.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
@@ -79,10 +79,10 @@ PARTS = {"state_dict": "weights", "optimizer": "tensors of the optimizer"}  # en
 
 
 def save_checkpoint(checkpoint: dict[str, object], path: Path) -> str:
-    """Write `checkpoint`, and a sha256 of each part, whole or not at all; returns that of the weights.
+    """Write `checkpoint`, and a sha256 of each part, whole or not at all; returns the sha256 of the weights.
 
     Raises:
-        RunError: it can't be written (a full disk, say).
+        RunError: the file can't be written (a full disk, say).
     """
     digests = _digests(checkpoint)
     with replacing(path, "the checkpoint") as file:
@@ -92,24 +92,24 @@ def save_checkpoint(checkpoint: dict[str, object], path: Path) -> str:
 
 def link_checkpoint(name: str, path: Path) -> None:
     """Make `name` (`last.ckpt`, `best.ckpt`) beside `path` the same file: a hard link, or a copy where hard links are unsupported."""
-    target, temporary = path.parent / name, path.parent / f".{name}"
+    target, temporary_path = path.parent / name, path.parent / f".{name}"
     try:
-        temporary.unlink(missing_ok=True)
+        temporary_path.unlink(missing_ok=True)
         try:
-            os.link(path, temporary)
+            os.link(path, temporary_path)
         except OSError:
             with replacing(target, "the checkpoint") as copy, path.open("rb") as file:
                 shutil.copyfileobj(file, copy)
             return
-        os.replace(temporary, target)
-        temporary.unlink(missing_ok=True)  # still there if both were the same file already
+        os.replace(temporary_path, target)
+        temporary_path.unlink(missing_ok=True)  # still there if both were the same file already
         sync_folder(path.parent)
     except OSError as error:
         raise RunError(f"{target}: can't save the checkpoint: {error.strerror}; {path} is intact") from None
 
 
 def is_saved(folder: Path, step: int) -> bool:
-    """True if a folder of checkpoints holds the one of `step`, under its own name or as the best."""
+    """Whether a folder of checkpoints holds a checkpoint of `step`, under the step's name or as the best."""
     if step_path(folder, step).exists():
         return True
     try:
@@ -119,12 +119,12 @@ def is_saved(folder: Path, step: int) -> bool:
 
 
 def verify(path: Path) -> None:
-    """Compare every byte of a checkpoint with the CRC that the file holds of it, which torch doesn't.
+    """Compare every byte of a checkpoint with the CRCs in the file, which torch doesn't check.
 
     A gigabyte takes half a second.
 
     Raises:
-        RunError: no file, or a damaged one; names the tensor, and the last intact checkpoint beside it.
+        RunError: the file is missing or damaged; the message names the tensor, and the last intact checkpoint beside the file.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -142,15 +142,15 @@ def load_checkpoint(path: Path) -> dict[str, object]:
     Beside CRCs, the sha256 of each part is compared: an archive that was written anew has CRCs that hold, whatever became of its tensors.
 
     Raises:
-        RunError: no file, a damaged one, or not a checkpoint of ours; names the last intact one beside it.
+        RunError: the file is missing, damaged, or no checkpoint of lm; the message names the last intact checkpoint beside it.
     """
     verify(path)
     checkpoint = _read(path)
     _check_sizes(path, checkpoint)
     if SHA256 in checkpoint:
-        expected = checkpoint.pop(SHA256)
+        expected_digests = checkpoint.pop(SHA256)
         for part, digest in _digests(checkpoint).items():
-            if not isinstance(expected, dict) or expected.get(part) != digest:
+            if not isinstance(expected_digests, dict) or expected_digests.get(part) != digest:
                 raise RunError(f"{path}: its {PARTS[part]} were altered (their sha256 differs){alternative(path)}")
     return checkpoint
 
@@ -165,8 +165,8 @@ def _check_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path)
 
 
 def _tensor_name(path: Path, member: str) -> str:
-    """Words for the content of a member of the archive: `data/N` is the N-th tensor saved, counted from 0; a tensor with two names is
-    saved once."""
+    """Words for the content of a member of the archive: `data/N` is the N-th saved tensor, counted from 0. A tensor with two names is saved
+    once."""
     number = member.rpartition("/data/")[2]
     if not number.isdigit():
         return member.rpartition("/")[2]
@@ -184,7 +184,7 @@ def _tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _storages(checkpoint: dict[str, object]) -> dict[str, int]:
-    """Bytes of each storage that torch saved, in its order, by the first tensor in it: tensors with the same numbers share one."""
+    """Bytes of each storage in the order in which torch saves them, by its first tensor: tensors with the same numbers share a storage."""
     storages: dict[int, tuple[str, int]] = {}
     for name, tensor in _tensors(checkpoint):
         storages.setdefault(tensor.untyped_storage()._cdata, (name, tensor.untyped_storage().nbytes()))
@@ -192,7 +192,7 @@ def _storages(checkpoint: dict[str, object]) -> dict[str, int]:
 
 
 def _check_sizes(path: Path, checkpoint: dict[str, object]) -> None:
-    """Raises RunError if a member of the archive has other bytes than its tensor, which torch would fill with those that follow it."""
+    """Raises RunError if a member of the archive has another size than its tensor; torch would fill it with the next bytes."""
     with zipfile.ZipFile(path) as archive:
         sizes = {member.filename.rpartition("/data/")[2]: {member.file_size, member.compress_size} for member in archive.infolist()}
     for number, (name, size) in enumerate(_storages(checkpoint).items()):
@@ -201,7 +201,7 @@ def _check_sizes(path: Path, checkpoint: dict[str, object]) -> None:
 
 
 def _digests(checkpoint: dict[str, object]) -> dict[str, str]:
-    """The sha256 of each part's tensors; that of `state_dict` is the `weights_sha256` of evaluations, too."""
+    """The sha256 of each part's tensors; the sha256 of `state_dict` is the `weights_sha256` of evaluations, too."""
     return {part: weights_sha256(dict(_tensors(checkpoint[part]))) for part in PARTS if part in checkpoint}
 
 

@@ -1,4 +1,4 @@
-"""Evaluations of a run folder: the series that each gives, of which all tables, pictures and differences are made, and its JSON file."""
+"""Evaluations of a run folder: series, from which all tables, pictures and differences are made, and their files."""
 
 import hashlib
 import re
@@ -23,8 +23,8 @@ from lm.schema import Plain, build
 
 IntervalKind = Literal[
     "none", "documents", "wilson"
-]  # how a mean's interval is made: Student t over documents; Wilson's over sequences with questions
-Better = Literal["lower", "higher", "none"]  # which direction is better; none: it describes
+]  # how the interval of a mean is made: Student's t over documents, Wilson's interval over sequences with questions
+Better = Literal["lower", "higher", "none"]  # which direction is better; none: the metric only describes
 Shape = Literal["number", "bins", "points"]
 
 
@@ -32,11 +32,11 @@ Shape = Literal["number", "bins", "points"]
 class Axis:
     """The axis that a series is measured over.
 
-    `values` ascend: the points, or the edges of `bins`, which are whole numbers from 0 (one more than there are columns).
+    `values` ascend. They are the points, or the edges of `bins`: whole numbers from 0, one more than there are columns.
     """
 
     name: str  # such as `position in the sequence`
-    unit: str  # unit of its values; `tokens` are marked with the training length
+    unit: str  # unit of its values; pictures mark the training length on axes of `tokens`
     before: str  # words before a value in a sentence, such as `at positions`
     values: tuple[float, ...]
     bins: bool = False
@@ -53,46 +53,48 @@ class Shown:
     """How a report shows a series; series of one `title` share a table, a picture and the checks of fairness."""
 
     title: str
-    measured_on: str  # a plural noun for the sequences, such as `validation sequences`
-    amount: str  # how many and how long they are, such as `256 of 512 tokens`
+    measured_on: str  # a plural noun for the sequences of the measurement, such as `validation sequences`
+    amount: str  # number and length of these sequences, such as `256 of 512 tokens`
     caption: str = ""  # what the picture shows, in words
-    levels: str = ""  # what its references are, in words
+    levels: str = ""  # what the references of the series are, in words
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Values by unit (sequence, document, trial) on one set of sequences; of equal `sha256` they can be paired unit by unit."""
+    """Values by unit (sequence, document, trial) on one set of sequences; samples of equal `sha256` can be paired unit by unit."""
 
     sha256: str  # hash of the sequences
     values: np.ndarray  # (units, columns); NaN where not finite
-    weights: np.ndarray  # (units,) how many tokens or questions count in each
+    weights: np.ndarray  # (units,) number of tokens or questions that count in each unit
     groups: np.ndarray  # (units,) labels: equal for units that depend on each other, such as those of one document
 
-    def part(self, chosen: np.ndarray) -> "Sample":
-        """The units where `chosen` (units,) bool is true, under a hash of their own."""
-        sha256 = hashlib.sha256(f"{self.sha256} {np.flatnonzero(chosen).tolist()}".encode()).hexdigest()
-        own = self.sha256 if chosen.all() else sha256
-        return Sample(own, self.values[chosen], self.weights[chosen], self.groups[chosen])
+    def part(self, mask: np.ndarray) -> "Sample":
+        """The sample of the units where `mask`, (units,) bool, is true, with a hash of its own."""
+        digest = hashlib.sha256(f"{self.sha256} {np.flatnonzero(mask).tolist()}".encode()).hexdigest()
+        sha256 = self.sha256 if mask.all() else digest
+        return Sample(sha256, self.values[mask], self.weights[mask], self.groups[mask])
 
 
 def selects(data: str, documents: np.ndarray) -> np.ndarray:
-    """Which units of held-out text select (best checkpoints, learning rates), (units,) bool; results are of the others.
+    """Mask, (units,) bool, of the units of held-out text that select checkpoints and learning rates; results come from the other units.
 
-    A hash of the data's fingerprint `data` and the label of the document, `documents` (units,), decides: about a third of them.
+    `documents`, (units,), has the label of each unit's document. A hash of this label and of the data's fingerprint `data` decides: about a
+    third of the documents select.
     """
-    labels, of_unit = np.unique(documents, return_inverse=True)
-    chosen = [hashlib.sha256(f"{data} {label}".encode()).digest()[0] % 3 == 0 for label in labels.tolist()]
-    return np.array(chosen, dtype=bool)[of_unit]
+    labels, label_indices = np.unique(documents, return_inverse=True)
+    selection = [hashlib.sha256(f"{data} {label}".encode()).digest()[0] % 3 == 0 for label in labels.tolist()]
+    return np.array(selection, dtype=bool)[label_indices]
 
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """Values of a series by unit, such as a held-out sequence, at one place of its axis. Of equal `identity` they can be paired.
+    """Values of a series by unit, such as a held-out sequence, at one place of its axis. Units of equal `identity` can be paired.
 
     Attributes:
-        values, weights, groups: (units,); groups are documents.
-        fingerprint: of the held-out text, a part of which selects; empty: of others, such as questions, all of which report.
-        sha256: of the sequences.
+        values, weights, groups: (units,); the groups are documents.
+        fingerprint: the fingerprint of the held-out text, a part of which selects. Empty: units of another kind, such as questions, which
+            all report.
+        sha256: the hash of the sequences.
         place: start and end on the axis.
     """
 
@@ -105,7 +107,7 @@ class Units:
 
     @property
     def identity(self) -> tuple[str, str]:
-        """The data and the sequences that were measured."""
+        """The hashes of the data and of the sequences that were measured."""
         return self.fingerprint, self.sha256
 
     @property
@@ -113,32 +115,33 @@ class Units:
         """The weighted mean."""
         return float(np.average(self.values, weights=self.weights))
 
-    def minus(self, other: "Units") -> "Units":
-        """The differences to the same units of another run."""
-        return replace(self, values=self.values - other.values)
+    def minus(self, baseline: "Units") -> "Units":
+        """The units with the values of `baseline`, the same units of another run, subtracted."""
+        return replace(self, values=self.values - baseline.values)
 
     def part(self, selection: bool) -> "Units":
-        """The values of the documents that select, about a third, or of those that report: by a hash of the document, which is for a
-        sequence the one that it begins in. All, where they are not of held-out text.
+        """The units of the documents that select (`selects`), or of the documents that report; all units if they are not of held-out text.
+
+        A sequence counts for the document that it begins in.
 
         Raises:
-            RunError: there are none.
+            RunError: no unit is left.
         """
         if not self.fingerprint:
             return self
-        chosen = selects(self.fingerprint, self.groups) == selection
-        if not chosen.any():
+        mask = selects(self.fingerprint, self.groups) == selection
+        if not mask.any():
             use = "choose learning rates" if selection else "report"
             raise RunError(f"none of {len(set(self.groups.tolist()))} held-out documents is left to {use} on: hold out more text")
-        return replace(self, values=self.values[chosen], weights=self.weights[chosen], groups=self.groups[chosen])
+        return replace(self, values=self.values[mask], weights=self.weights[mask], groups=self.groups[mask])
 
 
 @dataclass(frozen=True, eq=False)
 class Series:
     """One metric of one evaluation under one inference setting, over the columns of an axis.
 
-    A series without `samples` has means alone: no interval, no differences. The columns of its samples, one after the other, are
-    those of the axis: one sample for all of them, or one for each where every x has sequences of its own.
+    A series without `samples` has means alone: no interval, no differences. The columns of its samples, one sample after the other, are
+    the columns of the axis. There is one sample for all columns, or one for each column where every x has sequences of its own.
     """
 
     kind: str  # kind of evaluation
@@ -146,19 +149,19 @@ class Series:
     unit: str  # such as `nats per token`; a `fraction` lies within 0 and 1
     better: Better
     seq_len: int  # training length, tokens
-    means: np.ndarray  # (columns,) over all that counts; NaN where not finite
-    what: str = ""  # task or source; empty: all there is
-    options: dict[str, Plain] = field(default_factory=dict)  # options of `what`, which tell equal names apart
-    setting: str = ""  # label of the inference setting; empty: it can't be set
+    means: np.ndarray  # (columns,) means over all tokens or questions that count; NaN where not finite
+    what: str = ""  # task or source; empty: all tasks or sources together
+    options: dict[str, Plain] = field(default_factory=dict)  # options of the task or source `what`; they tell equal names apart
+    setting: str = ""  # label of the inference setting; empty: the evaluation has no such settings
     axis: Axis | None = None  # None: a single number
     samples: tuple[Sample, ...] = ()
-    curve: np.ndarray | None = None  # (length,) of bins: means at every whole number of the axis, finer than the bins
-    data_fingerprint: str = ""  # fingerprint of the data the sequences come from; empty: they come from no data
-    references: dict[str, float] = field(default_factory=dict)  # levels to compare it with, such as chance, by name
+    curve: np.ndarray | None = None  # (length,) for bins: means at every whole number of the axis, finer than the bins
+    data_fingerprint: str = ""  # fingerprint of the data that the sequences come from; empty: they come from no data
+    references: dict[str, float] = field(default_factory=dict)  # levels to compare the series with, such as chance, by name
     interval: IntervalKind = "none"
     control: bool = False  # shows that the measurement works, not what the model can do: drawn without its interval
-    logged: tuple[str, ...] = ()  # name in the metrics log: of each column, or of the mean over all bins; (): not logged
-    shown: Shown | None = None  # None: in no report
+    logged: tuple[str, ...] = ()  # name in the metrics log of each column, or of the mean over all bins; (): not logged
+    shown: Shown | None = None  # how reports show the series; None: no report shows it
 
     def __post_init__(self):
         """Raises ValueError where the parts don't fit together."""
@@ -169,8 +172,8 @@ class Series:
         _shaped("means", self.means, (columns,))
         for name, choices in (("interval", IntervalKind), ("better", Better)):
             _require(getattr(self, name) in get_args(choices), f"{name} must be {' or '.join(get_args(choices))}")
-        sampled = sum(sample.values.shape[1] if sample.values.ndim == 2 else 0 for sample in self.samples)
-        _require(not self.samples or sampled == columns, f"its samples have {sampled} columns, not {columns}")
+        sample_columns = sum(sample.values.shape[1] if sample.values.ndim == 2 else 0 for sample in self.samples)
+        _require(not self.samples or sample_columns == columns, f"its samples have {sample_columns} columns, not {columns}")
         _require(bool(self.samples) or self.interval == "none", "an interval needs samples")
         for sample in self.samples:
             for name in ("weights", "groups"):
@@ -188,11 +191,11 @@ class Series:
 
     @property
     def shape(self) -> Shape:
-        """The shape of its axis: nothing, ranges or points of its axis."""
+        """The shape of its axis: a single number, ranges or points."""
         return "number" if self.axis is None else "bins" if self.axis.bins else "points"
 
     def column(self, number: int) -> tuple[Sample, np.ndarray]:
-        """The sample that a column is of, and the column's values, (units,)."""
+        """The sample that holds a column, and the column's values, (units,)."""
         for sample in self.samples:
             if number < sample.values.shape[1]:
                 return sample, sample.values[:, number]
@@ -200,7 +203,7 @@ class Series:
         raise IndexError(f"{self.metric} has no such column")
 
     def units(self, start: float, stop: float) -> Units | None:
-        """Values by unit at a point `start`; of bins the means over those within a range, as `place` then says. None if it has none."""
+        """Values by unit at a point `start`; for bins, means over the bins from `start` to `stop`. None without samples."""
         places = np.array(self.axis.values if self.axis else [0.0], dtype=float)
         columns = np.flatnonzero((places[:-1] >= start) & (places[1:] <= stop) if self.bins else places == start)
         if not self.samples or not len(columns):
@@ -212,7 +215,7 @@ class Series:
         return Units(values.astype(float), sample.weights, sample.groups, self.data_fingerprint, sample.sha256, (start, stop))
 
     def logged_units(self, metric: str) -> Units | None:
-        """Values by unit of what is logged as `metric`: of bins the mean over all of them."""
+        """Values by unit of the number that is logged as `metric`; for bins, means over all bins."""
         if self.bins or self.axis is None:
             return self.units(0, self.axis.values[-1] if self.axis else 0)
         x = self.axis.values[self.logged.index(metric)]
@@ -220,12 +223,12 @@ class Series:
 
     @property
     def whole(self) -> float | None:
-        """The mean over all bins, or the single number; None of points."""
+        """The mean over all bins, or the single number; None for points."""
         return float(self.curve.mean()) if self.bins else None if self.axis else float(self.means[0])
 
     @property
     def places(self) -> dict[str, tuple[float, float]]:
-        """Where it has means, (start, stop) by label: its points; of bins, within 1x, 1x-2x, 2x-4x ... of the training length."""
+        """Places with means, (start, stop) by label: points; for bins, within 1x, 1x-2x, 2x-4x ... of the training length."""
         if self.axis is None:
             return {"": (0, 0)}
         if not self.bins:
@@ -239,7 +242,7 @@ class Series:
         return dict(zip(labels, zip([0, *stops[:-1]], stops, strict=True), strict=True))
 
     def column_at(self, place: str) -> int:
-        """The column of one of its `places`: of a point, or of the bin that a range begins with."""
+        """The column of one of its `places`: the column of a point, or of the first bin in a range."""
         start = self.places[place][0]
         return 0 if self.axis is None else int(np.searchsorted(self.axis.values[: len(self.means)], start).clip(max=len(self.means) - 1))
 
@@ -249,26 +252,26 @@ class Series:
         return float(self.curve[int(start) : int(stop)].mean() if self.bins else self.means[self.column_at(place)])
 
     def mean_within(self, start: float, stop: float) -> float:
-        """The mean of its columns at a point `start`, or of bins within a range, by their widths."""
+        """The mean at a point `start`; for bins, the mean of the bins between `start` and `stop`, weighted by their widths."""
         places = np.array(self.axis.values)
         if not self.bins:
             return float(self.means[places == start][0])
-        inside = (places[:-1] >= start) & (places[1:] <= stop)
-        return float(np.average(self.means[inside], weights=np.diff(places)[inside]))
+        mask = (places[:-1] >= start) & (places[1:] <= stop)
+        return float(np.average(self.means[mask], weights=np.diff(places)[mask]))
 
     @property
     def reporting(self) -> "Series":
-        """The series on the documents of held-out text that report; its means alone, as of all of the text, where none does.
+        """The series on the documents of held-out text that report. Where no document reports: means over all of the text, no samples.
 
-        Curves of bins become as coarse as the bins are; a unit without a value is left out of the mean.
+        Curves of bins become as coarse as the bins are. A unit without a value is left out of the mean.
         """
         if not self.data_fingerprint or not self.samples:
             return self
-        samples = [each.part(~selects(self.data_fingerprint, each.groups)) for each in self.samples]
-        if not all(len(each.weights) and each.weights.sum() for each in samples):
+        samples = [sample.part(~selects(self.data_fingerprint, sample.groups)) for sample in self.samples]
+        if not all(len(sample.weights) and sample.weights.sum() for sample in samples):
             return replace(self, samples=(), interval="none")
-        masked = [np.ma.average(np.ma.masked_invalid(each.values), axis=0, weights=each.weights) for each in samples]
-        means = np.where(np.isfinite(self.means), np.concatenate([each.filled(np.nan) for each in masked]), np.nan)
+        averages = [np.ma.average(np.ma.masked_invalid(sample.values), axis=0, weights=sample.weights) for sample in samples]
+        means = np.where(np.isfinite(self.means), np.concatenate([average.filled(np.nan) for average in averages]), np.nan)
         curve = np.repeat(means, np.diff(self.axis.values).astype(int)) if self.bins else None
         return replace(self, samples=tuple(samples), means=means, curve=curve)
 
@@ -279,12 +282,12 @@ class Series:
 
     @property
     def scores(self) -> dict[str, float]:
-        """The series' numbers that are logged among a run's metrics, by their names there."""
+        """The numbers of the series that are logged among a run's metrics, by their names in the log."""
         means = self.means.tolist() if self.whole is None else [self.whole]
         return dict(zip(self.logged, means, strict=False))
 
     def plain(self) -> dict[str, Plain]:
-        """The series as JSON holds it, with null for what is not finite; values by unit and the curve to 1e-6."""
+        """The series as JSON holds it, with null for numbers that are not finite; values by unit and the curve are rounded to 1e-6."""
         content = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         content["axis"], content["shown"] = self.axis and asdict(self.axis), self.shown and asdict(self.shown)
         content["samples"] = [vars(sample) | {"values": sample.values.astype(float).round(6)} for sample in self.samples]
@@ -293,9 +296,9 @@ class Series:
 
     @classmethod
     def of(cls, content: dict[str, Plain]) -> "Series":
-        """The series that `plain` was called on. Raises ValueError, TypeError or KeyError where it isn't that."""
-        known = {spec.name for spec in fields(cls)}
-        _require(not set(content) - known, f"a series has no {', '.join(sorted(set(content) - known))}")
+        """The series that `plain` was called on. Raises ValueError, TypeError or KeyError where `content` is nothing that `plain` gives."""
+        field_names = {spec.name for spec in fields(cls)}
+        _require(not set(content) - field_names, f"a series has no {', '.join(sorted(set(content) - field_names))}")
         parts = typed(cls, content)
         if parts["axis"]:
             parts["axis"] = Axis(**typed(Axis, parts["axis"]) | {"values": tuple(parts["axis"]["values"])})
@@ -321,23 +324,23 @@ def number(value: float) -> str:
 
 
 def series_names(series: Iterable[Series]) -> dict[Series, str]:
-    """The name of each series' task or source, with the options that tell it apart from others of that name."""
-    every = {each: {"name": each.what} | each.options for each in series}
-    different = {str(what): what for what in every.values()}
-    names = dict(zip(different, task_names(list(different.values())), strict=True))
-    return {each: names[str(what)] for each, what in every.items()}
+    """The name of each series' task or source, with the options that tell it apart from other tasks of that name."""
+    definitions = {member: {"name": member.what} | member.options for member in series}
+    distinct_definitions = {str(definition): definition for definition in definitions.values()}
+    names = dict(zip(distinct_definitions, task_names(list(distinct_definitions.values())), strict=True))
+    return {member: names[str(definition)] for member, definition in definitions.items()}
 
 
 _PLAIN = {str: "a text", int: "an integer", bool: "true or false", dict: "a map"}
 
 
 def typed(schema: type, content: dict[str, Plain]) -> dict[str, Plain]:
-    """The fields of a dataclass in `content`. Raises KeyError where one is missing, ValueError where a text or an integer is none."""
+    """The fields of a dataclass in `content`. Raises KeyError where a field is missing, ValueError where one is of another type."""
     values = {spec.name: content[spec.name] for spec in fields(schema)}
     for spec in fields(schema):
-        plain = typing.get_origin(spec.type) or spec.type
-        if plain in _PLAIN:
-            _require(isinstance(values[spec.name], plain), f"{spec.name} must be {_PLAIN[plain]}")
+        plain_type = typing.get_origin(spec.type) or spec.type
+        if plain_type in _PLAIN:
+            _require(isinstance(values[spec.name], plain_type), f"{spec.name} must be {_PLAIN[plain_type]}")
     return values
 
 
@@ -379,40 +382,40 @@ def validation_series(
     sample: Sample | None = None,
     data_fingerprint: str = "",
 ) -> list[Series]:
-    """Loss (nats per token) and, of text, bits per byte on held-out sequences of the training length.
+    """The series of the loss (nats per token) and, for text, of bits per byte on held-out sequences of the training length.
 
     Args:
-        bits_per_byte: None: symbols, which are no bytes.
+        bits_per_byte: bits per byte of the text; None: the tokens are symbols, which are no bytes.
         unigram_cross_entropy: loss by token frequencies of the training text, nats per token; None: not known.
-        sample: loss by sequence, (sequences, 1); None: means alone are known.
+        sample: loss by sequence, (sequences, 1); None: only the means are known.
     """
     token = "" if bits_per_byte is not None else ", nats per token of the answers"
     amount = "" if sample is None else f"{len(sample.values):,} of {seq_len:,} tokens{token}"
-    shown = Shown("Validation at the training length", "validation sequences", amount)
-    common = {"kind": KIND, "better": "lower", "seq_len": seq_len, "shown": shown}
+    display = Shown("Validation at the training length", "validation sequences", amount)
+    common_fields = {"kind": KIND, "better": "lower", "seq_len": seq_len, "shown": display}
     series = [
         Series(
             metric=LOSS, unit="nats per token", means=np.array([loss], float), logged=("val/loss",),
             references={} if unigram_cross_entropy is None else {UNIGRAM: unigram_cross_entropy},
             samples=() if sample is None else (sample,), interval="none" if sample is None else "documents",
-            data_fingerprint=data_fingerprint, **common,
+            data_fingerprint=data_fingerprint, **common_fields,
         )
     ]  # fmt: skip
     if bits_per_byte is not None:
         series.append(
-            Series(metric="bits per byte", unit="", means=np.array([bits_per_byte], float), logged=("val/bits_per_byte",), **common)
+            Series(metric="bits per byte", unit="", means=np.array([bits_per_byte], float), logged=("val/bits_per_byte",), **common_fields)
         )
     return series
 
 
 def selecting(data: str, documents: np.ndarray) -> np.ndarray:
-    """Which validation sequences, (sequences,) bool, choose the best checkpoint: those that `selects`; all where none or each does."""
-    chosen = selects(data, documents)
-    return chosen if chosen.any() else ~chosen
+    """Mask, (sequences,) bool, of the validation sequences that choose the best checkpoint (`selects`); all if none would."""
+    selection = selects(data, documents)
+    return selection if selection.any() else ~selection
 
 
 def selection_loss(series: Series) -> tuple[float, str]:
-    """The validation loss on the sequences that choose the best checkpoint, nats per token, and the hash of these."""
+    """The validation loss on the sequences that choose the best checkpoint, nats per token, and the hash of these sequences."""
     (sample,) = series.samples
     part = sample.part(selecting(series.data_fingerprint, sample.groups))
     return float(np.average(part.values[:, 0], weights=part.weights)), part.sha256
@@ -421,12 +424,12 @@ def selection_loss(series: Series) -> tuple[float, str]:
 # ---------------------------------------------------------------- evaluations and their files
 
 
-ROOMS = ("attention", "config", "data", "diagnostics", "evaluation", "model", "runs", "statistics")  # of the code that measures imports
+ROOMS = ("attention", "config", "data", "diagnostics", "evaluation", "model", "runs", "statistics")  # packages of the measuring code
 
 
 @cache
 def measuring_code(package: Path = Path(__file__).parent.parent) -> str:
-    """A digest of the source files that an evaluation's numbers come from, which changes with any of them."""
+    """A digest of the source files that produce an evaluation's numbers; it changes with any of these files."""
     return sources_sha256([package / room for room in ROOMS])
 
 
@@ -438,14 +441,14 @@ class Evaluation:
     step: int
     tokens_seen: int
     data_fingerprint: str
-    options: dict[str, Plain]  # all that decides the numbers beside the weights, precision and data
+    options: dict[str, Plain]  # everything beside weights, precision and data that decides the numbers
     precision: str
     weights_sha256: str
     series: tuple[Series, ...]
-    asked: dict[str, Plain] = field(default_factory=dict)  # the keys of `eval` it was asked for with; {}: by an older version
+    asked: dict[str, Plain] = field(default_factory=dict)  # the keys of `eval` that asked for it; {}: an older version measured it
     code: dict[str, str] = field(
         default_factory=dict
-    )  # `Measurement.code`; {}: by an older version, whose files hold no sha256 of themselves
+    )  # `Measurement.code`; {}: an older version measured it, whose files hold no sha256 of themselves
 
     @property
     def name(self) -> str:
@@ -454,11 +457,13 @@ class Evaluation:
 
     @property
     def reporting(self) -> "Evaluation":
-        """The evaluation on the documents that report; means that are known of all held-out text alone say so in their names."""
-        of_text = any(each.data_fingerprint for each in self.series)
-        series = [each.reporting for each in self.series]
-        whole = [each if each.samples or not of_text else replace(each, metric=f"{each.metric}, all held-out text") for each in series]
-        return replace(self, series=tuple(sorted(whole, key=lambda each: not each.samples)))
+        """The evaluation on the documents that report; means that are known only over all held-out text say so in their names."""
+        has_text = any(member.data_fingerprint for member in self.series)
+        series = [member.reporting for member in self.series]
+        named_series = [
+            member if member.samples or not has_text else replace(member, metric=f"{member.metric}, all held-out text") for member in series
+        ]
+        return replace(self, series=tuple(sorted(named_series, key=lambda member: not member.samples)))
 
     def plain(self) -> dict[str, Plain]:
         """The content of its file."""
@@ -466,9 +471,9 @@ class Evaluation:
 
     @classmethod
     def of(cls, content: dict[str, Plain]) -> "Evaluation":
-        """The evaluation that `plain` was called on. Raises KeyError where it lacks something, ValueError where it isn't that."""
+        """The evaluation that `plain` was called on. Raises KeyError where a field is missing, ValueError where one is of another kind."""
         try:
-            series = tuple(Series.of(each) for each in content["series"])
+            series = tuple(Series.of(entry) for entry in content["series"])
             return cls(**typed(cls, {"asked": {}, "code": {}} | content) | {"series": series})
         except (TypeError, AttributeError, IndexError, OverflowError) as error:
             raise ValueError(f"a field has another type than it should: {one_line(error, None)}") from None
@@ -486,10 +491,10 @@ def evaluation_files(run: Path) -> dict[tuple[str, int], Path]:
 
 
 def read_evaluation(path: Path) -> dict[str, Plain]:
-    """The content of an evaluation's file; one that an older version wrote holds no sha256 of itself, and no `code`.
+    """The content of an evaluation's file; a file that an older version wrote holds no sha256 of itself, and no `code`.
 
     Raises:
-        RunError: it is missing or damaged, was altered, or is not of the kind and step of its name.
+        RunError: the file is missing, damaged or altered, or holds another kind or step than its name says.
     """
     try:
         content = read_json(path)
@@ -504,7 +509,7 @@ def read_evaluation(path: Path) -> dict[str, Plain]:
 
 
 def evaluation_in(path: Path) -> Evaluation | None:
-    """The evaluation in a file; None if the file holds no series. Raises RunError: it is damaged, or of an older version."""
+    """The evaluation in a file; None if the file holds no series. Raises RunError if the file is damaged, or an older version wrote it."""
     content = read_evaluation(path)
     try:
         return Evaluation.of(content) if "series" in content else None
@@ -521,38 +526,42 @@ def remedy(path: Path) -> str:
 
 
 def last_evaluations(
-    run: Path, config: dict[str, Plain], known: Mapping[Path, Evaluation] = MappingProxyType({})
+    run: Path, config: dict[str, Plain], known_evaluations: Mapping[Path, Evaluation] = MappingProxyType({})
 ) -> tuple[list[Evaluation], list[str]]:
-    """The last evaluation of each kind that holds series, and words for each that `config` asks for and that is missing; `known`: those
-    that have been read, by their files.
+    """The last evaluation of each kind that holds series, and words for each evaluation that `config` asks for and that is missing.
+
+    Args:
+        known_evaluations: evaluations that have been read already, by their files.
 
     Raises:
-        RunError: a file that can't be read; one that an older version wrote counts as missing.
+        RunError: a file can't be read. A file that an older version wrote counts as missing.
     """
-    last, wanted = {kind: path for (kind, _), path in sorted(evaluation_files(run).items())}, _wanted(config)
-    evaluations, missing = [], []
-    for kind in dict.fromkeys((*EvalConfig.known(), *last)):
+    last_paths, wanted_kinds = {kind: path for (kind, _), path in sorted(evaluation_files(run).items())}, _wanted(config)
+    evaluations, gaps = [], []
+    for kind in dict.fromkeys((*EvalConfig.known(), *last_paths)):
         name = f"{kind.replace('_', '-')} evaluation"
-        if kind not in last:
-            missing += [f"no {name}"] if kind in wanted else []
+        if kind not in last_paths:
+            gaps += [f"no {name}"] if kind in wanted_kinds else []
             continue
-        if last[kind] in known:
-            evaluations.append(known[last[kind]])
+        if last_paths[kind] in known_evaluations:
+            evaluations.append(known_evaluations[last_paths[kind]])
             continue
-        content = read_evaluation(last[kind])
+        content = read_evaluation(last_paths[kind])
         try:
-            if "series" in content or kind in wanted:  # downstream tasks keep a record of their own
+            if "series" in content or kind in wanted_kinds:  # results of downstream tasks hold no series
                 evaluations.append(Evaluation.of(content))
         except KeyError as error:
-            again = "if it was measured by an older version, measure it again with `lm eval`"
-            missing.append(f"no {name} that can be read ({last[kind]}: no {error.args[0]}; {again})")
+            advice = "if it was measured by an older version, measure it again with `lm eval`"
+            gaps.append(f"no {name} that can be read ({last_paths[kind]}: no {error.args[0]}; {advice})")
         except ValueError as error:
-            raise RunError(f"{last[kind]}: {one_line(error, None)}") from None
-    return evaluations, missing
+            raise RunError(f"{last_paths[kind]}: {one_line(error, None)}") from None
+    return evaluations, gaps
 
 
 def _wanted(config: dict[str, Plain]) -> set[str]:
-    """The kinds that a run's configuration asks for; none where an older version wrote it so that it can't be told."""
+    """The kinds of evaluation that a run's configuration asks for; none where this version can't read the configuration."""
     problems = []
-    asked, data = (build(schema, config.get(key) or {}, key, problems) for key, schema in (("eval", EvalConfig), ("data", DataConfig)))
-    return set() if problems else set(asked.wanted(data))
+    eval_config, data_config = (
+        build(schema, config.get(key) or {}, key, problems) for key, schema in (("eval", EvalConfig), ("data", DataConfig))
+    )
+    return set() if problems else set(eval_config.wanted(data_config))

@@ -1,4 +1,4 @@
-"""Run folders: the only thing that training leaves behind and everything after it reads; metrics.jsonl among it."""
+"""Run folders: all that training leaves behind and later commands read; and their metrics.jsonl."""
 
 import hashlib
 import itertools
@@ -23,10 +23,10 @@ from lm.schema import Plain, convert, suggest, type_name
 
 CONFIG, ENVIRONMENT, METRICS, TOKENIZER = "config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json"
 CHECKPOINTS, EVALUATIONS, PROFILE = "checkpoints", "evaluations", "profile"
-SWAPPED = "swapped"  # in the folder of an experiment: swapped weights that runs start from
-RESOLVED = "resolved.json"  # in the folder of an experiment, around its run folders: what its first start settled for all of them
-TRAINING = "another process is training in this run folder; wait for it or stop it"  # why a folder that is locked is refused
-LAST, BEST = "last.ckpt", "best.ckpt"  # in CHECKPOINTS, beside step-N.ckpt
+SWAPPED = "swapped"  # name in an experiment's folder: swapped weights that runs start from
+RESOLVED = "resolved.json"  # name in an experiment's folder: settings that its first start fixed for all runs
+TRAINING = "another process is training in this run folder; wait for it or stop it"  # the reason why a locked folder is refused
+LAST, BEST = "last.ckpt", "best.ckpt"  # names in CHECKPOINTS, beside step-N.ckpt
 
 
 def write_json(path: Path, content: Plain) -> Path:
@@ -41,7 +41,7 @@ def json_bytes(content: Plain) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Plain]:
-    """The object in a JSON file. Raises RunError if it is missing or damaged."""
+    """The object in a JSON file. Raises RunError if the file is missing or damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -53,10 +53,10 @@ def read_json(path: Path) -> dict[str, Plain]:
     return content
 
 
-def check_fields(content: dict[str, Plain], fields: Mapping[str, object], path: Path, within: str = "") -> None:
-    """Check what was read from `path`: `fields` maps the names of its entries to their types.
+def check_fields(content: dict[str, Plain], fields: Mapping[str, object], path: Path, prefix: str = "") -> None:
+    """Check the entries of `content`, which was read from `path`: `fields` maps their names to their types.
 
-    within: the entry that holds them, in the message.
+    prefix: words before a name in the message, such as `training.` for entries of `training`.
 
     Raises:
         RunError: an entry is missing, of another type, or a negative number.
@@ -64,29 +64,29 @@ def check_fields(content: dict[str, Plain], fields: Mapping[str, object], path: 
     for name, kind in fields.items():
         value = convert(kind, content.get(name, MISSING))
         if value is MISSING or (isinstance(value, int | float) and value < 0):
-            value_read = str(content[name])[:40] if name in content else "missing"
-            raise RunError(f"{path}: its `{within}{name}` must be {type_name(kind)}, not {shown(value_read)}")
+            text = str(content[name])[:40] if name in content else "missing"
+            raise RunError(f"{path}: its `{prefix}{name}` must be {type_name(kind)}, not {shown(text)}")
 
 
 def command_line() -> str:
-    """The command of this process, quoted so that a shell runs the same again."""
+    """The command of this process, quoted so that a shell runs the same command."""
     return shlex.join(["lm", *sys.argv[1:]])
 
 
 def sealed(content: dict[str, Plain]) -> dict[str, Plain]:
     """`content` as it is read back from JSON, with a `sha256` of itself."""
-    content = json.loads(json.dumps(content, allow_nan=False))  # with the keys that will be read: JSON's are texts
+    content = json.loads(json.dumps(content, allow_nan=False))  # with keys as they will be read: JSON's keys are texts
     return {**content, "sha256": plain_sha256(content)}
 
 
 def unsealed(content: dict[str, Plain], path: Path) -> dict[str, Plain]:
-    """The content that `sealed` was given, of what was read from `path`. Raises RunError if it has no sha256, or was altered."""
-    bare = {name: value for name, value in content.items() if name != "sha256"}
+    """`content`, which was read from `path`, without its `sha256`. Raises RunError if it has no sha256, or was altered."""
+    body = {name: value for name, value in content.items() if name != "sha256"}
     if "sha256" not in content:
         raise RunError(f"{path}: holds no sha256 of itself: it is of an older version, and must be made again")
-    if content["sha256"] != plain_sha256(bare):
+    if content["sha256"] != plain_sha256(body):
         raise RunError(f"{path}: was altered (its sha256 differs)")
-    return bare
+    return body
 
 
 def write_sealed(path: Path, content: dict[str, Plain]) -> Path:
@@ -95,12 +95,12 @@ def write_sealed(path: Path, content: dict[str, Plain]) -> Path:
 
 
 def read_sealed(path: Path) -> dict[str, Plain]:
-    """The content that `write_sealed` wrote. Raises RunError if it is missing, damaged or was altered."""
+    """The content that `write_sealed` wrote. Raises RunError if the file is missing, damaged or altered."""
     return unsealed(read_json(path), path)
 
 
 def require_run(folder: Path, *files: str) -> None:
-    """Raises RunError if `folder` is not a run folder that holds `files`: with what it is instead, and what takes it."""
+    """Raises RunError if `folder` is not a run folder that holds `files`; the message says what it is, and which command takes it."""
     if (folder / "modeling_lm.py").is_file():
         raise RunError(f"{folder}: a model exported for transformers with its code, which is not read back; name what it was exported from")
     if (folder / "config.json").is_file() or (folder.suffix == ".gguf" and folder.is_file()):
@@ -108,14 +108,14 @@ def require_run(folder: Path, *files: str) -> None:
     if folder.is_file():
         raise RunError(f"{folder}: a file, not a run folder; name the folder that holds it")
     if not folder.is_dir():
-        beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
-        near = suggest(folder.name, beside)
-        raise RunError(f"{folder}: no such run folder; {near if 'did' in near else 'lm train makes one, runs/NAME'}")
+        neighbours = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
+        suggestion = suggest(folder.name, neighbours)
+        raise RunError(f"{folder}: no such run folder; {suggestion if 'did' in suggestion else 'lm train makes one, runs/NAME'}")
     if (folder / RESOLVED).is_file():
-        use = f"name runs below it, or judge all of them: lm compare {folder.resolve().name}.yaml --report-only"
-        raise RunError(f"{folder}: the folder of an experiment, not of a run; {use}")
-    if absent := [name for name in files if not (folder / name).is_file()]:
-        raise RunError(f"{folder}: not a run folder: it has no {' and no '.join(absent)}")
+        advice = f"name runs below it, or judge all of them: lm compare {folder.resolve().name}.yaml --report-only"
+        raise RunError(f"{folder}: the folder of an experiment, not of a run; {advice}")
+    if absent_names := [name for name in files if not (folder / name).is_file()]:
+        raise RunError(f"{folder}: not a run folder: it has no {' and no '.join(absent_names)}")
 
 
 def read_config(folder: Path) -> Config:
@@ -124,11 +124,15 @@ def read_config(folder: Path) -> Config:
     path = folder / CONFIG
     try:
         plain = parse_yaml(path.read_bytes(), path.name)
-        written = [spec.name for spec in fields(Config) if spec.type is not ExperimentConfig and not spec.metadata.get("omit_default")]
-        missing = [name for name in written if name not in (plain or {})]
-        if missing:  # a run writes all of them, `log` last; the experiment since there are experiments
-            again = f"lm.config.load.to_yaml(lm.load({str(folder)!r}).config)"
-            raise RunError(f"{path}: cut short: it has no {', '.join(missing)}; bring it back, or write what the checkpoint holds: {again}")
+        required_names = [
+            spec.name for spec in fields(Config) if spec.type is not ExperimentConfig and not spec.metadata.get("omit_default")
+        ]
+        missing_names = [name for name in required_names if name not in (plain or {})]
+        if missing_names:  # a run writes all of these keys, `log` last; older runs wrote no experiment
+            expression = f"lm.config.load.to_yaml(lm.load({str(folder)!r}).config)"
+            raise RunError(
+                f"{path}: cut short: it has no {', '.join(missing_names)}; bring it back, or write what the checkpoint holds: {expression}"
+            )
         return parse(plain)
     except (OSError, ConfigError, TypeError) as error:
         raise RunError(f"{path}: not readable: {one_line(error)}") from None
@@ -157,35 +161,37 @@ def steps_saved(folder: Path) -> list[Path]:
 # ---------------------------------------------------------------- metrics.jsonl
 
 
-PEAK_MEMORY = "peak_memory_bytes"  # up to a line: of tensors on the GPU, of the whole process on the CPU; rank 0's
+PEAK_MEMORY = "peak_memory_bytes"  # the peak up to a line, of rank 0: bytes of tensors on the GPU, of the whole process on the CPU
 _WARM_UP = 3  # steps that are slower than the others
-_TAIL_BYTES = 1 << 16  # of a log that is followed, read at the first look
-DIVERGED = "diverged"  # in the last line of a run that stopped at values that are not finite: why
+_TAIL_BYTES = 1 << 16  # bytes at the end of a log that the first look reads
+DIVERGED = "diverged"  # key of the last line of a run that stopped at values that are not finite; its value says why
 
 
 @dataclass(frozen=True, eq=False)
 class Curve:
     """Loss while training, one point a logged step; a loss that was not finite is NaN."""
 
-    tokens: np.ndarray  # (points,) seen so far
+    tokens: np.ndarray  # (points,) tokens seen so far
     loss: np.ndarray  # (points,) nats per token
 
 
 class Log(NamedTuple):
-    """A metrics.jsonl as it was read: `lines` that are JSON objects with a step, numbers (from 1) of the others, and all bytes; None: there
-    is no such file."""
+    """A metrics.jsonl as it was read: `lines` that are JSON objects with a step, numbers (from 1) of the other lines, and all bytes.
+
+    `content` is None if there is no such file.
+    """
 
     lines: list[dict[str, Plain]]
     unreadable: list[int]
     content: bytes | None
 
     def is_altered(self, seal: dict[str, Plain]) -> bool:
-        """Whether there is a log, and its beginning is not what `log_seal` saw."""
+        """Whether there is a log whose beginning differs from the log that `log_seal` was called on."""
         return self.content is not None and _seal(self.content[: seal["bytes"]]) != seal
 
 
 def read_metrics(path: Path) -> Log:
-    """Read a log. A last line without its end is what a kill leaves: it is left out unless it is whole."""
+    """Read a log. A killed run may leave a last line that is cut short: such a line is left out."""
     content = path.read_bytes() if path.is_file() else None
     *texts, last = (content or b"").split(b"\n")
     lines = [*map(_read, texts), *filter(None, [_read(last)])]
@@ -193,17 +199,17 @@ def read_metrics(path: Path) -> Log:
 
 
 def truncate_metrics(path: Path, step: int) -> list[str]:
-    """Keep the lines up to `step`, from which a run is resumed, without a swap at it. Returns notes on unreadable lines."""
+    """Keep the lines up to `step`, where a run is resumed, except for a swap at this step. Returns notes on unreadable lines."""
     if not path.exists():
         return []
-    lines, unreadable, _ = read_metrics(path)
-    kept = [line for line in lines if line["step"] < step or (line["step"] == step and "swap/kl" not in line)]
-    write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
-    return [f"note: {path}: left out what is not readable: line {', '.join(map(str, unreadable))}"] if unreadable else []
+    lines, unreadable_numbers, _ = read_metrics(path)
+    earlier_lines = [line for line in lines if line["step"] < step or (line["step"] == step and "swap/kl" not in line)]
+    write_text(path, "".join(json.dumps(line) + "\n" for line in earlier_lines))
+    return [f"note: {path}: left out what is not readable: line {', '.join(map(str, unreadable_numbers))}"] if unreadable_numbers else []
 
 
 def log_seal(path: Path) -> dict[str, Plain]:
-    """How many `bytes` a log has, and their `sha256`: a checkpoint keeps it, and later lines are only added."""
+    """The number of `bytes` in a log, and their `sha256`, which a checkpoint keeps; the log only grows afterwards."""
     return _seal(path.read_bytes() if path.is_file() else b"")
 
 
@@ -215,30 +221,30 @@ EMPTY_LOG = _seal(b"")
 
 
 def training_seconds(lines: list[dict[str, Plain]], after_step: int = 0) -> float | None:
-    """Time spent in the training steps after one, without evaluations, over all starts; None: the log does not say."""
-    logged = [(line["step"], line["elapsed_s"]) for line in lines if line.get("elapsed_s")]
-    return logged[-1][1] - max((seconds for step, seconds in logged if step <= after_step), default=0.0) if logged else None
+    """Seconds spent in the training steps after `after_step`, without evaluations, over all starts; None: the log does not say."""
+    points = [(line["step"], line["elapsed_s"]) for line in lines if line.get("elapsed_s")]
+    return points[-1][1] - max((seconds for step, seconds in points if step <= after_step), default=0.0) if points else None
 
 
 def peak_memory(lines: list[dict[str, Plain]]) -> int | None:
-    """The highest PEAK_MEMORY in bytes, evaluations while training included; None of a run that did not log it."""
+    """The highest PEAK_MEMORY in bytes, evaluations while training included; None for a run that did not log it."""
     return max((line[PEAK_MEMORY] for line in lines if line.get(PEAK_MEMORY)), default=None)
 
 
 class MetricTail:
-    """The end of a log that grows: each look reads what has been written since the last.
+    """The end of a log that grows: each look reads the lines that were written since the last look.
 
     Attributes:
-        step: the last logged one; 0: none yet.
-        latest: the last value of each metric, of those in the lines that were read.
+        step: the last logged step; 0: none yet.
+        latest: the last value of each metric in the lines that were read.
     """
 
     def __init__(self, path: Path):
         self.path, self.step, self.latest = path, 0, dict[str, Plain]()
-        self._file, self._read_to = 0, 0  # its inode: a resumed run writes its log anew, up to where it goes on
+        self._file, self._read_to = 0, 0  # the file's inode: a resumed run writes its log anew, up to the step where it goes on
 
     def look(self) -> None:
-        """Read what was appended since the last look; `step` and `latest` stay if the log can't be read."""
+        """Read the lines that were appended since the last look; `step` and `latest` stay if the log can't be read."""
         try:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -246,31 +252,31 @@ class MetricTail:
                     self._file, self._read_to, self.step, self.latest = status.st_ino, 0, 0, {}
                 file.seek(max(self._read_to, status.st_size - _TAIL_BYTES))
                 text = file.read()
-                whole, end, rest = text.rpartition(b"\n")
-                self._read_to = file.tell() - len(rest)
+                complete_lines, newline, remainder = text.rpartition(b"\n")
+                self._read_to = file.tell() - len(remainder)
         except OSError:
             return
-        for line in filter(None, map(_read, whole.split(b"\n") if end else [])):
+        for line in filter(None, map(_read, complete_lines.split(b"\n") if newline else [])):
             self.step = line["step"]
             self.latest |= line
 
 
 def curve(lines: list[dict[str, Plain]], name: str) -> Curve:
-    """A loss that was logged as `name`; of a step that a resumed run logged twice the last counts."""
+    """The curve of a loss that was logged as `name`; where a resumed run logged a step twice, the last line counts."""
     by_step = {line["step"]: line for line in lines if name in line}
     points = [by_step[step] for step in sorted(by_step)]
     return Curve(*(np.array([line.get(key) for line in points], dtype=float) for key in ("tokens", name)))
 
 
 def step_seconds(path: Path) -> float | None:
-    """Median seconds of a step of a run that logs every step, without the first ones; None before the first."""
+    """Median seconds of a step of a run that logs every step, without the first `_WARM_UP` steps; None before the first step."""
     ends = [line["elapsed_s"] for line in read_metrics(path).lines if "elapsed_s" in line]
     durations = [after - before for before, after in itertools.pairwise(ends)][_WARM_UP:]
     return statistics.median(durations or [ends[-1] / len(ends)]) if ends else None
 
 
 def _read(text: bytes) -> dict[str, Plain] | None:
-    """A line; None if it can't be read as one."""
+    """The line of a log in `text`; None if it is no JSON object with a step."""
     try:
         line = json.loads(text)
         return line if isinstance(line["step"], int) else None

@@ -43,15 +43,15 @@ from lm.runs.metadata import METADATA, SEALS
 from lm.runs.same_run import check_environment, trained_config
 from lm.schema import Plain, to_plain
 
-WEIGHTS, DESCRIPTION = "model.safetensors", "lm.json"  # files of a model folder
+WEIGHTS, DESCRIPTION = "model.safetensors", "lm.json"  # files in a model folder
 MODEL_FORMAT = 5  # version of the description; raised when older ones can no longer be read
-TENSOR_SHA256, TOKENIZER_SHA256 = "tensor_sha256", "tokenizer_sha256"  # in the description; the second in a run's environment.json, too
+TENSOR_SHA256, TOKENIZER_SHA256 = "tensor_sha256", "tokenizer_sha256"  # keys of the description; the second also of environment.json
 
 
 def write_model(
     out: Path,
     spec: ModelSpec,
-    described: Mapping[str, Described],
+    signatures: Mapping[str, Described],
     tensors: Iterable[tuple[str, Tensor]],
     tokenizer: bytes | None = None,
     training: dict[str, Plain] | None = None,
@@ -60,19 +60,19 @@ def write_model(
     """Write a model to the folder `out`, whole or not at all; returns it.
 
     Args:
-        spec: what the model is.
-        described: type and shape of each parameter; a tied head is stored once, as the embedding.
-        tensors: the parameters on the CPU, in that order, each made when it is written.
-        tokenizer: content of its tokenizer.json; None: of a model without text.
-        training: metadata of its training, if a run is behind it.
-        origin: where it was imported from, if it was.
+        spec: description of the model.
+        signatures: type and shape of each parameter; a tied head is stored once, as the embedding.
+        tensors: the parameters on the CPU, in the order of `signatures`; each is made when it is written.
+        tokenizer: content of its tokenizer.json; None: a model without text.
+        training: metadata of its training; None: no training run is behind it.
+        origin: where the model was imported from; None: it was not imported.
 
     Raises:
         RunError: `out` holds something, or can't be written.
     """
     with new_folder(out) as folder:
         with replacing(folder / WEIGHTS, "the weights") as file:
-            digests = write_weights(file, described, tensors)
+            digests = write_weights(file, signatures, tensors)
         description = {"format": MODEL_FORMAT, "spec": to_plain(spec), "training": training, TOKENIZER_SHA256: None}
         if origin:
             description["origin"] = origin
@@ -87,16 +87,16 @@ def write_model(
 # ---------------------------------------------------------------- the shape of weights that a run starts from
 
 
-TRAINED_OTHERWISE = ("normalizer", "dropout", "init_std")  # keys of `model` that the run's own configuration says
+TRAINED_OTHERWISE = ("normalizer", "dropout", "init_std")  # keys of `model` that the run takes from its own configuration
 
 Keys = dict[str, Plain]  # keys of a configuration
 
 
-def with_shape_of(init_from: str, given: dict[str, Plain], own: dict[str, Plain]) -> dict[str, Plain]:
-    """The keys of configuration files with `own` overrides laid on them, and in between the shape and tokenizer of `init_from`, a model
-    folder without a training run or a swap of one; other weights change nothing.
+def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[str, Plain]) -> dict[str, Plain]:
+    """The keys of a run's configuration: of its files, then the shape and tokenizer of the model `init_from`, then its overrides.
 
-    The normalizer is the folder's only where neither names one: another one is not a matter of shape (`lm swap`).
+    Only a model folder without a training run, or a swap of such a model, gives its shape: any other `init_from` changes nothing.
+    The folder's normalizer counts only where files and overrides name neither a normalizer nor phases (`lm swap`).
 
     Raises:
         RunError: the folder's description is damaged.
@@ -104,14 +104,14 @@ def with_shape_of(init_from: str, given: dict[str, Plain], own: dict[str, Plain]
     folder = Path(init_from)
     keys = _untrained(folder)
     if keys is None:
-        return merge(given, own)
-    normalizer, over = keys
-    under = {} if given.get("phases") or own.get("phases") else normalizer
-    return merge(merge(merge(under, given), over), own)
+        return merge(file_keys, overrides)
+    normalizer, shape = keys
+    base = {} if file_keys.get("phases") or overrides.get("phases") else normalizer
+    return merge(merge(merge(base, file_keys), shape), overrides)
 
 
 def _untrained(folder: Path) -> tuple[Keys, Keys] | None:
-    """The keys of `_taken`, of a model folder; None: `folder` is none, or its model has a training run."""
+    """The keys that `_taken` gives for a model folder; None: `folder` is no model folder, or its model has a training run."""
     if (folder / DESCRIPTION).is_file():
         description = read_sealed(folder / DESCRIPTION)
         spec = description["spec"]
@@ -129,17 +129,17 @@ def _untrained(folder: Path) -> tuple[Keys, Keys] | None:
 
 
 def _taken(folder: Path, model: Keys, seq_len: int, end_of_text: str) -> tuple[Keys, Keys]:
-    """The keys that a run takes from a model of this description: a normalizer of ours; and the shape, tokenizer and length of learned
-    positions."""
+    """The keys that a run takes from a model of this description: the normalizer, if it is one of lm's own; and shape, tokenizer, and
+    number of learned positions."""
     normalizer = model["normalizer"]
-    # A configuration may import the normalizers that it names; a model folder may not, so that none from outside is taken from it.
-    ours = all(entry["name"] in ENTRIES for entry in (normalizer["of"] if normalizer["name"] == Layers.name else [normalizer]))
+    # A configuration may import the normalizers that it names. A model folder may not: a normalizer from outside is not taken from it.
+    is_builtin = all(entry["name"] in ENTRIES for entry in (normalizer["of"] if normalizer["name"] == Layers.name else [normalizer]))
     shape: Keys = {"model": {name: value for name, value in model.items() if name not in TRAINED_OTHERWISE}, "data": {}}
     if (folder / TOKENIZER).is_file():
         shape["data"]["tokenizer"] = {"name": "file", "path": str(folder / TOKENIZER), "end_of_text": end_of_text}
     if model["position"]["name"] == "learned":
         shape["data"]["seq_len"] = seq_len
-    return {"model": {"normalizer": normalizer}} if ours else {}, shape
+    return {"model": {"normalizer": normalizer}} if is_builtin else {}, shape
 
 
 # ---------------------------------------------------------------- models read back
@@ -150,17 +150,17 @@ FIELDS = {"spec": dict, "training": dict | None, TENSOR_SHA256: dict[str, str], 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model read back, and what belongs to it.
+    """A model that was read from files, with its tokenizer, configuration and metadata.
 
     Attributes:
-        decoder: in evaluation mode, on the CPU.
-        spec: what it is: `spec.model` is its configuration as it is, in its phase of training.
-        tokenizer: None if no tokenizer.json lies beside the weights.
+        decoder: the model in evaluation mode, on the CPU.
+        spec: its description; `spec.model` is its configuration in the phase of training that it has reached.
+        tokenizer: its tokenizer; None if no tokenizer.json lies beside the weights.
         path: the checkpoint or model folder it was read from.
-        config: what it was trained with; None if no training run is behind it.
-        metadata: of its training, plain data: `step`, `tokens`, `data_fingerprint`, `phase`; {} without one.
-        environment: the run's environment.json; {} if none lies there.
-        origin: of an imported model: `source`, `architecture` ...; {} of others.
+        config: the configuration it was trained with; None if no training run is behind it.
+        metadata: plain data about its training: `step`, `tokens`, `data_fingerprint`, `phase`; {} without a training run.
+        environment: the run's environment.json; {} if there is no such file.
+        origin: `source`, `architecture` ... of an imported model; {} for other models.
     """
 
     decoder: Decoder
@@ -174,18 +174,18 @@ class Loaded:
 
     @property
     def folder(self) -> Path:
-        """The run folder of a checkpoint, or the model folder itself: where tokenizer.json and others lie."""
+        """The run folder of a checkpoint, or the model folder itself: where tokenizer.json and other files lie."""
         return _folder(self.path)
 
     def tokenizer_and_start(self) -> tuple[Tokenizer, int]:
-        """The tokenizer, and the id of the token that starts a document. Raises RunError of a model without text."""
+        """The tokenizer, and the id of the token that starts a document. Raises RunError if the model has no text."""
         if self.tokenizer is None:
             raise RunError(f"{self.folder}: no tokenizer.json beside the weights, so that text can't be read or written")
         return self.tokenizer, self.tokenizer.token_to_id(self.spec.end_of_text)
 
     @property
     def stamp(self) -> dict[str, Plain]:
-        """The point in training at which results were measured: `step`, `tokens_seen`, `data_fingerprint`; 0, 0, None without one."""
+        """The point in training at which results are measured: `step`, `tokens_seen`, `data_fingerprint`; 0, 0, None without training."""
         step, tokens = self.metadata.get("step", 0), self.metadata.get("tokens", 0)
         return {"step": step, "tokens_seen": tokens, "data_fingerprint": self.metadata.get("data_fingerprint")}
 
@@ -193,10 +193,11 @@ class Loaded:
 def load(path: str | os.PathLike, checkpoint: str | int = "last") -> Loaded:
     """The model at `path`: a run folder (its `last`, `best` or a step's checkpoint), a checkpoint, or a model folder.
 
-    A model folder is what `lm export` and `save_model` write. Every byte is verified before it is used.
+    `lm export` and `save_model` write model folders. Every byte is verified before it is used.
 
     Raises:
-        RunError: nothing of the kind, damaged, weights that don't fit their configuration or aren't finite, or files of different runs.
+        RunError: there is no such model, a file is damaged, weights don't fit their configuration or aren't finite, or files are of
+            different runs.
     """
     path, checkpoint = Path(path), str(checkpoint)
     if checkpoint != "last" and not (path / CHECKPOINTS).is_dir():
@@ -224,7 +225,7 @@ def _load_model(path: Path) -> Loaded:
         raise RunError(f"{path / DESCRIPTION}: format {version}, this version of lm reads {MODEL_FORMAT}: export the model again")
     check_fields({"origin": {}, **description}, {**FIELDS, "origin": dict}, path / DESCRIPTION)
     origin = description.get("origin", {})
-    expected, training = description[TENSOR_SHA256], description["training"]
+    expected_digests, training = description[TENSOR_SHA256], description["training"]
     try:
         spec = ModelSpec.read(description["spec"])
     except ConfigError as error:
@@ -233,9 +234,13 @@ def _load_model(path: Path) -> Loaded:
         weights = safetensors.torch.load_file(path / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{path / WEIGHTS}: not readable: {one_line(error, 160)}") from None
-    altered = [name for name in {**expected, **weights} if name not in weights or expected.get(name) != tensor_sha256(weights[name])]
-    if altered:
-        raise RunError(f"{path / WEIGHTS}: {altered[0]} was altered (its sha256 differs from that in {DESCRIPTION}); export it again")
+    altered_names = [
+        name
+        for name in {**expected_digests, **weights}
+        if name not in weights or expected_digests.get(name) != tensor_sha256(weights[name])
+    ]
+    if altered_names:
+        raise RunError(f"{path / WEIGHTS}: {altered_names[0]} was altered (its sha256 differs from that in {DESCRIPTION}); export it again")
     decoder, tokenizer = _build_decoder(spec, weights, path, description[TOKENIZER_SHA256])
     if training is None:
         return Loaded(decoder, spec, tokenizer, path, origin=origin)
@@ -247,7 +252,7 @@ def _load_model(path: Path) -> Loaded:
 
 
 def _split_config(metadata: dict[str, Plain], path: Path) -> tuple[Config, dict[str, Plain]]:
-    """The configuration in the metadata, and all other metadata."""
+    """The configuration that `metadata` holds, and all other metadata."""
     config = trained_config(metadata, path)
     if metadata["phase"] >= len(config.plan):
         raise RunError(f"{path}: its `phase` is {metadata['phase']}, its training has {len(config.plan)}")
@@ -257,8 +262,11 @@ def _split_config(metadata: dict[str, Plain], path: Path) -> tuple[Config, dict[
 def _build_decoder(
     spec: ModelSpec, weights: dict[str, Tensor], path: Path, tokenizer_sha256: str | None
 ) -> tuple[Decoder, Tokenizer | None]:
-    for name, before, now in spec.changed_plugins():
-        print(f"note: {path}: {name} was {before} when this was saved, it is {now} now: the model may be another", file=sys.stderr)
+    for name, saved_version, present_version in spec.changed_plugins():
+        print(
+            f"note: {path}: {name} was {saved_version} when this was saved, it is {present_version} now: the model may be another",
+            file=sys.stderr,
+        )
     try:
         if spec.model.tied:
             weights.setdefault("head.weight", weights["embedding.weight"])
@@ -275,11 +283,11 @@ def _build_decoder(
 
 
 def _tokenizer(file: Path, end_of_text: str, sha256: str | None) -> Tokenizer | None:
-    """The tokenizer beside the weights, if there is one; `sha256`: of the file that they were trained with, if known.
+    """The tokenizer beside the weights, if there is one; `sha256`: hash of the file that they were trained with, or None.
 
     Raises:
-        RunError: it is not that file, or not there.
-        DataError: it can't be used.
+        RunError: the file is another one than the weights were trained with, or is missing.
+        DataError: the tokenizer can't be used.
     """
     if not file.is_file():
         if sha256:
@@ -297,17 +305,17 @@ def weights_mismatch(spec: ModelSpec, weights: dict[str, Tensor]) -> str:
     """
     model, embedding = spec.model, weights.get("embedding.weight")
     layers = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
-    if embedding is not None and embedding.shape != (spec.vocab_size, model.n_embd):  # before a width that torch can't even multiply
+    if embedding is not None and embedding.shape != (spec.vocab_size, model.n_embd):  # a width may be too large for torch to multiply
         return _other_shape("embedding.weight", embedding, (spec.vocab_size, model.n_embd))
     if len(layers) != model.n_layer:
         return f"there are weights of {len(layers)} layers, model.n_layer is {model.n_layer}"
     with torch.device("meta"):
-        implied = spec.decoder().state_dict()
-    for name in {**implied, **weights}:
-        if name not in weights or name not in implied:
-            return f"{name} is {'missing' if name in implied else 'not a tensor of the model'}"
-        if weights[name].shape != implied[name].shape:
-            return _other_shape(name, weights[name], implied[name].shape)
+        expected_weights = spec.decoder().state_dict()
+    for name in {**expected_weights, **weights}:
+        if name not in weights or name not in expected_weights:
+            return f"{name} is {'missing' if name in expected_weights else 'not a tensor of the model'}"
+        if weights[name].shape != expected_weights[name].shape:
+            return _other_shape(name, weights[name], expected_weights[name].shape)
         if not weights[name].is_contiguous():  # an expanded single number claims any size
             return f"{name} is not contiguous"
     return ""
@@ -320,27 +328,27 @@ def check_finite(weights: Mapping[str, Tensor], path: Path) -> None:
             raise RunError(f"{path}: {name} holds numbers that are not finite; use weights from before the model diverged")
 
 
-def _other_shape(name: str, tensor: Tensor, implied: tuple[int, ...]) -> str:
-    return f"{name} has shape {tuple(tensor.shape)}, the configuration implies {tuple(implied)}"
+def _other_shape(name: str, tensor: Tensor, expected_shape: tuple[int, ...]) -> str:
+    return f"{name} has shape {tuple(tensor.shape)}, the configuration implies {tuple(expected_shape)}"
 
 
 def _folder(path: Path) -> Path:
     return path if path.is_dir() else path.resolve().parent.parent
 
 
-def find_checkpoint(folder: Path, which: str) -> Path:
-    """`last`, `best`, a step number or a path, as a path. Raises RunError that lists what there is."""
+def find_checkpoint(folder: Path, checkpoint: str) -> Path:
+    """The path of a checkpoint that is named `last`, `best`, by its step or by its path. Raises RunError, which lists the saved steps."""
     checkpoints = folder / CHECKPOINTS
-    named = {"last": LAST, "best": BEST}
-    if which in named:
-        path = checkpoints / named[which]
-    elif which.isdigit():
-        path = step_path(checkpoints, int(which))
+    file_names = {"last": LAST, "best": BEST}
+    if checkpoint in file_names:
+        path = checkpoints / file_names[checkpoint]
+    elif checkpoint.isdigit():
+        path = step_path(checkpoints, int(checkpoint))
     else:
-        path = Path(which)
+        path = Path(checkpoint)
     if not path.is_file():
-        have = ", ".join(str(step_of(path)) for path in steps_saved(checkpoints)) or "none"
-        raise RunError(f"{path}: no such checkpoint; steps saved in {folder}: {have}")
+        steps = ", ".join(str(step_of(path)) for path in steps_saved(checkpoints)) or "none"
+        raise RunError(f"{path}: no such checkpoint; steps saved in {folder}: {steps}")
     return path
 
 
@@ -348,11 +356,11 @@ def export(source: Path, checkpoint: str, out: Path) -> Path:
     """Write the model at `source` to the folder `out` without pickle, with the metadata of its training. Returns `out`.
 
     Raises:
-        RunError: nothing to load there, `out` holds something, or it can't be written; nothing half-written is left.
+        RunError: there is no model at `source`, `out` holds something, or can't be written; nothing half-written is left.
     """
-    loaded = load(source, checkpoint)
-    training = {**loaded.metadata, "config": to_yaml(loaded.config)} if loaded.config else None
-    return _write(loaded.decoder, loaded.spec, out, loaded.folder / TOKENIZER if loaded.tokenizer else None, training, loaded.origin)
+    model = load(source, checkpoint)
+    training = {**model.metadata, "config": to_yaml(model.config)} if model.config else None
+    return _write(model.decoder, model.spec, out, model.folder / TOKENIZER if model.tokenizer else None, training, model.origin)
 
 
 def save_model(
@@ -361,13 +369,14 @@ def save_model(
     """Write a decoder, trained here or elsewhere, to the folder `out` as `lm export` does: for `load`, generation and the harness.
 
     Args:
-        decoder: with its weights; on any device.
-        tokenizer: a tokenizer.json of the `tokenizers` library; None: of a model without text.
-        end_of_text: its token that starts a document.
+        decoder: the decoder with its weights, on any device.
+        tokenizer: a tokenizer.json of the `tokenizers` library; None: the model has no text.
+        end_of_text: the tokenizer's token that starts a document.
 
     Raises:
-        RunError: RoPE is rescaled (`for_inference`), weights are not finite, the tokenizer has more tokens than the model, or as `export`.
-        DataError: the tokenizer can't be used, or has no such token.
+        RunError: RoPE is rescaled (`for_inference`), weights are not finite, the tokenizer has more tokens than the model, or `out` holds
+            something or can't be written.
+        DataError: the tokenizer can't be used, or has no token `end_of_text`.
     """
     out, tokenizer = Path(out), Path(tokenizer) if tokenizer else None
     if decoder.rope_scaling != AS_TRAINED:
@@ -381,8 +390,8 @@ def save_model(
 def _write(
     decoder: Decoder, spec: ModelSpec, out: Path, tokenizer: Path | None, training: dict[str, Plain] | None, origin: dict[str, Plain]
 ) -> Path:
-    """The decoder as a model folder. A tied head is stored once, as the embedding."""
+    """Write the decoder as a model folder; returns `out`. A tied head is stored once, as the embedding."""
     state = {name: value for name, value in sorted(decoder.state_dict().items()) if name != "head.weight" or not spec.model.tied}
-    described = {name: (value.dtype, tuple(value.shape)) for name, value in state.items()}
+    signatures = {name: (value.dtype, tuple(value.shape)) for name, value in state.items()}
     tensors = ((name, value.cpu()) for name, value in state.items())
-    return write_model(out, spec, described, tensors, tokenizer.read_bytes() if tokenizer else None, training, origin)
+    return write_model(out, spec, signatures, tensors, tokenizer.read_bytes() if tokenizer else None, training, origin)

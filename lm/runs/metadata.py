@@ -1,4 +1,4 @@
-"""Metadata of checkpoints: what is in them beside tensors, read without torch and without executing anything."""
+"""Metadata of checkpoints: the content beside tensors, read without torch and without executing anything."""
 
 import io
 import pickle
@@ -10,7 +10,7 @@ from lm.errors import RunError, one_line
 from lm.runs.folder import check_fields, steps_saved
 
 FORMAT = 4  # format of checkpoints; raised when older files can no longer be read
-# Metadata that every checkpoint has; one that can be resumed has more (lm.training.starting).
+# Metadata that every checkpoint has; a checkpoint that can be resumed has more (lm.training.starting).
 METADATA = {
     "step": int,
     "tokens": int,
@@ -21,7 +21,7 @@ METADATA = {
     "plugins": dict[str, str],
 }
 SHA256 = "sha256"  # the entry of a checkpoint with a sha256 of each part that holds tensors; 0.9 and earlier wrote none
-# What `lm.runs.same_run.check_measured` goes by: that entry, and in the metadata the sha256 of weights by step, and of the log.
+# Entries that `lm.runs.same_run.check_measured` reads: SHA256, and in the metadata the sha256 of weights by step, and of the log.
 SEALS = {SHA256: dict[str, str], "weights_sha256": dict[str, list[str]], "log": dict}
 
 
@@ -31,10 +31,10 @@ def load_metadata(path: Path) -> dict[str, object]:
 
 
 def without_tensors(path: Path) -> dict[str, object]:
-    """All that a checkpoint holds, with nothing in place of tensors, which are neither read nor verified.
+    """The content of a checkpoint, with nothing in place of tensors, which are neither read nor verified.
 
     Raises:
-        RunError: no file, a damaged one, or not a checkpoint of ours; names the last intact one beside it.
+        RunError: the file is missing, damaged, or no checkpoint of lm; the message names the last intact checkpoint beside it.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -55,10 +55,10 @@ class _Metadata(pickle.Unpickler):
     """Reads the plain data of a checkpoint. No code that the file names is imported."""
 
     def find_class(self, module: str, name: str) -> type:
-        """The class to use in place of any that the file names, as those of tensors."""
+        """The class to use in place of any class that the file names, such as the classes of tensors."""
         return OrderedDict if (module, name) == ("collections", "OrderedDict") else _Nothing
 
-    def persistent_load(self, saved: object) -> None:
+    def persistent_load(self, storage: object) -> None:
         """Leave a tensor's numbers in the file."""
 
 
@@ -70,7 +70,7 @@ class _Nothing:
 
 
 def checked(checkpoint: object, path: Path) -> dict[str, object]:
-    """A checkpoint's content, with metadata of this version. Raises RunError: it is something else."""
+    """A checkpoint's content, with metadata of this version. Raises RunError if it is something else."""
     if not isinstance(checkpoint, dict) or not all(isinstance(checkpoint.get(name), dict) for name in ("lm", "state_dict")):
         raise RunError(f"{path}: not a checkpoint of lm")
     if checkpoint["lm"].get("format") != FORMAT:
@@ -86,5 +86,5 @@ def unreadable(path: Path, error: Exception) -> RunError:
 
 def alternative(path: Path) -> str:
     """Words that name the checkpoint to use instead; empty if there is none."""
-    others = [other for other in steps_saved(path.parent) if not other.samefile(path)]
-    return f"; the newest beside it is {others[-1]}" if others else ""
+    candidates = [candidate for candidate in steps_saved(path.parent) if not candidate.samefile(path)]
+    return f"; the newest beside it is {candidates[-1]}" if candidates else ""

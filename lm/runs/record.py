@@ -1,4 +1,4 @@
-"""Reading a run folder: configuration, environment, logged metrics and the last evaluations; and what tells runs and their arms apart."""
+"""Reading a run folder: configuration, environment, logged metrics and last evaluations; and the settings that tell arms apart."""
 
 import hashlib
 import json
@@ -36,55 +36,57 @@ from lm.schema import Plain, flatten, yaml_scalar
 
 
 def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
-    """The settings of each start of a run, as dotted keys: those whose steps the weights have in them. [] of a model without a training
-    run.
+    """The settings of each start of a run that made steps in the weights, as dotted keys; [] for a model without a training run.
 
-    A start at step s leaves none of the steps after s that earlier ones made.
+    A start at step s discards the steps after s of earlier starts.
 
     Raises:
         ValueError: `starts` is no list of objects with a step.
     """
     if "starts" not in environment:
         return []
-    every = environment["starts"]
-    if not isinstance(every, list) or not every or not all(isinstance(each, dict) and isinstance(each.get("step"), int) for each in every):
+    entries = environment["starts"]
+    if (
+        not isinstance(entries, list)
+        or not entries
+        or not all(isinstance(entry, dict) and isinstance(entry.get("step"), int) for entry in entries)
+    ):
         raise ValueError("starts is no list of objects with a step")
-    kept: list[dict[str, Plain]] = []
-    for start in every:
-        kept = [earlier for earlier in kept if earlier["step"] < start["step"]] + [flatten(start)]
-    return kept
+    history: list[dict[str, Plain]] = []
+    for start in entries:
+        history = [entry for entry in history if entry["step"] < start["step"]] + [flatten(start)]
+    return history
 
 
 def used(environment: dict[str, Plain], name: str) -> Plain:
-    """The setting that the starts used, such as `32`; where they differ `32, from step 500 bf16-mixed`; None if no start
-    recorded it."""
+    """The setting that the starts used, such as `32`, or `32, from step 500 bf16-mixed` where they differ; None if no start recorded it."""
     changes: list[tuple[int, Plain]] = []
     for start in starts(environment):
         if start.get(name) is not None and (not changes or start[name] != changes[-1][1]):
             changes.append((start["step"], start[name]))
     if len(changes) < 2:
         return changes[0][1] if changes else None
-    short = [(step, yaml_scalar(value)[:24]) for step, value in changes]  # commits are longer
-    return ", ".join(f"from step {step:,} {text}" if number else text for number, (step, text) in enumerate(short))
+    labels = [(step, yaml_scalar(value)[:24]) for step, value in changes]  # commits are longer
+    return ", ".join(f"from step {step:,} {text}" if number else text for number, (step, text) in enumerate(labels))
 
 
 def differing(environment: dict[str, Plain]) -> list[str]:
-    """Settings in which the starts of a run differ, in words; empty if they used the same."""
-    every = starts(environment)
-    names = dict.fromkeys(name for start in every for name in start if name not in ("step", "time", "command"))
-    differ = [name for name in names if len({json.dumps(start[name]) for start in every if start.get(name) is not None}) > 1]
-    return [f"{name} {used(environment, name)}" for name in differ]
+    """Settings in which the starts of a run differ, in words; empty if all used the same settings."""
+    entries = starts(environment)
+    names = dict.fromkeys(name for start in entries for name in start if name not in ("step", "time", "command"))
+    differing_names = [name for name in names if len({json.dumps(start[name]) for start in entries if start.get(name) is not None}) > 1]
+    return [f"{name} {used(environment, name)}" for name in differing_names]
 
 
 def arm_definition(config: dict[str, Plain], environment: dict[str, Plain]) -> dict[str, Plain]:
-    """All that decides what a run learns, except its seed, as dotted keys in canonical form: runs in which it is equal are one arm.
+    """The settings that decide what a run learns, except its seed, as dotted keys in canonical form: runs with equal settings are one arm.
 
-    Precision, compilation and the schedule's length are those used at each start; initial weights (`init_from`) and the run that it
-    branches from (`branch_from`) are identified by their arm, not by their path.
+    Precision, compilation and the schedule's length are the values that each start used. Initial weights (`init_from`) and the run that
+    this run branches from (`branch_from`) are identified by their arm, not by their path.
     """
     definition = {key: value for key, value in flatten(canonical(config)).items() if is_learned(key)}
-    as_used = {key: used(environment, key.rpartition(".")[2]) for key in recorded_per_start()}
-    definition |= {key: value for key, value in as_used.items() if value is not None}
+    settings = {key: used(environment, key.rpartition(".")[2]) for key in recorded_per_start()}
+    definition |= {key: value for key, value in settings.items() if value is not None}
     start, swap = environment.get("started_from") or {}, environment.get("swap") or {}
     if config.get("init_from") and "arm" in start:
         definition["init_from"] = f"{start['normalizer']}, arm {start['arm']}"
@@ -99,43 +101,45 @@ def arm(config: dict[str, Plain], environment: dict[str, Plain]) -> str:
 
 
 def seeds(config: dict[str, Plain], environment: dict[str, Plain]) -> tuple[int, ...]:
-    """The seeds behind a run's weights: those of the run it started from, then its own, that of its data last; consecutive equal seeds
-    once."""
-    every = [*((environment.get("started_from") or {}).get("seeds") or ()), config["seed"]]
-    if isinstance(of_data := (config.get("data") or {}).get("seed"), int):
-        every.append(of_data)
-    return tuple(seed for number, seed in enumerate(every) if number == 0 or seed != every[number - 1])
+    """The seeds behind a run's weights: the seeds of the run it started from, then its own seed, then the seed of its data.
+
+    Consecutive equal seeds are listed once.
+    """
+    chain = [*((environment.get("started_from") or {}).get("seeds") or ()), config["seed"]]
+    if isinstance(data_seed := (config.get("data") or {}).get("seed"), int):
+        chain.append(data_seed)
+    return tuple(seed for number, seed in enumerate(chain) if number == 0 or seed != chain[number - 1])
 
 
 # ---------------------------------------------------------------- how a run came to its end
 
-RISE = 0.5  # nats per token: from the lowest training loss to the last one, of a run that diverged and stayed finite
+RISE = 0.5  # nats per token, from the lowest training loss to the last: the least rise of a run that diverged and stayed finite
 
 
-def divergence(logged: list[dict[str, Plain]], final: Series | None) -> str:
+def divergence(lines: list[dict[str, Plain]], final_series: Series | None) -> str:
     """How a run diverged, in words; empty if it didn't.
 
-    It stopped at values that are not finite, or its final loss isn't; or it learned nothing that was left at its end: its final loss is
-    above the unigram cross-entropy, and its training loss ended more than `RISE` above the lowest that it had logged.
+    The run stopped at values that are not finite, or its final loss is not finite. Or nothing that it learned was left at its end: the
+    final loss is above the unigram cross-entropy, and the training loss ended more than `RISE` above its minimum.
 
     Args:
-        logged: lines of its metrics.jsonl.
-        final: its validation loss at its last step; None: it has not come to it.
+        lines: the lines of its metrics.jsonl.
+        final_series: its validation loss at its last step; None: the run has not reached this step.
     """
-    if reason := next((str(line[DIVERGED]) for line in logged if DIVERGED in line), ""):
+    if reason := next((str(line[DIVERGED]) for line in lines if DIVERGED in line), ""):
         return reason
-    if final and not math.isfinite(final.means[0]):
+    if final_series and not math.isfinite(final_series.means[0]):
         return "final val/loss is not finite"
-    losses = curve(logged, "train/loss").loss
+    losses = curve(lines, "train/loss").loss
     losses = losses[np.isfinite(losses)]
-    if not (words := not_learned(final)) or not len(losses) or losses[-1] - losses.min() <= RISE:
+    if not (words := not_learned(final_series)) or not len(losses) or losses[-1] - losses.min() <= RISE:
         return ""
     return f"{words}, training loss rose from {losses.min():.4f} to {losses[-1]:.4f}"
 
 
-def not_learned(final: Series | None) -> str:
-    """Words for a final validation loss above the unigram cross-entropy; empty if it is below, or not known."""
-    loss, level = (final.means[0], final.references.get(UNIGRAM, math.inf)) if final else (0.0, math.inf)
+def not_learned(final_series: Series | None) -> str:
+    """Words for a final validation loss above the unigram cross-entropy; empty if the loss is below, or one of the two is not known."""
+    loss, level = (final_series.means[0], final_series.references.get(UNIGRAM, math.inf)) if final_series else (0.0, math.inf)
     return f"final loss above the unigram cross-entropy ({loss:.4f} > {level:.4f})" if loss > level else ""
 
 
@@ -147,7 +151,7 @@ _REQUIRED_KEYS = ("model.normalizer.name", "data.seq_len", "seed")
 
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """The content of a run folder. `missing` says in words what it lacks."""
+    """The content of a run folder; `missing` says in words what the folder lacks."""
 
     folder: Path
     name: str
@@ -159,18 +163,18 @@ class RunRecord:
 
     @cached_property
     def flat(self) -> dict[str, Plain]:
-        """The configuration as dotted keys, with the values of `arm_definition` where they differ from it."""
+        """The configuration as dotted keys, with the values of `arm_definition` where these differ."""
         return flatten(self.config) | self.arm_definition
 
     @cached_property
     def arm_definition(self) -> dict[str, Plain]:
-        """All that decides what the run learns, except its seed: arms differ in it."""
+        """The settings that decide what the run learns, except its seed: arms differ in them."""
         return arm_definition(self.config, self.environment)
 
     @property
     def symbolic(self) -> bool:
         """Whether the run was trained on tasks over symbols, not on text."""
-        return any(TASKS[weighted["task"]["name"]]().vocab_size for weighted in self.config["data"].get("tasks") or [])
+        return any(TASKS[entry["task"]["name"]]().vocab_size for entry in self.config["data"].get("tasks") or [])
 
     @property
     def phases(self) -> list[tuple[int, dict[str, Plain]]]:
@@ -183,7 +187,7 @@ class RunRecord:
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """The run's seed, after those of the runs that its weights come from: what runs of two arms are paired by."""
+        """The run's seed, after the seeds of the runs that its weights come from: runs of two arms are paired by these seeds."""
         return seeds(self.config, self.environment)
 
     @property
@@ -194,7 +198,7 @@ class RunRecord:
     @property
     def reporting(self) -> "RunRecord":
         """The record with its evaluations on the documents that report."""
-        return replace(self, evaluations=tuple(each.reporting for each in self.evaluations))
+        return replace(self, evaluations=tuple(evaluation.reporting for evaluation in self.evaluations))
 
     @property
     def tokens_seen(self) -> int | None:
@@ -214,66 +218,70 @@ class RunRecord:
         return self.measured("started_from.tokens") or 0
 
     def used(self, name: str) -> Plain:
-        """The setting that its starts used, e.g. of `precision`, in words where they differ; None if environment.json does not say."""
+        """The setting that its starts used, e.g. of `precision`, in words where starts differ; None if environment.json does not say."""
         return used(self.environment, name)
 
     @property
     def commits(self) -> str | None:
-        """The git commit of each start, with whether the tree had changes."""
-        known = [start for start in starts(self.environment) if start.get("git_commit")]
-        words = dict.fromkeys(f"{start['git_commit'][:12]}{' with uncommitted changes' * bool(start.get('git_dirty'))}" for start in known)
+        """The git commit of each start, and whether its tree had uncommitted changes."""
+        entries = [start for start in starts(self.environment) if start.get("git_commit")]
+        words = dict.fromkeys(
+            f"{start['git_commit'][:12]}{' with uncommitted changes' * bool(start.get('git_dirty'))}" for start in entries
+        )
         return ", then ".join(words) or None
 
     def measured(self, path: str) -> Plain:
-        """A dotted entry of environment.json, e.g. `parameters.total`; None if it is not there."""
+        """A dotted entry of environment.json, e.g. `parameters.total`; None if there is no such entry."""
         return flatten(self.environment).get(path)
 
 
-def read_run(folder: Path, log: Log | None = None, known: Mapping[Path, Evaluation] = MappingProxyType({})) -> RunRecord:
+def read_run(folder: Path, log: Log | None = None, known_evaluations: Mapping[Path, Evaluation] = MappingProxyType({})) -> RunRecord:
     """The record of a run folder; evaluations and metrics may be absent (`missing` says so).
 
     Args:
-        log: its metrics, if they have been read (`read_metrics`).
-        known: evaluations that have been read, by their files.
+        log: the metrics of the run, if they have been read (`read_metrics`).
+        known_evaluations: evaluations that have been read, by their files.
 
     Raises:
-        RunError: not a run folder, or a file in it that can't be read.
+        RunError: `folder` is not a run folder, or a file in it can't be read.
     """
     folder = Path(folder)
     require_run(folder, CONFIG, ENVIRONMENT)
     config = _read_config(folder / CONFIG)
     environment = read_json(folder / ENVIRONMENT)
-    missing = _missing_environment(config, environment, folder / ENVIRONMENT)
+    gaps = _missing_environment(config, environment, folder / ENVIRONMENT)
     log = log or read_metrics(folder / METRICS)
-    lines, unreadable = log.lines, log.unreadable
-    if unreadable and not lines:
+    lines, unreadable_numbers = log.lines, log.unreadable
+    if unreadable_numbers and not lines:
         raise RunError(f"{folder / METRICS}: no line is a JSON object with a step")
-    if unreadable:
-        numbers_of_lines = f"{', '.join(map(str, unreadable[:5]))}{', ...' if len(unreadable) > 5 else ''}"
-        missing.append(f"{METRICS}: unreadable lines were skipped ({numbers_of_lines})")
+    if unreadable_numbers:
+        line_numbers = f"{', '.join(map(str, unreadable_numbers[:5]))}{', ...' if len(unreadable_numbers) > 5 else ''}"
+        gaps.append(f"{METRICS}: unreadable lines were skipped ({line_numbers})")
     if not lines and (folder / METRICS).is_file():
-        missing.append(f"{METRICS} is empty: no training curve")
-    elif not lines and not environment.get("swap"):  # what was swapped has weights alone
-        missing.append(f"no {METRICS}: no training curve")
-    evaluations, not_measured = last_evaluations(folder, config, known)
-    missing += not_measured
+        gaps.append(f"{METRICS} is empty: no training curve")
+    elif not lines and not environment.get("swap"):  # swapped weights have no training curve
+        gaps.append(f"no {METRICS}: no training curve")
+    evaluations, evaluation_gaps = last_evaluations(folder, config, known_evaluations)
+    gaps += evaluation_gaps
     checkpoint = folder / CHECKPOINTS / LAST
     if evaluations and not checkpoint.is_file():
-        missing.append(f"no {CHECKPOINTS}/{LAST}, by which its evaluations could be checked")
+        gaps.append(f"no {CHECKPOINTS}/{LAST}, by which its evaluations could be checked")
     elif evaluations and not check_measured(folder, evaluations, checkpoint, log):
-        missing.append("its evaluations carry no digest (made by an earlier version)")
-    logged = [line for line in lines if "val/loss" in line]
-    if logged and not any(each.kind == KIND for each in evaluations):
-        last, unigram = logged[-1], flatten(environment).get("unigram_cross_entropy.val")
-        numbers = (last["val/loss"], last.get("val/bits_per_byte"), unigram, flatten(config)["data.seq_len"])
-        not_logged = {"data_fingerprint": "", "options": {}, "precision": "", "weights_sha256": ""}
-        evaluations.insert(0, Evaluation(KIND, last["step"], last["tokens"], **not_logged, series=tuple(validation_series(*numbers))))
-        missing.append("its validation loss is the last one logged while training, without an interval")
-    for each in evaluations[1:]:
+        gaps.append("its evaluations carry no digest (made by an earlier version)")
+    validation_lines = [line for line in lines if "val/loss" in line]
+    if validation_lines and not any(evaluation.kind == KIND for evaluation in evaluations):
+        last_line, unigram = validation_lines[-1], flatten(environment).get("unigram_cross_entropy.val")
+        numbers = (last_line["val/loss"], last_line.get("val/bits_per_byte"), unigram, flatten(config)["data.seq_len"])
+        empty_fields = {"data_fingerprint": "", "options": {}, "precision": "", "weights_sha256": ""}
+        evaluations.insert(
+            0, Evaluation(KIND, last_line["step"], last_line["tokens"], **empty_fields, series=tuple(validation_series(*numbers)))
+        )
+        gaps.append("its validation loss is the last one logged while training, without an interval")
+    for evaluation in evaluations[1:]:
         first = evaluations[0]
-        if each.step != first.step and each.kind in EvalConfig.known():  # others, such as a swap, have a step of their own
-            missing.append(f"the {first.name} is of step {first.step:,}, the {each.name} of step {each.step:,}")
-    return RunRecord(folder, folder.resolve().name, config, environment, lines, tuple(evaluations), tuple(missing))
+        if evaluation.step != first.step and evaluation.kind in EvalConfig.known():  # other kinds, such as a swap, have steps of their own
+            gaps.append(f"the {first.name} is of step {first.step:,}, the {evaluation.name} of step {evaluation.step:,}")
+    return RunRecord(folder, folder.resolve().name, config, environment, lines, tuple(evaluations), tuple(gaps))
 
 
 def _read_config(path: Path) -> dict[str, Plain]:
@@ -285,21 +293,23 @@ def _read_config(path: Path) -> dict[str, Plain]:
         raise RunError(f"{path}: holds no configuration")
     if isinstance(config.get("model"), dict) and isinstance(config["model"].get("normalizer"), str):
         config["model"]["normalizer"] = {"name": config["model"]["normalizer"]}
-    absent = [key for key in _REQUIRED_KEYS if key not in flatten(config)]
-    if absent:
-        raise RunError(f"{path}: no {', '.join(absent)}")
+    absent_keys = [key for key in _REQUIRED_KEYS if key not in flatten(config)]
+    if absent_keys:
+        raise RunError(f"{path}: no {', '.join(absent_keys)}")
     return config
 
 
 def _missing_environment(config: dict[str, Plain], environment: dict[str, Plain], path: Path) -> list[str]:
-    """Facts that environment.json does not record, and those that its starts used differently. Raises RunError if it is malformed."""
+    """Words for facts that environment.json lacks, and for settings in which its starts differ. Raises RunError if it is malformed."""
     try:
-        every, differences = starts(environment), differing(environment)
+        entries, differences = starts(environment), differing(environment)
         arm_definition(config, environment), seeds(config, environment)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise RunError(f"{path}: {one_line(error, None)}") from None
-    missing = [f"its starts differ: {'; '.join(differences)}"] if differences else []
-    silent = "environment.json (of a model without its training run) does not say"
-    missing += [f"{silent} what each start used: they may differ"] if not every or any("precision" not in start for start in every) else []
-    unknown = config.get("init_from") and "arm" not in (environment.get("started_from") or {})
-    return missing + ([f"{silent} of which arm its starting weights are: told from others by their path"] if unknown else [])
+    gaps = [f"its starts differ: {'; '.join(differences)}"] if differences else []
+    preface = "environment.json (of a model without its training run) does not say"
+    gaps += (
+        [f"{preface} what each start used: they may differ"] if not entries or any("precision" not in start for start in entries) else []
+    )
+    arm_is_unknown = config.get("init_from") and "arm" not in (environment.get("started_from") or {})
+    return gaps + ([f"{preface} of which arm its starting weights are: told from others by their path"] if arm_is_unknown else [])

@@ -1,4 +1,4 @@
-"""Choosing each arm's learning rate, or several keys together, by its loss on the selection text, over one grid that all arms share."""
+"""Choosing each arm's learning rate, or several keys together, by the loss on the selection text, over one grid that all arms share."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -7,18 +7,18 @@ from itertools import product
 from statistics import fmean
 
 EXTENSIONS = 2  # how often a grid may grow
-FEWEST_TUNING_SEEDS = 2  # that a rate is tuned on
+FEWEST_TUNING_SEEDS = 2  # fewest seeds that a rate is tuned on
 
-Rate = float | tuple[float, ...]  # the value of the tuned key; of several keys theirs, in their order
-Losses = Mapping[Rate, Sequence[float]]  # one arm's: by learning rate, the final selection loss of each tuning seed; inf: diverged
+Rate = float | tuple[float, ...]  # the value of the tuned key; for several keys a tuple of their values
+Losses = Mapping[Rate, Sequence[float]]  # of one arm, by rate: the final selection loss of each tuning seed; inf: diverged
 ANY = "any"  # in a cell, in place of the value of a key that a run doesn't have
-_BETWEEN = " / "  # values of several keys
+_BETWEEN = " / "  # separates the values of several keys in a cell
 
 
 def rate_of(values: Iterable[float]) -> Rate:
-    """The rate of these values, one for each tuned key."""
-    first, *others = values
-    return (first, *others) if others else first
+    """The rate with these values, one value for each tuned key."""
+    first, *rest = values
+    return (first, *rest) if rest else first
 
 
 def coordinates(rate: Rate) -> tuple[float, ...]:
@@ -32,34 +32,43 @@ def rates_of(axes: Iterable[Iterable[float]]) -> list[Rate]:
 
 
 def rate_words(rate: Rate | str) -> str:
-    """A rate or its cell as it is shown, such as `0.002`, or `0.002 / 0.1` of two keys."""
+    """A rate or its cell in words, such as `0.002`, or `0.002 / 0.1` for two keys."""
     values = _texts(rate) if isinstance(rate, str) else coordinates(rate)
     return _BETWEEN.join(ANY if value == ANY else f"{float(value):g}" for value in values)
 
 
-def rate_cell(rate: Rate | None, has: Sequence[bool] = ()) -> float | str | None:
-    """A rate as files and tables hold it: a number, or of several keys the text of their exact values. `has`: for each key, whether the run
-    has it; all, if empty."""
-    if rate is not None and not all(has):
-        return _BETWEEN.join(repr(value) if there else ANY for value, there in zip(coordinates(rate), has, strict=True))
+def rate_cell(rate: Rate | None, presence: Sequence[bool] = ()) -> float | str | None:
+    """A rate as files and tables hold it: a number, or for several keys the text of their exact values.
+
+    presence: for each key, whether the run has it; empty: the run has all keys.
+    """
+    if rate is not None and not all(presence):
+        return _BETWEEN.join(repr(value) if is_present else ANY for value, is_present in zip(coordinates(rate), presence, strict=True))
     return _BETWEEN.join(map(repr, rate)) if isinstance(rate, tuple) else rate
 
 
 def full_cells(cells: Iterable[float | str | None], grid: Iterable[float | str | None]) -> dict[float | str, list[float | str | None]]:
-    """By cell, the cells that it stands for if it has `ANY`: those of `cells` that agree in other keys, and the one in the middle of the
-    values in `grid`, which `best_rate` chooses. A key that has no value in `grid` is left out of all. Empty: no cell has `ANY`."""
-    known, planned = ({cell: _texts(cell) for cell in some if cell is not None and cell == cell} for some in (cells, grid))
-    if not any(ANY in values for values in known.values()) or len({len(values) for values in planned.values()}) > 1:
+    """The cells that each cell stands for, by cell; {} if no cell has `ANY`.
+
+    A cell with `ANY` stands for the cells that agree with it in all other keys, and for the middle value in `grid`, which `best_rate`
+    chooses among equal rates. A key that has no value in `grid` is left out of all cells.
+    """
+    cell_values, grid_values = ({cell: _texts(cell) for cell in group if cell is not None and cell == cell} for group in (cells, grid))
+    if not any(ANY in values for values in cell_values.values()) or len({len(values) for values in grid_values.values()}) > 1:
         return {}
-    axes = [sorted({value for value in values if value != ANY}, key=float) for values in zip(*planned.values(), strict=True)]
-    kept = [number for number, axis in enumerate(axes) if axis]
-    full: dict[float | str, list[float | str | None]] = {}
-    for cell, values in known.items():
+    axes = [sorted({value for value in values if value != ANY}, key=float) for values in zip(*grid_values.values(), strict=True)]
+    key_numbers = [number for number, axis in enumerate(axes) if axis]
+    expansion: dict[float | str, list[float | str | None]] = {}
+    for cell, values in cell_values.items():
         middle = [axis[(len(axis) - 1) // 2] if axis and value == ANY else value for value, axis in zip(values, axes, strict=True)]
-        whole = [middle, *(others for others in known.values() if all(others[number] != ANY for number in kept))]
-        rates = [[rate[number] for number in kept] for rate in whole if all(values[number] in (ANY, rate[number]) for number in kept)]
-        full[cell] = [*dict.fromkeys(rate_cell(read_rate(_BETWEEN.join(rate))) if rate else None for rate in rates)]
-    return full
+        candidates = [middle, *(candidate for candidate in cell_values.values() if all(candidate[number] != ANY for number in key_numbers))]
+        rates = [
+            [rate[number] for number in key_numbers]
+            for rate in candidates
+            if all(values[number] in (ANY, rate[number]) for number in key_numbers)
+        ]
+        expansion[cell] = [*dict.fromkeys(rate_cell(read_rate(_BETWEEN.join(rate))) if rate else None for rate in rates)]
+    return expansion
 
 
 def _texts(cell: float | str) -> list[str]:
@@ -68,7 +77,7 @@ def _texts(cell: float | str) -> list[str]:
 
 
 def read_rate(cell: Rate | str) -> Rate:
-    """The rate of a cell; a rate as it is. Raises ValueError: it is none."""
+    """The rate of a cell; a rate is returned as it is. Raises ValueError if the cell holds no rate."""
     if not isinstance(cell, str):
         return cell
     return rate_of(int(text) if text.isdecimal() else float(text) for text in _texts(cell))
@@ -76,13 +85,13 @@ def read_rate(cell: Rate | str) -> Rate:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The learning rates of the arms, or what is missing to choose them.
+    """The learning rates of the arms, or the rates that must be measured to choose them.
 
     Attributes:
-        rates: by arm, that of the lowest mean loss; arms still at an edge have none.
-        missing: rates to measure for every arm before anything is chosen; then `rates` is empty.
-        at_edge: arms whose best rate is at an edge of the grid, of any key, that may not grow again, or that diverged at every rate: no
-            verdict on them.
+        rates: by arm, the rate of the lowest mean loss; arms in `at_edge` have none.
+        missing: rates to measure for every arm before a rate is chosen; then `rates` is empty.
+        at_edge: arms that get no verdict: their best rate is at an edge of a grid that may not grow again, in any key, or they diverged at
+            every rate.
     """
 
     rates: dict[str, Rate]
@@ -91,73 +100,74 @@ class Tuned:
 
 
 def tuned(axes: Sequence[Sequence[float]], losses: Mapping[str, Losses], possible: Callable[[Rate], bool] = lambda rate: True) -> Tuned:
-    """The outcome by the losses so far, where `axes` are the planned values of each tuned key, which every arm is trained at all of.
+    """The outcome of tuning by the losses so far; every arm is trained at all rates of the grid.
 
-    A rate at which any seed diverged has mean loss infinite. Where the best value of some arm is the highest (lowest) measured of a key,
-    the grid grows there by twice the highest (half the lowest) for every arm. It grows at most `EXTENSIONS` times, and not where that is
-    not `possible`.
+    A rate at which any seed diverged has infinite mean loss. Where the best value of some arm is the highest (lowest) value of a key,
+    the grid grows there by twice the highest (half the lowest) value for every arm. It grows at most `EXTENSIONS` times, and only by
+    `possible` values.
 
     Args:
-        axes: values above 0; of whole numbers a key's grow by whole numbers.
-        losses: by arm; each arm's at least at the rates of the grid, with `FEWEST_TUNING_SEEDS` seeds or more.
+        axes: planned values of each tuned key, above 0; whole numbers grow by whole numbers.
+        losses: by arm, with `FEWEST_TUNING_SEEDS` seeds or more at each rate.
         possible: whether the tuned keys may have the values of a rate.
 
     Raises:
-        ValueError: a grid or losses that are not as described.
+        ValueError: the grid is empty or has values not above 0, there is no arm, or a rate has too few seeds.
     """
     if not axes or not losses or any(not values or min(values) <= 0 for values in axes):
         raise ValueError("needs a grid of learning rates above 0, and an arm")
     axes = [sorted(set(values)) for values in axes]
-    grown = 0
+    growths = 0
     while True:
-        asked = rates_of(axes)
+        rates = rates_of(axes)
         for arm, by_rate in losses.items():
-            for rate in asked:
+            for rate in rates:
                 if rate in by_rate and len(by_rate[rate]) < FEWEST_TUNING_SEEDS:
                     raise ValueError(f"arm {arm}: {len(by_rate[rate])} seeds at {rate_words(rate)}; tuning needs {FEWEST_TUNING_SEEDS}")
-        if missing := tuple(rate for rate in asked if not all(rate in by_rate for by_rate in losses.values())):
-            return Tuned({}, missing)
-        outcome = chosen(losses, asked)
-        grown_axes = _grown(axes, {arm: best_rate(losses[arm], asked) for arm in outcome.at_edge}, losses, possible)
-        if grown == EXTENSIONS or grown_axes == axes:
+        if missing_rates := tuple(rate for rate in rates if not all(rate in by_rate for by_rate in losses.values())):
+            return Tuned({}, missing_rates)
+        outcome = chosen(losses, rates)
+        grown_axes = _grown(axes, {arm: best_rate(losses[arm], rates) for arm in outcome.at_edge}, losses, possible)
+        if growths == EXTENSIONS or grown_axes == axes:
             return outcome
         axes = grown_axes
-        grown += 1
+        growths += 1
 
 
 def chosen(losses: Mapping[str, Losses], rates: Iterable[Rate] | None = None) -> Tuned:
-    """The rate of the lowest mean loss of each arm among those measured, or among `rates`; none of an arm whose best is at an edge."""
-    rate_by_arm, at_edge = {}, []
+    """Each arm's rate of the lowest mean loss, among all measured rates or among `rates`; none for an arm whose best is at an edge."""
+    rate_by_arm, edge_arms = {}, []
     for arm, by_rate in losses.items():
-        asked = list(by_rate if rates is None else rates)
-        best = rate_by_arm[arm] = best_rate(by_rate, asked)
-        edges = [(values[0], values[-1]) for values in _axes(asked)]
+        candidates = list(by_rate if rates is None else rates)
+        best = rate_by_arm[arm] = best_rate(by_rate, candidates)
+        edges = [(values[0], values[-1]) for values in _axes(candidates)]
         if any(value in ends for value, ends in zip(coordinates(best), edges, strict=True)) or mean_loss(by_rate[best]) == math.inf:
-            at_edge.append(arm)
-    return Tuned({arm: rate for arm, rate in rate_by_arm.items() if arm not in at_edge}, at_edge=tuple(at_edge))
+            edge_arms.append(arm)
+    return Tuned({arm: rate for arm, rate in rate_by_arm.items() if arm not in edge_arms}, at_edge=tuple(edge_arms))
 
 
 def crossed_rates(base: str, rates: Mapping[str, Rate]) -> dict[str, tuple[Rate, ...]]:
-    """The rates that the final seeds of each arm are trained at: its own first, then the baseline's; the baseline's seeds at those of all
-    arms. Tuning seeds are few; what they chose for one arm of a comparison is tried with the other before a difference is believed.
+    """The rates that the final seeds of each arm are trained at: its own rate, then the baseline's; for the baseline the rates of all arms.
+
+    Tuning seeds are few: the rate that they chose for one arm is tried with the other arm, too, before a difference is believed.
 
     Args:
-        base: the baseline; without a rate of its own, nothing is crossed.
+        base: the baseline; if it has no rate, every arm is trained at its own rate alone.
         rates: by arm, as tuning chose them.
     """
-    others = {arm: rates.values() if arm == base else (rates[base],) for arm in rates} if base in rates else {}
-    return {arm: tuple(dict.fromkeys((rate, *others.get(arm, ())))) for arm, rate in rates.items()}
+    opposite_rates = {arm: rates.values() if arm == base else (rates[base],) for arm in rates} if base in rates else {}
+    return {arm: tuple(dict.fromkeys((rate, *opposite_rates.get(arm, ())))) for arm, rate in rates.items()}
 
 
-def best_rate(by_rate: Losses, asked: Iterable[Rate]) -> Rate:
-    """The rate of the lowest mean loss; of several, as where a task is solved at all of them, the one nearest the middle of the grid."""
-    asked = sorted(asked)
-    axes = _axes(asked)
+def best_rate(by_rate: Losses, rates: Iterable[Rate]) -> Rate:
+    """The rate of the lowest mean loss; of equal rates, as where all solve a task, the rate nearest to the middle of the grid."""
+    rates = sorted(rates)
+    axes = _axes(rates)
 
     def off_middle(rate: Rate) -> float:
         return sum(abs(values.index(value) - (len(values) - 1) / 2) for value, values in zip(coordinates(rate), axes, strict=True))
 
-    return min(asked, key=lambda rate: (mean_loss(by_rate[rate]), off_middle(rate)))
+    return min(rates, key=lambda rate: (mean_loss(by_rate[rate]), off_middle(rate)))
 
 
 def _axes(rates: Iterable[Rate]) -> list[list[float]]:
@@ -168,25 +178,30 @@ def _axes(rates: Iterable[Rate]) -> list[list[float]]:
 def _grown(
     axes: list[list[float]], best: Mapping[str, Rate], losses: Mapping[str, Losses], possible: Callable[[Rate], bool]
 ) -> list[list[float]]:
-    """The axes, grown for arms whose best is at an edge; those that diverged everywhere ask for nothing."""
-    growing = [coordinates(rate) for arm, rate in best.items() if mean_loss(losses[arm][rate]) < math.inf]
-    grown = []
+    """The axes, grown for arms whose best rate is at an edge; an arm that diverged at every rate adds no values."""
+    edge_rates = [coordinates(rate) for arm, rate in best.items() if mean_loss(losses[arm][rate]) < math.inf]
+    new_axes = []
     for number, values in enumerate(axes):
-        at = {rate[number] for rate in growing}
+        edge_values = {rate[number] for rate in edge_rates}
         half = values[0] // 2 if isinstance(values[0], int) else values[0] / 2
-        more = [half] * (values[0] in at and half > 0) + [values[-1] * 2] * (values[-1] in at)
-        allowed = [value for value in more if all(map(possible, rates_of([*axes[:number], [value], *axes[number + 1 :]])))]
-        grown.append(sorted([*values, *allowed]))
-    return grown
+        additions = [half] * (values[0] in edge_values and half > 0) + [values[-1] * 2] * (values[-1] in edge_values)
+        possible_values = [value for value in additions if all(map(possible, rates_of([*axes[:number], [value], *axes[number + 1 :]])))]
+        new_axes.append(sorted([*values, *possible_values]))
+    return new_axes
 
 
 def mean_loss(losses: Sequence[float]) -> float:
-    """Over seeds; infinite if any is not finite: a rate at which training diverges now and then is not one to use."""
+    """The mean loss over seeds; infinite if any loss is not finite: a rate at which training diverges now and then is not to be used."""
     return fmean(losses) if all(map(math.isfinite, losses)) else math.inf
 
 
 def rate_differences(arm: str, base: str, losses: Mapping[str, Losses]) -> dict[Rate, list[float]]:
-    """Arm minus baseline at every learning rate that both were measured at: by rate, one value a tuning seed. Infinite where only
-    one of them diverged; seeds of which both did are left out."""
+    """Loss of the arm minus loss of the baseline, one value a tuning seed, by the rates at which both were measured.
+
+    A value is infinite where only one arm diverged. Seeds with which both diverged are left out.
+    """
     pairs = {rate: zip(losses[arm][rate], losses[base][rate], strict=True) for rate in sorted(losses[arm].keys() & losses[base].keys())}
-    return {rate: [ours - theirs for ours, theirs in both if math.isfinite(ours) or math.isfinite(theirs)] for rate, both in pairs.items()}
+    return {
+        rate: [arm_loss - base_loss for arm_loss, base_loss in loss_pairs if math.isfinite(arm_loss) or math.isfinite(base_loss)]
+        for rate, loss_pairs in pairs.items()
+    }

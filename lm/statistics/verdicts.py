@@ -13,10 +13,10 @@ from scipy.special import chdtri, nctdtr, ndtri, stdtrit
 from lm.statistics.intervals import ALPHA, Estimate, Interval, over_seeds
 
 POWER = 0.8
-FEWEST_SEEDS = 3  # seeds of a verdict: the spread of two is off by a factor of up to 32 (95 %), that of three by up to 6
+FEWEST_SEEDS = 3  # seeds of a verdict: with two seeds the spread is off by a factor of up to 32 (95 %), with three by up to 6
 FEWEST_EXACT = 6  # seeds from which the sign-flip test can reach 0.05
-MOST_EXACT = 30  # seeds up to which its p is worked out
-MOST_SEEDS = 1000  # that `seeds_needed` counts to
+MOST_EXACT = 30  # seeds up to which p of the sign-flip test is computed
+MOST_SEEDS = 1000  # number of seeds that `seeds_needed` counts to
 
 Kind = Literal[
     "better", "worse", "difference below margin", "no difference above margin", "undecided", "incomplete", "not reached", "unstable",
@@ -25,8 +25,8 @@ Kind = Literal[
 UNTUNED = (
     "the best learning rate is at the edge of a grid that may not grow again, or every rate diverged",
     "no best learning rate inside the grid",
-)  # the reason, and the few words of it
-Name = TypeVar("Name", bound=Hashable)  # of an arm, or of an arm and its size
+)  # the reason, and the reason in a few words
+Name = TypeVar("Name", bound=Hashable)  # name of an arm, or of an arm and its size
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,18 @@ class Comparison:
 
     Attributes:
         by_rates: arm minus baseline on the report text, one value a seed that both were trained with: (seeds,), or of several learning
-            rates (the arm's rates, the baseline's rates, seeds). The claim is on both at their best (`hardest`).
+            rates (the arm's rates, the baseline's rates, seeds). The claim is about both arms at their best rates (`hardest`).
         place: indices in `by_rates` of the pair of rates that are judged.
-        diverged: final runs of either that diverged; they are counted, never dropped.
-        shared: how many of the baseline's rates, the first, the arm was trained at, too: it is worse only if it is so against the baseline
-            at one of these. None: all.
-        every: the best rates are those of another metric than the one compared: the claim must hold at every pair.
-        higher: of the metric more is better: an arm's best rate is that of its highest value, in place of its lowest.
-        tuned: False if the best rate of either is at an edge of the grid.
-        planned: seeds that were planned; None: these. Until all have ended there is no verdict.
-        why: which runs diverged and how, in words.
-        over_documents: (the arm's rates, the baseline's rates) the same over seeds and documents, where there are enough of both.
-        unreached: which runs have no value, as they did not reach a level, in words: then there is no verdict.
+        diverged: number of final runs of either arm that diverged; they are counted, never dropped.
+        shared: number of the baseline's rates, from the first on, that the arm was trained at, too. The arm is worse only if
+            it is worse than the baseline at one of these rates. None: all rates.
+        every: whether the best rates were chosen by another metric than the compared metric: the claim must hold at every pair of rates.
+        higher: whether higher values of the metric are better: an arm's best rate is then the rate of its highest value.
+        tuned: False if the best rate of either arm is at an edge of the grid.
+        planned: number of planned seeds; None: the seeds in `by_rates`. Until all have ended there is no verdict.
+        why: the runs that diverged, and how, in words.
+        over_documents: (the arm's rates, the baseline's rates), the estimates over seeds and documents, where there are enough of both.
+        unreached: the runs that have no value because they did not reach a level, in words; with such runs there is no verdict.
     """
 
     by_rates: np.ndarray | Sequence[float]
@@ -63,7 +63,7 @@ class Comparison:
 
     @property
     def whole(self) -> bool:
-        """Whether all planned seeds are there."""
+        """Whether the runs of all planned seeds have ended."""
         return self.planned is None or len(self.differences) >= self.planned
 
     @property
@@ -78,9 +78,9 @@ class Comparison:
 
     @cached_property
     def differences(self) -> np.ndarray:
-        """The differences at the rates that are judged, (seeds,); those of runs without a value are left out."""
-        judged = self.at_rates[self.place]
-        return judged[np.isfinite(judged)] if self.unreached else judged
+        """The differences at the rates that are judged, (seeds,), without differences of runs that have no value."""
+        values = self.at_rates[self.place]
+        return values[np.isfinite(values)] if self.unreached else values
 
     @cached_property
     def estimates(self) -> Estimate:
@@ -88,22 +88,25 @@ class Comparison:
         return over_seeds(self.at_rates)
 
     def interval(self, family: int = 1) -> Interval:
-        """The interval of the mean difference over seeds, of the arms at their best rates; so many intervals hold together with 95 %."""
+        """The interval of the mean difference between the arms at their best rates, over seeds; `family` intervals hold with 95 %."""
         return self.enclosing(self.estimates, family)
 
     def enclosing(self, by_rates: Estimate, family: int = 1) -> Interval:
-        """The interval of the difference between the arms at their best rates, of which so many hold together with 95 %.
+        """The interval of the difference between the arms at their best rates; `family` such intervals hold together with 95 %.
 
         Args:
-            by_rates: (the arm's rates, the baseline's), the difference at each pair; the interval is NaN where one is.
+            by_rates: (the arm's rates, the baseline's rates), the difference at each pair; the interval is NaN where any difference is.
         """
         if self.higher:
-            mirrored = replace(self, higher=False).enclosing(replace(by_rates, mean=-by_rates.mean), family)
-            return replace(mirrored, mean=float(by_rates.mean[self.place]), low=0.0 - mirrored.high, high=0.0 - mirrored.low)  # no -0.0
-        shown, both, every = by_rates[self.place].interval(family), by_rates[:, : self.shared], self.every
-        own, others = (1, 1) if every else both.mean.shape
-        high, low = hardest(by_rates.mean + by_rates.half(own * family), every), -hardest((both.half(others * family) - both.mean).T, every)
-        return replace(shown, low=float(np.minimum(shown.low, low)), high=float(np.maximum(shown.high, high)))
+            mirror = replace(self, higher=False).enclosing(replace(by_rates, mean=-by_rates.mean), family)
+            return replace(mirror, mean=float(by_rates.mean[self.place]), low=0.0 - mirror.high, high=0.0 - mirror.low)  # no -0.0
+        interval, shared_estimate, all_pairs = by_rates[self.place].interval(family), by_rates[:, : self.shared], self.every
+        arm_rates, base_rates = (1, 1) if all_pairs else shared_estimate.mean.shape
+        high, low = (
+            hardest(by_rates.mean + by_rates.half(arm_rates * family), all_pairs),
+            -hardest((shared_estimate.half(base_rates * family) - shared_estimate.mean).T, all_pairs),
+        )
+        return replace(interval, low=float(np.minimum(interval.low, low)), high=float(np.maximum(interval.high, high)))
 
 
 @dataclass(frozen=True)
@@ -112,20 +115,20 @@ class Verdict:
 
     Attributes:
         kind: the verdict.
-        reason: what it rests on, with the smallest difference of interest in it.
-        interval: the interval of the difference from which the verdict follows: all intervals of the experiment hold together with 95 %;
+        reason: the facts that the verdict rests on, with the smallest difference of interest.
+        interval: the interval of the difference, from which the verdict follows. All intervals of the experiment hold together with 95 %.
             None with fewer than two seeds.
-        alone: the 95 % interval of this difference taken alone, at all looks.
-        p: two-sided, of no difference, times the number of comparisons; 1 where nothing was tested.
-        p_exact: the same of the sign-flip test, which takes differences as symmetric in place of normal; None: too few or too many seeds.
-        seeds_needed: numbers that find a difference that matters with probability `POWER`: by the spread as measured, and by the ends of
-            its 95 % interval (chi squared). None: more than `MOST_SEEDS`; None in place of all: unknown.
-        over_documents: as `interval`, over seeds and documents; None where there is none.
-        exploratory: whether something was changed after results were there, so that p is too small.
-        margin: the smallest difference of interest, in words; empty if runs learn or don't.
-        beyond: whether every difference in the interval is of the margin or more.
-        open: why there is no answer, in a few words; empty if there is one.
-        seeds: number that the verdict rests on; 0: none was tested.
+        alone: the 95 % interval of this difference by itself, for all looks together.
+        p: two-sided p of no difference, times the number of comparisons; 1 where nothing was tested.
+        p_exact: the same p by the sign-flip test, which assumes symmetric differences, not normal ones; None: too few or too many seeds.
+        seeds_needed: numbers of seeds that find a difference that matters with probability `POWER`: for the measured spread, and for the
+            ends of its 95 % interval (chi squared). A number is None above `MOST_SEEDS`; None in place of all three: unknown.
+        over_documents: the interval over seeds and documents; None where there are too few of either.
+        exploratory: whether the plan was changed after results were known, so that p is too small.
+        margin: the smallest difference of interest, in words; empty if fractions of runs that learn are compared.
+        beyond: whether every difference in the interval is at least the margin.
+        open: the reason why there is no answer, in a few words; empty if there is an answer.
+        seeds: number of seeds that the verdict rests on; 0: nothing was tested.
     """
 
     kind: Kind
@@ -144,7 +147,7 @@ class Verdict:
 
     @property
     def label(self) -> str:
-        """The kind for tables that programs read, and that it is exploratory if it is."""
+        """The kind for tables that programs read, marked `exploratory` if the verdict is."""
         return f"{'exploratory: ' if self.exploratory else ''}{self.kind}"
 
     @property
@@ -160,22 +163,22 @@ class Verdict:
 
     @property
     def words(self) -> str:
-        """The statement with the number of seeds, and that it is exploratory if it is."""
+        """The statement with the number of seeds, marked `exploratory` if the verdict is."""
         return f"{'exploratory: ' if self.exploratory else ''}{self.statement}" + (f" ({self.seeds} seeds)" if self.seeds else "")
 
 
 def verdicts(comparisons: Mapping[Name, Comparison], matters: float, ratio: bool = False, looks: int = 1) -> dict[Name, Verdict]:
     """The verdict on each arm (or arm and size), all taken as one family.
 
-    Each comparison has one interval, Student's t over seeds at a level of 0.05 / comparisons (Bonferroni), and its word follows from that
-    interval alone: with 95 % all intervals hold the true differences, and then no word is false, of whatever kind. A comparison that
-    can't be tested counts in the family.
+    Each comparison has one interval, Student's t over seeds at a level of 0.05 / comparisons (Bonferroni), and its verdict follows from
+    this interval alone. With 95 % all intervals hold the true differences, and then no verdict is false, of whatever kind. A comparison
+    that can't be tested counts in the family.
 
     Args:
         comparisons: by name.
-        matters: smallest difference of interest, in the metric's unit, settled before any run.
+        matters: smallest difference of interest, in the metric's unit, fixed before any run.
         ratio: differences are of natural logarithms, and `matters` is relative: 0.1 is a factor of 1.1 or 1 / 1.1.
-        looks: how often the data may be judged: 2 with a planned second stage, of which each has half of the 0.05.
+        looks: how often the data may be judged: 2 with a planned second stage; each look has half of the 0.05.
 
     Raises:
         ValueError: no `matters` above 0.
@@ -189,21 +192,23 @@ def verdicts(comparisons: Mapping[Name, Comparison], matters: float, ratio: bool
 def _verdict(comparison: Comparison, margin: float, amount: str, comparisons: int, looks: int) -> Verdict:
     family = comparisons * looks
     seeds, finite = len(comparison.differences), np.isfinite(comparison.differences).all()
-    shown = seeds > 1 and not comparison.unreached
-    interval = comparison.interval(family) if shown else None
-    needed = _needed(comparison, margin, family) if seeds > 1 and finite else None
-    both = comparison.over_documents
-    tested = comparison.tuned and comparison.whole and not comparison.diverged and shown and seeds >= FEWEST_SEEDS and comparison.finite
-    p = min(1.0, family * p_difference(comparison)) if tested else 1.0
-    exact = p_exact(comparison) if tested else None
+    has_interval = seeds > 1 and not comparison.unreached
+    interval = comparison.interval(family) if has_interval else None
+    needed_seeds = _needed(comparison, margin, family) if seeds > 1 and finite else None
+    document_estimate = comparison.over_documents
+    is_tested = (
+        comparison.tuned and comparison.whole and not comparison.diverged and has_interval and seeds >= FEWEST_SEEDS and comparison.finite
+    )
+    p = min(1.0, family * p_difference(comparison)) if is_tested else 1.0
+    exact_p = p_exact(comparison) if is_tested else None
 
-    def verdict(kind: Kind, reason: str, unanswered: str = "", beyond: bool = False) -> Verdict:
+    def verdict(kind: Kind, reason: str, open_words: str = "", beyond: bool = False) -> Verdict:
         return Verdict(
-            kind, reason, interval, p, needed,
-            alone=comparison.interval(looks) if shown else None,
-            p_exact=None if exact is None else min(1.0, family * exact),
-            over_documents=both and comparison.enclosing(both, family),
-            margin=amount, beyond=beyond, open=unanswered, seeds=seeds if tested else 0,
+            kind, reason, interval, p, needed_seeds,
+            alone=comparison.interval(looks) if has_interval else None,
+            p_exact=None if exact_p is None else min(1.0, family * exact_p),
+            over_documents=document_estimate and comparison.enclosing(document_estimate, family),
+            margin=amount, beyond=beyond, open=open_words, seeds=seeds if is_tested else 0,
         )  # fmt: skip
 
     if comparison.diverged:
@@ -216,119 +221,132 @@ def _verdict(comparison: Comparison, margin: float, amount: str, comparisons: in
     if comparison.unreached:
         return verdict("not reached", comparison.unreached, "runs have no number of tokens")
     if not comparison.whole:
-        ended = f"{seeds} of {comparison.planned} seeds have ended"
-        return verdict("incomplete", ended, ended)
+        progress = f"{seeds} of {comparison.planned} seeds have ended"
+        return verdict("incomplete", progress, progress)
     if seeds < FEWEST_SEEDS:
-        few = f"a verdict takes {FEWEST_SEEDS} seeds"
-        return verdict("incomplete", f"{seeds} seeds in common: a verdict takes at least {FEWEST_SEEDS}", few)
+        words = f"a verdict takes {FEWEST_SEEDS} seeds"
+        return verdict("incomplete", f"{seeds} seeds in common: a verdict takes at least {FEWEST_SEEDS}", words)
     if not comparison.finite:
-        infinite = "a difference at another of the learning rates, all of which a verdict is on, is not finite"
-        return verdict("undecided", infinite, "another learning rate has no finite difference")
-    within = -margin < interval.low and interval.high < margin
-    tied = comparison.estimates.error[comparison.place] == 0
-    by = f" by the sign-flip test, as all {seeds} seeds differ by the same" if tied else ""
+        reason = "a difference at another of the learning rates, all of which a verdict is on, is not finite"
+        return verdict("undecided", reason, "another learning rate has no finite difference")
+    is_within = -margin < interval.low and interval.high < margin
+    is_tied = comparison.estimates.error[comparison.place] == 0
+    method = f" by the sign-flip test, as all {seeds} seeds differ by the same" if is_tied else ""
     if interval.low > 0 or interval.high < 0:
-        if within:
-            return verdict("difference below margin", f"the interval leaves out 0 and lies within {amount} (p = {p:.2g}{by})")
+        if is_within:
+            return verdict("difference below margin", f"the interval leaves out 0 and lies within {amount} (p = {p:.2g}{method})")
         beyond = min(abs(interval.low), abs(interval.high)) >= margin
-        more = f" and every difference below {amount}" if beyond else ""
+        addition = f" and every difference below {amount}" if beyond else ""
         kind = "better" if (interval.mean > 0) == comparison.higher else "worse"
-        return verdict(kind, f"the interval leaves out 0{more} (p = {p:.2g}{by})", beyond=beyond)
-    if within:
-        return verdict("no difference above margin", f"the interval holds 0 and lies within {amount}{by}")
-    if tied and not interval.bounded:
-        few = "" if interval.mean == 0 else f", which so few can't bring to {ALPHA:g}"
-        same = f"all {seeds} seeds differ by the same: p = {p:.2g} by the sign-flip test{few}"
-        return verdict("undecided", same, "all seeds agree, and are too few")
+        return verdict(kind, f"the interval leaves out 0{addition} (p = {p:.2g}{method})", beyond=beyond)
+    if is_within:
+        return verdict("no difference above margin", f"the interval holds 0 and lies within {amount}{method}")
+    if is_tied and not interval.bounded:
+        remark = "" if interval.mean == 0 else f", which so few can't bring to {ALPHA:g}"
+        words = f"all {seeds} seeds differ by the same: p = {p:.2g} by the sign-flip test{remark}"
+        return verdict("undecided", words, "all seeds agree, and are too few")
     rates = ", over all rates that the arms were trained at," if comparison.at_rates[..., 0].size > 1 else ""
-    beyond = f"the interval{rates} holds 0, and differences of more than {amount}"
-    if tied:  # at the rates that are judged, where no spread says how many seeds it takes
-        return verdict("undecided", beyond, "the interval is too wide")
-    by_spread, fewest, most = (f"more than {MOST_SEEDS:,}" if number is None else f"{number:,}" for number in needed)
-    more = f" ({fewest} to {most}, as the spread itself is known from few)" if fewest != most else ""
-    finding = f"to find one of {amount} 4 times in 5 takes {by_spread} seeds{more}"
-    return verdict("undecided", f"{beyond}; {finding}", "the interval is too wide")
+    finding = f"the interval{rates} holds 0, and differences of more than {amount}"
+    if is_tied:  # at the rates that are judged, where no spread says how many seeds it takes
+        return verdict("undecided", finding, "the interval is too wide")
+    expected, fewest, most = (f"more than {MOST_SEEDS:,}" if number is None else f"{number:,}" for number in needed_seeds)
+    addition = f" ({fewest} to {most}, as the spread itself is known from few)" if fewest != most else ""
+    estimate = f"to find one of {amount} 4 times in 5 takes {expected} seeds{addition}"
+    return verdict("undecided", f"{finding}; {estimate}", "the interval is too wide")
 
 
 def _needed(comparison: Comparison, margin: float, family: int) -> tuple[int | None, ...]:
-    """Seeds with which a difference of `margin` is found, by the spread so far and by the ends of its 95 % interval."""
+    """Numbers of seeds that find a difference of `margin`: for the spread so far, and for the ends of the spread's 95 % interval."""
     seeds, spread = len(comparison.differences), float(np.std(comparison.differences, ddof=1))
     rates = 1 if comparison.every or comparison.unreached else max(comparison.at_rates[:, : comparison.shared].shape[:2])
-    ends = (math.sqrt((seeds - 1) / chdtri(seeds - 1, tail)) for tail in (0.025, 0.975))
-    return tuple(seeds_needed(spread * each, margin, ALPHA / family / rates) for each in (1.0, *ends))
+    factors = (math.sqrt((seeds - 1) / chdtri(seeds - 1, tail)) for tail in (0.025, 0.975))
+    return tuple(seeds_needed(spread * factor, margin, ALPHA / family / rates) for factor in (1.0, *factors))
 
 
-def hardest(values: np.ndarray, every: bool) -> float:
-    """How far a claim on two arms at their best rates is from being shown.
+def hardest(values: np.ndarray, all_pairs: bool) -> float:
+    """The p, or the end of an interval, of the claim that arm A is better than arm B, both at their best rates.
 
-    One is better than the other at its best if, for each rate of the other, it is better at one of its own. Over its own rates that is
-    the least p, times their number (Bonferroni): the seeds that are tested may choose the rate, and it is paid for. Over the other's
-    rates it is the greatest p (an intersection-union test, Berger 1982).
+    A is better than B if, for each rate of B, A is better at one of A's rates. Over the rates of A this is the least p, times their
+    number (Bonferroni): the tested seeds may choose the rate, and the factor pays for the choice. Over the rates of B it is the greatest
+    p (an intersection-union test, Berger 1982).
 
     Args:
-        values: (its own rates, the other's), p or an end of an interval, each of as many together as are its own rates.
-        every: the greatest of all pairs; each is then one alone.
+        values: (rates of A, rates of B), p or ends of intervals, corrected for the number of A's rates.
+        all_pairs: whether the claim must hold at every pair of rates; values are then not corrected.
     """
-    return float(values.max() if every else values.min(0).max())
+    return float(values.max() if all_pairs else values.min(0).max())
 
 
 def p_difference(comparison: Comparison) -> float:
-    """Two-sided p of the paired t test of mean 0, of the arms at their best rates: it is at most 0.05 / family where `Comparison.interval`
-    of that family leaves out 0. Without spread that of the sign-flip test; NaN where a difference is not finite."""
+    """Two-sided p of the paired t test of mean 0 between the arms at their best rates; NaN where a difference is not finite.
+
+    It is at most 0.05 / family where `Comparison.interval` of this family leaves out 0. Without spread it is p of the sign-flip test.
+    """
     estimates = comparison.estimates
     return _two_sided(comparison, estimates.p(0.0, 1), estimates.p(0.0, -1))
 
 
 def p_exact(comparison: Comparison) -> float | None:
-    """Two-sided p of the sign-flip test of mean 0, of the arms at their best rates: exact where differences are symmetric about 0 (Fisher
-    1935); None with fewer than `FEWEST_EXACT` or more than `MOST_EXACT` seeds."""
+    """Two-sided p of the sign-flip test of mean 0 between the arms at their best rates (Fisher 1935).
+
+    It is exact where differences are symmetric about 0. None with fewer than `FEWEST_EXACT` or more than `MOST_EXACT` seeds.
+    """
     values = comparison.at_rates
     if not FEWEST_EXACT <= values.shape[-1] <= MOST_EXACT:
         return None
     return _two_sided(comparison, sign_flip(-values), sign_flip(values))
 
 
-def _two_sided(comparison: Comparison, below: np.ndarray, above: np.ndarray) -> float:
-    """The two-sided p of the arms at their best rates, from the one-sided p at each pair of rates, (the arm's, the baseline's): that the
-    difference is not below 0, and that it is not above."""
+def _two_sided(comparison: Comparison, p_below: np.ndarray, p_above: np.ndarray) -> float:
+    """The two-sided p of the arms at their best rates, from the one-sided p at each pair of rates, (the arm's, the baseline's).
+
+    p_below: of a difference that is not below 0; p_above: of a difference that is not above 0.
+    """
 
     def claim(p: np.ndarray, place: tuple[int, int], shared: int | None) -> float:
-        both = p[:shared]
-        return float(np.maximum(p[place], hardest(both if comparison.every else np.minimum(1.0, len(both) * both), comparison.every)))
+        shared_p = p[:shared]
+        return float(
+            np.maximum(p[place], hardest(shared_p if comparison.every else np.minimum(1.0, len(shared_p) * shared_p), comparison.every))
+        )
 
     if comparison.higher:
-        below, above = above, below
-    better, worse = claim(below, comparison.place, None), claim(above.T, comparison.place[::-1], comparison.shared)
-    return float(np.minimum(1.0, 2 * np.minimum(better, worse)))
+        p_below, p_above = p_above, p_below
+    p_better, p_worse = claim(p_below, comparison.place, None), claim(p_above.T, comparison.place[::-1], comparison.shared)
+    return float(np.minimum(1.0, 2 * np.minimum(p_better, p_worse)))
 
 
 def sign_flip(values: np.ndarray) -> np.ndarray:
-    """One-sided p, (...,), that the mean of (..., seeds) is not above 0: the fraction of the 2^seeds choices of their signs whose sum is at
-    least as high. Sums of each half of the seeds are sorted, so that no more than 2^(seeds / 2) are kept."""
+    """One-sided p, (...,), of a mean over seeds that is not above 0; `values`: (..., seeds).
+
+    It is the fraction of the 2^seeds choices of signs whose sum is at least as high. Sums are made for each half of the seeds, so that no
+    more than 2^(seeds / 2) are in memory.
+    """
     values = np.asarray(values, dtype=float)
-    *outer, seeds = values.shape
-    if outer:
-        return np.array([sign_flip(each) for each in values])
+    *outer_shape, seeds = values.shape
+    if outer_shape:
+        return np.array([sign_flip(row) for row in values])
     first, second = (
         (1 - 2 * (np.arange(2 ** len(half))[:, None] >> np.arange(len(half)) & 1)) @ half for half in np.array_split(values, 2)
     )
     second = np.sort(second)
-    least = values.sum() - 1e-12 * np.abs(values).sum()  # equal sums stay equal when they are added in another order
-    return (len(second) - np.searchsorted(second, least - first)).sum() / 2**seeds
+    threshold = values.sum() - 1e-12 * np.abs(values).sum()  # equal sums stay equal when they are added in another order
+    return (len(second) - np.searchsorted(second, threshold - first)).sum() / 2**seeds
 
 
 def power(seeds: int, spread: float, difference: float, alpha: float = ALPHA) -> float:
     """The probability that a mean `difference` is found at `alpha`; `spread`: the standard deviation of single differences."""
     if spread == 0:  # the sign-flip test decides
         return float(bool(difference) and 2.0 ** (1 - seeds) <= alpha)
-    critical, shift = stdtrit(seeds - 1, 1 - alpha / 2), abs(difference) / spread * math.sqrt(seeds)
-    below, at_most = np.fmax(nctdtr(seeds - 1, shift, [-critical, critical]), 0)  # NaN where they are too small to be represented
-    return float(1 - at_most + below)
+    critical_value, shift = stdtrit(seeds - 1, 1 - alpha / 2), abs(difference) / spread * math.sqrt(seeds)
+    # NaN stands for a probability that is too small to be represented.
+    lower_tail, upper_cdf = np.fmax(nctdtr(seeds - 1, shift, [-critical_value, critical_value]), 0)
+    return float(1 - upper_cdf + lower_tail)
 
 
 def seeds_needed(spread: float, difference: float, alpha: float = ALPHA) -> int | None:
     """The fewest seeds, at least `FEWEST_SEEDS`, with which `power` is `POWER`; None: more than `MOST_SEEDS`."""
-    known = (ndtri(1 - alpha / 2) + ndtri(POWER)) * spread / abs(difference)  # its square: of a test that knows the spread, and takes fewer
-    some = range(max(FEWEST_SEEDS, math.floor(min(known, MOST_SEEDS) ** 2)), MOST_SEEDS + 1)
-    fewest = bisect_left(some, True, key=lambda seeds: power(seeds, spread, difference, alpha) >= POWER)
-    return some[fewest] if fewest < len(some) else None
+    # The square of `root` is the number of seeds of a test that knows the spread, and so needs fewer.
+    root = (ndtri(1 - alpha / 2) + ndtri(POWER)) * spread / abs(difference)
+    candidates = range(max(FEWEST_SEEDS, math.floor(min(root, MOST_SEEDS) ** 2)), MOST_SEEDS + 1)
+    index = bisect_left(candidates, True, key=lambda seeds: power(seeds, spread, difference, alpha) >= POWER)
+    return candidates[index] if index < len(candidates) else None

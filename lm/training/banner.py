@@ -109,12 +109,12 @@ def _memory(config: Config, phase: int, vocab_size: int, machine: Machine) -> st
         n_bytes = estimated_memory(config, phase, vocab_size, machine.bf16, machine.accelerator)
     except Exception as error:  # by code of a normalizer from outside: no estimate must keep a run from starting
         return f"not estimated: {one_line(error)}"
-    saved = "inputs of blocks" if config.trainer.activation_checkpointing else "activations"
-    return f"about {n_bytes / 2**30:.2f} GiB of tensors a process (weights, gradients, optimizer, {saved}); libraries and evaluations aside"
+    tape = "inputs of blocks" if config.trainer.activation_checkpointing else "activations"
+    return f"about {n_bytes / 2**30:.2f} GiB of tensors a process (weights, gradients, optimizer, {tape}); libraries and evaluations aside"
 
 
 def _normalizer(decoder: Decoder) -> str:
-    """Formula and options of the normalizer; where layers differ, of each."""
+    """Formula and options of the normalizer; where layers have different normalizers, those of each layer."""
     texts = []
     for options in (normalizer.options for normalizer in decoder.normalizers()):
         words = ", ".join(f"{name} = {value}" for name, value in vars(options).items())
@@ -122,14 +122,14 @@ def _normalizer(decoder: Decoder) -> str:
     if len(set(texts)) == 1:
         return texts[0]
     return "  |  ".join(
-        f"layers {', '.join(str(i) for i, other in enumerate(texts) if other == text)}: {text}" for text in dict.fromkeys(texts)
+        f"layers {', '.join(str(i) for i, layer_text in enumerate(texts) if layer_text == text)}: {text}" for text in dict.fromkeys(texts)
     )
 
 
 def _options(options: object) -> str:
     """A variant's name, and its options that are not at their defaults."""
-    named = {name: f"{value:g}" if isinstance(value, float) else str(value).lower() for name, value in _changed(options).items()}
-    return ", ".join([options.name, *(f"{name} = {value}" for name, value in named.items())])
+    texts = {name: f"{value:g}" if isinstance(value, float) else str(value).lower() for name, value in _changed(options).items()}
+    return ", ".join([options.name, *(f"{name} = {value}" for name, value in texts.items())])
 
 
 def _changed(options: object) -> dict[str, object]:
@@ -139,7 +139,7 @@ def _changed(options: object) -> dict[str, object]:
 
 
 def _groups(config: Config, decoder: Decoder) -> str:
-    """Size, learning rate and weight decay of each group of parameters, and epsilon where it has its own; its parts, where they differ."""
+    """Size, learning rate and weight decay of each group of parameters; also its epsilon if it has one, and its parts where they differ."""
     groups, texts = parameter_groups(decoder, config.optim), []
     counts = Counter(group["name"] for group in groups)
     for group in groups:
@@ -149,15 +149,15 @@ def _groups(config: Config, decoder: Decoder) -> str:
         size = sum(p.numel() for _, p in group["params"])
         factors = f"lr x {group['lr_factor']:.4g}, weight decay {group['weight_decay']:.4g}"
         texts.append(f"{group['name']}{part} {size:,} parameters, {factors}{eps}")
-    if (later := config.optim.groups.normalizer) != Group() and "normalizer" not in counts:
+    if (later_group := config.optim.groups.normalizer) != Group() and "normalizer" not in counts:
         texts.append(
-            f"normalizer (of later phases), lr x {later.lr_factor:.4g}, weight decay {config.optim.weight_decay('normalizer'):.4g}"
+            f"normalizer (of later phases), lr x {later_group.lr_factor:.4g}, weight decay {config.optim.weight_decay('normalizer'):.4g}"
         )
     return "; ".join(texts)
 
 
 def _epochs(store: Store, config: Config) -> list[tuple[str, float]]:
-    """The number of times that the run reads each source of text, by its label (empty if there is one)."""
+    """The number of times that the run reads each source of text, by its label; a single source has an empty label."""
     text_fraction = 1 - sum(weighted.weight for weighted in config.data.tasks)
     if text_fraction < 1e-6:
         return []
@@ -167,14 +167,14 @@ def _epochs(store: Store, config: Config) -> list[tuple[str, float]]:
 
 
 def _tasks(store: Store, config: Config) -> str:
-    """The fraction of sequences of each task, and of which tasks more sequences are drawn than there are different ones."""
+    """The fraction of sequences of each task; where more sequences are drawn than a task has different ones, both numbers."""
     texts, tokens, fractions = [], config.trainer.max_steps * config.optim.batch_tokens, _length_fractions(store, config)
     for weighted in config.data.tasks:
         text = f"{weighted.task.name} {weighted.weight:.0%}"
         for length, fraction in fractions.items():
-            drawn, different = weighted.weight * fraction * tokens / length, weighted.task.distinct(length, "train")
-            if weighted.task.vocab_size and drawn > different:  # sequences in text differ in their filler
-                text += f" ({drawn:,.0f} sequences of {length} tokens, of about {different:,.0f} different ones)"
+            n_drawn, n_distinct = weighted.weight * fraction * tokens / length, weighted.task.distinct(length, "train")
+            if weighted.task.vocab_size and n_drawn > n_distinct:  # sequences in text differ in their filler
+                text += f" ({n_drawn:,.0f} sequences of {length} tokens, of about {n_distinct:,.0f} different ones)"
         texts.append(text)
     return ", ".join(texts)
 
@@ -192,18 +192,18 @@ def _length_fractions(store: Store, config: Config) -> dict[int, float]:
 def _phases(config: Config, phase: int) -> str:
     """Each phase's normalizer and last step, the current phase in brackets."""
     ends = zip(config.phases, config.phase_ends, strict=True)
-    names = [f"{planned.normalizer.label()} to step {end:,}" for planned, end in ends]
+    names = [f"{planned_phase.normalizer.label()} to step {end:,}" for planned_phase, end in ends]
     return ", then ".join(f"[{name}]" if index == phase else name for index, name in enumerate(names))
 
 
-def environment(config: Config, store: Store, start: PhaseStart, machine: Machine, before: dict[str, Plain]) -> dict[str, Plain]:
-    """The facts on which results depend beside the configuration; a resumed run keeps the `starts` recorded `before`.
+def environment(config: Config, store: Store, start: PhaseStart, machine: Machine, old_facts: dict[str, Plain]) -> dict[str, Plain]:
+    """The facts on which results depend beside the configuration: the content of environment.json.
 
-    What this start uses is in the last entry of `starts`, and at the top level.
+    What this start uses is in the last entry of `starts`, and at the top level. A resumed run keeps the `starts` of its `old_facts`.
     """
     commit, dirty = git_state()
     packages = [name for name in ("torch", "lightning", "datasets", "tokenizers", "wandb", "numpy") if find_spec(name)]
-    used = {
+    facts = {
         "lm": lm.__version__,
         "git_commit": commit,
         "git_dirty": dirty,
@@ -220,7 +220,7 @@ def environment(config: Config, store: Store, start: PhaseStart, machine: Machin
         "command": command_line(),
     }
     return {
-        **used,
+        **facts,
         "data_fingerprint": store.fingerprint,
         "data": {
             "store": str(store.path),
@@ -235,14 +235,16 @@ def environment(config: Config, store: Store, start: PhaseStart, machine: Machin
         "peak_flops": machine.peak_flops,
         **({"sequence_lengths": _length_fractions(store, config)} if config.data.lengths.shorter else {}),
         "tokens_total": config.trainer.max_steps * config.optim.batch_tokens,
-        "wandb_id": before.get("wandb_id") or os.urandom(6).hex(),
-        "starts": [*before.get("starts", []), {"step": start.step, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **used}],
+        "wandb_id": old_facts.get("wandb_id") or os.urandom(6).hex(),
+        "starts": [*old_facts.get("starts", []), {"step": start.step, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **facts}],
     }
 
 
 def git_state() -> tuple[str | None, bool | None]:
-    """Commit of the checkout this package runs from and whether it has changes; outside one, also where it is installed within another
-    project's, LM_COMMIT, which an image sets, and None."""
+    """Commit of the checkout from which this package runs, and whether the checkout has changes.
+
+    Outside a checkout, or installed within another project's, the commit is LM_COMMIT, which an image sets, and the second value None.
+    """
 
     def git(*arguments: str) -> str:
         folder = Path(lm.__file__).parent

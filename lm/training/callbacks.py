@@ -46,9 +46,9 @@ class Clock:
         """Seconds since `start`, pauses excluded."""
         return time.perf_counter() - self._begin - self._paused
 
-    def paused(self, since: float) -> None:
-        """Exclude the time since `since` (`time.perf_counter`)."""
-        self._paused += time.perf_counter() - since
+    def paused(self, begin: float) -> None:
+        """Exclude the time since `begin`, a reading of `time.perf_counter`."""
+        self._paused += time.perf_counter() - begin
 
 
 # ---------------------------------------------------------------- how much of the device's arithmetic a run uses
@@ -73,13 +73,13 @@ GPUS = {
     "RTX 3090": (71, 35.6),
     "RTX 4090": (165.2, 82.6),
 }
-SIZE, SECONDS = 1024, 0.1  # of the matrices that are multiplied to measure a CPU, and how long
+SIZE, SECONDS = 1024, 0.1  # rows of the matrices that are multiplied to measure a CPU, and for how many seconds
 
 
 def peak_flops(accelerator: str, bf16: bool) -> float | None:
     """FLOPs a second that one device can make in this precision; None if that is not known.
 
-    Of a GPU: its maker's figure. Of a CPU: what a matrix product reaches now, with torch's threads.
+    A GPU's is its maker's figure, a CPU's the rate that a matrix product reaches now with torch's threads.
     """
     if accelerator == "gpu":
         words = re.split("[ -]", torch.cuda.get_device_name().upper())  # as in NVIDIA H100 80GB HBM3, NVIDIA A100-SXM4-40GB
@@ -90,7 +90,7 @@ def peak_flops(accelerator: str, bf16: bool) -> float | None:
 
 @lru_cache
 def _matmul_flops(dtype: torch.dtype, threads: int) -> float:
-    """FLOPs a second of the fastest of some matrix products; `threads`: torch's, by which a process remembers it."""
+    """FLOPs a second of the fastest of some matrix products; `threads`: torch's number of threads, for the cache's key."""
     matrix, times = torch.ones(SIZE, SIZE, dtype=dtype), []
     while sum(times) < SECONDS or len(times) < 2:
         begin = time.perf_counter()
@@ -100,7 +100,7 @@ def _matmul_flops(dtype: torch.dtype, threads: int) -> float:
 
 
 def mfu(decoder: Decoder, tokens_per_s: float, peak: float | None) -> dict[str, float]:
-    """MFU at a speed on devices of `peak` FLOPs a second in all, by the metrics' names; {} if that is not known.
+    """MFU by the metrics' names, at a speed on devices of `peak` FLOPs a second in all; {} if the peak is not known.
 
     `mfu/causal` counts what causal attention needs; `mfu/palm` counts all of the T x T scores, as PaLM and nanoGPT do.
     """
@@ -132,8 +132,8 @@ class StopOnSignal(StepCallback):
     """SIGINT, SIGTERM, SIGUSR1 and SIGHUP end training after the current step, on all ranks, with a checkpoint.
 
     A context manager around the phases of a run: between two of them a signal is recorded, too, in
-    `signal`. A second one ends the process at once, except SIGHUP, which a closed terminal sends more than once. Started to
-    ignore SIGHUP (nohup), the process does.
+    `signal`. A second signal ends the process at once, except SIGHUP, which a closed terminal sends more than once. A process
+    that was started to ignore SIGHUP (nohup) ignores it.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -144,9 +144,9 @@ class StopOnSignal(StepCallback):
         self._terminals: list[int] = []
 
     def __enter__(self) -> "StopOnSignal":
-        hears = [number for number in self.SIGNALS if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)]
+        numbers = [number for number in self.SIGNALS if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)]
         self._terminals = [output for output in (1, 2) if os.isatty(output)]
-        self._before = {number: signal.signal(number, self._note) for number in hears}
+        self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -157,10 +157,10 @@ class StopOnSignal(StepCallback):
         self.signal = number
         signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
         if number == signal.SIGHUP:  # what is written to a closed terminal would be an error
-            nowhere = os.open(os.devnull, os.O_WRONLY)
+            null_device = os.open(os.devnull, os.O_WRONLY)
             for output in self._terminals:
-                os.dup2(nowhere, output)
-            os.close(nowhere)
+                os.dup2(null_device, output)
+            os.close(null_device)
 
     def requested(self) -> bool:
         """True if this process has received a signal."""
@@ -182,8 +182,8 @@ class StopOnSignal(StepCallback):
 class Metrics(StepCallback):
     """Logs metrics every `log.every` steps, and at the first and last.
 
-    They are the mean loss since the last line, the step's gradient norm and learning rate, tokens per second, MFU, the peak of memory, the
-    normalizers' parameters, and what `log.dynamics` names.
+    They are the mean loss since the last line, the step's gradient norm and learning rate, tokens per second, MFU, and the peak of memory.
+    The normalizers' parameters and what `log.dynamics` names follow.
     """
 
     def __init__(self, run: RunContext, clock: Clock):
@@ -193,7 +193,7 @@ class Metrics(StepCallback):
         self.sequences = train_sequences(run.store, run.config) if "largest_score" in run.config.log.dynamics else None
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Speed is measured from here; training time continues from that of the checkpoint."""
+        """Start the clock at the training time of the checkpoint, and measure speed from here."""
         self.clock.start(module.start.state.elapsed_s)
         self.last_step, self.last_time = trainer.global_step, self.clock.seconds()
 
@@ -205,9 +205,9 @@ class Metrics(StepCallback):
             return
         state, tokens = module.start.state, self.config.optim.batch_tokens
         loss = state.take_mean_loss()
-        now = self.clock.seconds()
-        speed = (step - self.last_step) * tokens / max(now - self.last_time, 1e-9)
-        self.last_step, self.last_time = step, now
+        elapsed_s = self.clock.seconds()
+        speed = (step - self.last_step) * tokens / max(elapsed_s - self.last_time, 1e-9)
+        self.last_step, self.last_time = step, elapsed_s
         self.record.write(
             {
                 "step": step,
@@ -218,7 +218,7 @@ class Metrics(StepCallback):
                 "lr": self.config.optim.lr_at(step - 1, max_steps),
                 "tokens_per_s": round(speed, 1),
                 **mfu(module.decoder, speed, self.peak_flops),
-                "elapsed_s": round(now, 3),
+                "elapsed_s": round(elapsed_s, 3),
                 PEAK_MEMORY: peak_memory_bytes(module.device),
                 **({"sequence_length": module.sequence_length} if self.config.data.lengths.shorter else {}),
                 **({"train/skipped": state.skipped} if self.config.optim.on_nonfinite == "skip" else {}),
@@ -239,9 +239,9 @@ class Metrics(StepCallback):
 
 
 class Evaluations(StepCallback):
-    """Measures what is due, on all ranks, and keeps it: a file in evaluations/, a line in metrics.jsonl.
+    """Makes the measurements that are due, on all ranks, and keeps each result: a file in evaluations/, a line in metrics.jsonl.
 
-    A picture is drawn where wandb is sent it, and at the last step of a run outside of experiments: drawing takes as long as a short
+    A picture is drawn if wandb is sent pictures, and at the last step of a run outside of experiments: drawing takes as long as a short
     run's start. Training time excludes all of it. A measurement that fails, or exceeds its time limit, is logged, and training continues
     unless `eval.on_error` is stop.
     """
@@ -261,18 +261,18 @@ class Evaluations(StepCallback):
 
     def run(self, trainer: L.Trainer, module: TrainModule, measurement: Measurement, decoder: Decoder) -> Evaluation | None:
         """Measure `decoder` now, and keep the result for `lm eval`, too; None if that failed. Collective."""
-        started, step, kind, max_seconds = time.perf_counter(), trainer.global_step, measurement.kind, measurement.asked.max_seconds
-        where = Device(module.device, self.machine.bf16, trainer.global_rank, trainer.world_size).with_time_limit(max_seconds)
+        begin, step, kind, max_seconds = time.perf_counter(), trainer.global_step, measurement.kind, measurement.asked.max_seconds
+        device = Device(module.device, self.machine.bf16, trainer.global_rank, trainer.world_size).with_time_limit(max_seconds)
         tokens, result = step * self.config.optim.batch_tokens, None
         try:
-            result = measurement.evaluate(decoder.to(where.device), where, step, tokens)
+            result = measurement.evaluate(decoder.to(device.device), device, step, tokens)
             module.start.state.note_weights(step, result.weights_sha256)
             if trainer.is_global_zero:
                 scores = logged(result)  # before the file, which says that nothing of it is missing
-                self.record.write({"step": step, "tokens": tokens, **scores, PEAK_MEMORY: peak_memory_bytes(where.device)})
-                drawn = self.record.pictures or (step == self.max_steps and not self.config.experiment.name)
-                path = measurement.write(self.config.run_folder, result, drawn)
-                measurement.cache(self.config.run_folder, result, where)
+                self.record.write({"step": step, "tokens": tokens, **scores, PEAK_MEMORY: peak_memory_bytes(device.device)})
+                draws_picture = self.record.pictures or (step == self.max_steps and not self.config.experiment.name)
+                path = measurement.write(self.config.run_folder, result, draws_picture)
+                measurement.cache(self.config.run_folder, result, device)
                 self.record.evaluation(result, path.with_suffix(".png"))
                 self.progress.say(f"step {step}: " + (", ".join(f"{name} {value:.4f}" for name, value in scores.items()) or kind))
         except Exception as error:  # whatever it is: an evaluation must not end a run
@@ -284,7 +284,7 @@ class Evaluations(StepCallback):
             self.record.write({"step": step, "tokens": tokens, f"{kind}/failed": reason})
             self.progress.say(f"step {step}: {kind}: not {'kept' if result else 'measured'}: {reason}")
         finally:
-            self.clock.paused(started)
+            self.clock.paused(begin)
         return result  # the same on all ranks: where only writing it failed, on the first, there is one
 
 
@@ -306,14 +306,14 @@ class Evaluate(Evaluations):
     """All other measurements, at their own intervals, and what a swap did."""
 
     def on_train_start(self, trainer: L.Trainer, module: TrainModule) -> None:
-        """Measure what is missing at the step that training continues from, and a swap that has just been made, as `lm swap` does."""
-        step, before = trainer.global_step, module.start.before
+        """Make the evaluations that are missing at the step from which training continues, and measure a new swap, as `lm swap` does."""
+        step, old_decoder = trainer.global_step, module.start.before
         for measurement in self.due(step) if step else []:
-            missing = not evaluation_path(self.config.run_folder, measurement.kind, step).exists()
-            if trainer.strategy.reduce_boolean_decision(missing and trainer.is_global_zero, all=False):
-                self.run(trainer, module, measurement, before or module.decoder)  # at a phase's start: as the one before ended
-        if before and self.config.eval.swap_lengths:
-            self.run(trainer, module, SwapMeasurement(self.config, module.store, before), module.decoder)
+            is_missing = not evaluation_path(self.config.run_folder, measurement.kind, step).exists()
+            if trainer.strategy.reduce_boolean_decision(is_missing and trainer.is_global_zero, all=False):
+                self.run(trainer, module, measurement, old_decoder or module.decoder)  # at a phase's start: of the phase before
+        if old_decoder and self.config.eval.swap_lengths:
+            self.run(trainer, module, SwapMeasurement(self.config, module.store, old_decoder), module.decoder)
         module.start.before = None
 
 
@@ -324,8 +324,8 @@ class Checkpoints(StepCallback):
     """Saves `step-N.ckpt` every `checkpoint_every` steps, at the best validation so far, at a phase's end and where
     training ends; links `last.ckpt` and `best.ckpt` to them.
 
-    Lightning saves none of them: its own saving goes through $TMPDIR, which leaves a truncated file when that is another file
-    system and the process dies, and stores counters that a resumed run would have to correct.
+    Lightning saves none of them. Its own saving goes through $TMPDIR: where that is another file system, a process that dies leaves a
+    truncated file. It also stores counters that a resumed run would have to correct.
     """
 
     def __init__(self, run: RunContext, clock: Clock):
@@ -351,7 +351,7 @@ class Checkpoints(StepCallback):
 
     def save(self, trainer: L.Trainer, module: TrainModule) -> None:
         """Save now (collective), and delete checkpoints beyond `keep_checkpoints`."""
-        started, self.saved = time.perf_counter(), trainer.global_step
+        begin, self.saved = time.perf_counter(), trainer.global_step
         if trainer.is_global_zero:
             path = step_path(self.folder, self.saved)
             module.start.state.note_weights(self.saved, save_checkpoint(self.content(module), path))
@@ -360,7 +360,7 @@ class Checkpoints(StepCallback):
                 link_checkpoint(BEST, path)
             self.prune()
         trainer.strategy.barrier()
-        self.clock.paused(started)
+        self.clock.paused(begin)
 
     def content(self, module: TrainModule) -> dict[str, object]:
         """Weights, the optimizer's state by name, and metadata: enough to rebuild the model, to resume, and to refuse a mismatch."""
@@ -383,12 +383,12 @@ class Checkpoints(StepCallback):
         return {"state_dict": module.decoder.state_dict(), "optimizer": optimizer, "lm": metadata}
 
     def prune(self) -> None:
-        """Delete all but the one just saved, the last regular ones and the ends of phases; `best.ckpt` is a link of its own and stays."""
-        saved = steps_saved(self.folder)
-        regular = [path for path in saved if self.is_regular(step_of(path))]
+        """Delete all checkpoints but the one just saved, the last regular ones and the ends of phases; the link `best.ckpt` stays, too."""
+        paths = steps_saved(self.folder)
+        regular = [path for path in paths if self.is_regular(step_of(path))]
         swaps = {step_path(self.folder, end) for end in self.config.phase_ends[:-1]}
-        for old in {*saved} - {step_path(self.folder, self.saved), *regular[-self.config.trainer.keep_checkpoints :], *swaps}:
-            old.unlink(missing_ok=True)
+        for old_path in {*paths} - {step_path(self.folder, self.saved), *regular[-self.config.trainer.keep_checkpoints :], *swaps}:
+            old_path.unlink(missing_ok=True)
 
 
 def is_best(module: TrainModule, step: int) -> bool:
@@ -416,8 +416,8 @@ class ProfileSteps(StepCallback):
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Warn if training goes on after a window of which nothing was recorded."""
-        over = self.window and trainer.is_global_zero and trainer.global_step >= self.window.last
-        if over and not (self.config.run_folder / PROFILE).exists():
+        window_passed = self.window and trainer.is_global_zero and trainer.global_step >= self.window.last
+        if window_passed and not (self.config.run_folder / PROFILE).exists():
             self.progress.say(f"trainer.profile: steps {self.window.first} to {self.window.last} were made before: none is recorded")
 
     def on_train_batch_start(self, trainer: L.Trainer, module: TrainModule, batch: Batch, batch_idx: int) -> None:

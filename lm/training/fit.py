@@ -47,7 +47,7 @@ from lm.training.mirror import MetricLog, Mirror, start_mirrors, wandb_mode
 from lm.training.module import L, RunContext, TrainModule
 from lm.training.starting import PhaseStart, branch, check_resume, start_from_checkpoint, start_new_run, truncate_after
 
-# How Lightning finds the other processes, by who started them: it would guess.
+# How Lightning finds the other processes, by the launcher that started them: it would guess otherwise.
 LAUNCHERS = {
     "torchrun": L.fabric.plugins.environments.TorchElasticEnvironment,
     "srun": L.fabric.plugins.environments.SLURMEnvironment,
@@ -56,7 +56,7 @@ LAUNCHERS = {
 
 
 def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | None, process: Process) -> int:
-    """Train from the start, or from a checkpoint of the run or of that which it branches from; the process's exit status.
+    """Train from the start, or from a checkpoint of this run or of the run that it branches from; returns the process's exit status.
 
     source: the weights that `init_from` names, for a new run; they fit its model (`lm.training.before_training`).
 
@@ -65,7 +65,7 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
     """
     quiet_lightning()
     main = process.rank == 0  # the process that writes files
-    planned = measurements(config, store)
+    plan = measurements(config, store)
     accelerator, device = resolve_device(config)
     mode = wandb_mode(config.log, bool(config.experiment.name))
     if accelerator == "cpu":
@@ -73,41 +73,41 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
         keep_freed_memory()
         device = f"cpu ({torch.get_num_threads()} threads)"
 
-    before: dict[str, Plain] = {}
+    old_facts: dict[str, Plain] = {}
     if checkpoint and not is_own(config.run_folder, checkpoint):
-        start, before, notes = branch(config, store, checkpoint)
-        origin = before["started_from"]
+        start, old_facts, notes = branch(config, store, checkpoint)
+        origin = old_facts["started_from"]
     elif checkpoint:
-        saved = load_checkpoint(checkpoint)
-        notes = check_resume(config, store, saved, checkpoint)
-        before = check_environment(config.run_folder / ENVIRONMENT, saved["lm"], checkpoint)
-        if saved["lm"]["step"] >= config.trainer.max_steps:
+        content = load_checkpoint(checkpoint)
+        notes = check_resume(config, store, content, checkpoint)
+        old_facts = check_environment(config.run_folder / ENVIRONMENT, content["lm"], checkpoint)
+        if content["lm"]["step"] >= config.trainer.max_steps:
             if main:
-                _make_missing(config, planned, checkpoint, saved["lm"]["step"], mode, before)
+                _make_missing(config, plan, checkpoint, content["lm"]["step"], mode, old_facts)
             return 0
-        start, origin = start_from_checkpoint(config, saved), before.get("started_from")
+        start, origin = start_from_checkpoint(config, content), old_facts.get("started_from")
     else:
         start, origin, notes = start_new_run(config, store, source)
-    precision = resolve_precision(config, accelerator, before)
+    precision = resolve_precision(config, accelerator, old_facts)
     flops = flops_per_token(start.decoder) * config.optim.batch_tokens * config.trainer.max_steps
-    compiled = resolve_compile(config, flops, accelerator, before)
+    compiled = resolve_compile(config, flops, accelerator, old_facts)
 
     peak = peak_flops(accelerator, precision.value != "32") if main else None
     machine = Machine(accelerator, device, precision, compiled, process.launcher, peak)
-    recorded = {**environment(config, store, start, machine, before), "started_from": origin}
-    recorded |= {"branched_from": before["branched_from"]} if "branched_from" in before else {}
-    recorded[TOKENIZER_SHA256] = store.manifest["files"][TOKENIZER]["sha256"]
+    facts = {**environment(config, store, start, machine, old_facts), "started_from": origin}
+    facts |= {"branched_from": old_facts["branched_from"]} if "branched_from" in old_facts else {}
+    facts[TOKENIZER_SHA256] = store.manifest["files"][TOKENIZER]["sha256"]
     mirrors: list[Mirror] = []
     if main:
         print(banner(config, store, start, machine), *filter(None, [process.note]), *notes, sep="\n", flush=True)
-        _write_run_files(config, store, start, checkpoint, recorded)
+        _write_run_files(config, store, start, checkpoint, facts)
         with without_collection():  # wandb imports much as it starts
-            mirrors = start_mirrors(mode, config, recorded, start.step, L.pytorch.loggers)
+            mirrors = start_mirrors(mode, config, facts, start.step, L.pytorch.loggers)
     log = MetricLog(config.run_folder / METRICS, mirrors, main)
     progress = StepProgress(config.log.progress if main else "none", config.trainer.max_steps)
     progress.start(start.step)
     try:
-        run = RunContext(config, store, planned, machine, recorded["wandb_id"], log, progress)
+        run = RunContext(config, store, plan, machine, facts["wandb_id"], log, progress)
         return _phases(run, start)
     except Diverged as error:
         log.write({"step": error.step, DIVERGED: str(error)})
@@ -121,11 +121,11 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
         log.close()
 
 
-def _write_run_files(config: Config, store: Store, start: PhaseStart, checkpoint: Path | None, recorded: dict[str, Plain]) -> None:
+def _write_run_files(config: Config, store: Store, start: PhaseStart, checkpoint: Path | None, facts: dict[str, Plain]) -> None:
     """Write configuration, environment and tokenizer to the run folder, and delete what it holds of later steps than `start`."""
     folder = config.run_folder
     write_text(folder / CONFIG, to_yaml(replace(config, resume="")))  # `resume` is not part of the run
-    write_json(folder / ENVIRONMENT, recorded)
+    write_json(folder / ENVIRONMENT, facts)
     write_text(folder / TOKENIZER, (store.path / TOKENIZER).read_text(encoding="utf-8"))
     if checkpoint and checkpoint.name != LAST and is_own(folder, checkpoint):
         link_checkpoint(LAST, checkpoint)  # first, so that a kill right after leaves the run at this checkpoint
@@ -188,22 +188,22 @@ def make_trainer(run: RunContext, module: TrainModule, stop: StopOnSignal) -> L.
     return trainer
 
 
-def _make_missing(config: Config, planned: list[Measurement], checkpoint: Path, step: int, mode: str, before: dict[str, Plain]) -> None:
-    """The run is complete: make the evaluations that a kill after the last step prevented, and log those that are not in its log."""
+def _make_missing(config: Config, plan: list[Measurement], checkpoint: Path, step: int, mode: str, old_facts: dict[str, Plain]) -> None:
+    """Make the evaluations of a complete run that a kill after its last step prevented, and log those that its log lacks."""
     folder = config.run_folder
-    due = [measurement.kind for measurement in planned if measurement.asked.is_due(step, step)]
-    missing = [kind for kind in due if not evaluation_path(folder, kind, step).exists()]
-    last, _ = last_evaluations(folder, to_plain(config))
-    results = {result.kind: result for result in last if result.kind in due and result.step == step}
-    if missing:
-        measured = evaluate(config, folder, checkpoint, missing)
-        results |= {result.evaluation.kind: result.evaluation for result in measured}  # to more digits than in its file
-        print_results(measured, folder / EVALUATIONS)
-    known = {name for line in read_metrics(folder / METRICS).lines if line["step"] == step for name in line}
-    if unlogged := [result for result in results.values() if not logged(result).keys() <= known]:
+    due = [measurement.kind for measurement in plan if measurement.asked.is_due(step, step)]
+    missing_kinds = [kind for kind in due if not evaluation_path(folder, kind, step).exists()]
+    evaluations, _ = last_evaluations(folder, to_plain(config))
+    results = {result.kind: result for result in evaluations if result.kind in due and result.step == step}
+    if missing_kinds:
+        new_results = evaluate(config, folder, checkpoint, missing_kinds)
+        results |= {result.evaluation.kind: result.evaluation for result in new_results}  # to more digits than in its file
+        print_results(new_results, folder / EVALUATIONS)
+    logged_names = {name for line in read_metrics(folder / METRICS).lines if line["step"] == step for name in line}
+    if unlogged_results := [result for result in results.values() if not logged(result).keys() <= logged_names]:
         truncate_metrics(folder / METRICS, step)  # a line that the kill cut short
-        log = MetricLog(folder / METRICS, start_mirrors(mode, config, before, step, L.pytorch.loggers), True)
-        for result in unlogged:
+        log = MetricLog(folder / METRICS, start_mirrors(mode, config, old_facts, step, L.pytorch.loggers), True)
+        for result in unlogged_results:
             log.write({"step": step, "tokens": result.tokens_seen, **logged(result)})
             log.evaluation(result, evaluation_path(folder, result.kind, step).with_suffix(".png"))
         log.close()

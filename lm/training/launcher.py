@@ -27,7 +27,7 @@ UNSET = "unset it, or start with torchrun or srun (docs/running.md)"
 
 @dataclass(frozen=True)
 class Process:
-    """A process of a run: its rank among all of them, who started them, and a note on that for the user."""
+    """A process of a run: its rank among all processes, their launcher, and a note on the launcher for the user."""
 
     rank: int
     launcher: Launcher
@@ -79,11 +79,11 @@ def _end_after(parent: int) -> None:
 
 
 def _torchrun(config: Config, values: dict[str, int]) -> Process:
-    rank, local = _required(values, "RANK"), _required(values, "LOCAL_RANK")
+    rank, local_rank = _required(values, "RANK"), _required(values, "LOCAL_RANK")
     if rank >= values["WORLD_SIZE"]:
         raise _refused("RANK", rank, f"torchrun started {values['WORLD_SIZE']} processes")
-    if local != rank % config.trainer.devices:
-        raise _refused("LOCAL_RANK", local, f"RANK = {rank} is process {rank % config.trainer.devices} of its machine")
+    if local_rank != rank % config.trainer.devices:
+        raise _refused("LOCAL_RANK", local_rank, f"RANK = {rank} is process {rank % config.trainer.devices} of its machine")
     return Process(rank, "torchrun")
 
 
@@ -104,19 +104,19 @@ def _srun(config: Config, values: dict[str, int]) -> Process:
     rank, *_ = (_required(values, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"))  # Lightning reads the others
     if rank >= tasks:
         raise _refused("SLURM_PROCID", rank, f"srun started {tasks} processes")
-    expected = {"SLURM_NTASKS": tasks, "SLURM_NTASKS_PER_NODE": config.trainer.devices, "SLURM_NNODES": config.trainer.num_nodes}
-    for name, count in expected.items():
+    expected_counts = {"SLURM_NTASKS": tasks, "SLURM_NTASKS_PER_NODE": config.trainer.devices, "SLURM_NNODES": config.trainer.num_nodes}
+    for name, count in expected_counts.items():
         if values.get(name) != count:
-            how = f"srun --nodes={config.trainer.num_nodes} --ntasks-per-node={config.trainer.devices}"
-            raise ConfigError([Problem(name, values.get(name), f"must be {count} for trainer.devices and num_nodes", f"start with {how}")])
+            call = f"srun --nodes={config.trainer.num_nodes} --ntasks-per-node={config.trainer.devices}"
+            raise ConfigError([Problem(name, values.get(name), f"must be {count} for trainer.devices and num_nodes", f"start with {call}")])
     return Process(rank, "srun")
 
 
 def _alone(config: Config, values: dict[str, int]) -> Process:
-    """No launcher: a rank other than 0 is refused, and one that would keep Lightning from starting processes of its own."""
-    stray = [name for name in RANKS if values.get(name) or (name in ("RANK", "LOCAL_RANK") and name in values and config.world_size > 1)]
-    if stray:
-        raise _refused(stray[0], values[stray[0]], "no launcher of several processes gave this rank: there is no WORLD_SIZE")
+    """The process without a launcher. Raises ConfigError: a rank other than 0, or one that would keep Lightning from starting processes."""
+    strays = [name for name in RANKS if values.get(name) or (name in ("RANK", "LOCAL_RANK") and name in values and config.world_size > 1)]
+    if strays:
+        raise _refused(strays[0], values[strays[0]], "no launcher of several processes gave this rank: there is no WORLD_SIZE")
     if config.trainer.num_nodes > 1:
         reason, remedy = "needs a launcher on each machine", "use torchrun, see docs/running.md"
         raise ConfigError([Problem("trainer.num_nodes", config.trainer.num_nodes, reason, remedy)])
@@ -127,9 +127,9 @@ def _alone(config: Config, values: dict[str, int]) -> Process:
     return Process(0, "lightning", f"{note}; for all of them: srun --ntasks-per-node=... lm train ... trainer.devices=...")
 
 
-def _check_size(config: Config, started: int) -> None:
-    if started != config.world_size:
-        reason = f"with num_nodes = {config.trainer.num_nodes} makes {config.world_size} processes, the launcher started {started}"
+def _check_size(config: Config, n_processes: int) -> None:
+    if n_processes != config.world_size:
+        reason = f"with num_nodes = {config.trainer.num_nodes} makes {config.world_size} processes, the launcher started {n_processes}"
         raise ConfigError([Problem("trainer.devices", config.trainer.devices, reason, "make them agree")])
 
 

@@ -61,10 +61,10 @@ def estimated_memory(config: Config, phase: int, vocab_size: int, bf16: bool, ac
     """
     recomputes, models = config.trainer.activation_checkpointing, [config.model_in(number) for number in range(phase, len(config.plan))]
     kind = (config.data.seq_len, config.micro_batch, config.rank_sequences, config.world_size, recomputes, config.optim, config.train_only)
-    keyed = {repr((model, kind, vocab_size, bf16, accelerator)): model for model in models}
-    for key, model in keyed.items():
+    models_by_key = {repr((model, kind, vocab_size, bf16, accelerator)): model for model in models}
+    for key, model in models_by_key.items():
         _KNOWN[key] = _KNOWN.get(key) or _estimated(config, model, vocab_size, bf16, accelerator)
-    return max(_KNOWN[key] for key in keyed)
+    return max(_KNOWN[key] for key in models_by_key)
 
 
 def _estimated(config: Config, model: ModelConfig, vocab_size: int, bf16: bool, accelerator: str) -> int:
@@ -72,30 +72,30 @@ def _estimated(config: Config, model: ModelConfig, vocab_size: int, bf16: bool, 
     with torch.device("meta"):
         decoder = Decoder(model, vocab_size, config.data.seq_len, seed=None)
     decoder.recomputes = config.trainer.activation_checkpointing
-    state = [value for known in implied_state(decoder, config).values() for value in known.values()]  # this freezes what is not trained
+    state = [value for entries in implied_state(decoder, config).values() for value in entries.values()]  # this freezes what is not trained
     tensors = [*decoder.parameters(), *(value for value in state if isinstance(value, Tensor))]
-    trained = sum(p.nbytes for p in decoder.parameters() if p.requires_grad)
+    trained_bytes = sum(p.nbytes for p in decoder.parameters() if p.requires_grad)
     with FakeTensorMode(allow_non_fake_inputs=True), counted_on(torch.device(device)), TensorMemory() as memory:
         decoder.to_empty(device="cpu")
         if model.tied:
             decoder.head.weight = decoder.embedding.weight
-        weights = memory.now  # known by their shapes
-        gradients = torch.empty(trained, dtype=torch.uint8)  # of the step before
+        weights = memory.now  # bytes that follow from their shapes
+        gradients = torch.empty(trained_bytes, dtype=torch.uint8)  # of the step before
         tokens = torch.zeros(config.micro_batch, config.data.seq_len, dtype=torch.long)
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             hidden = decoder(tokens)
-        formed = _gradients_of_loss(hidden, decoder.head, bf16, device)
+        loss_gradients = _gradients_of_loss(hidden, decoder.head, bf16, device)
         if config.rank_sequences > config.micro_batch:  # what each micro-batch adds does not stay
             for parameter in filter(lambda p: p.requires_grad, decoder.parameters()):
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)
         else:
             del gradients  # Lightning drops them after the forward pass
-        scaled = [torch.empty_like(tensor) for tensor in formed]
-        del formed
-        hidden.backward(scaled[0])
-        del scaled
-    sent = trained if config.world_size > 1 else 0  # copies of the gradients, which DDP sends
-    return memory.peak - weights + sum(tensor.nbytes for tensor in tensors) + sent
+        scaled_gradients = [torch.empty_like(tensor) for tensor in loss_gradients]
+        del loss_gradients
+        hidden.backward(scaled_gradients[0])
+        del scaled_gradients
+    sent_bytes = trained_bytes if config.world_size > 1 else 0  # copies of the gradients, which DDP sends
+    return memory.peak - weights + sum(tensor.nbytes for tensor in tensors) + sent_bytes
 
 
 def _drop_gradient(parameter: Tensor) -> None:
@@ -104,16 +104,16 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 def _gradients_of_loss(hidden: Tensor, head: Head, bf16: bool, device: str) -> list[Tensor]:
     """The gradients of hidden states (B, T, C) and, if it is trained, of the head's weights (V, C), as the loss forms them chunk by chunk
-    (`lm.model.cross_entropy`), and beside them for a moment what that takes."""
-    weight, n_tokens, low = head.weight, hidden.numel() // hidden.size(-1), 2 if bf16 else 4
+    (`lm.model.cross_entropy`). The memory that the loss takes meanwhile is taken and freed, too."""
+    weight, n_tokens, n_bytes = head.weight, hidden.numel() // hidden.size(-1), 2 if bf16 else 4
     vocab_size = len(weight)
     chunk = min(n_tokens, max(64, CHUNK_LOGITS[device] // vocab_size)) * vocab_size
     rows = min(chunk, max(1, CACHED_LOGITS[device] // vocab_size) * vocab_size)
     gradients = [torch.empty_like(hidden), *([torch.empty_like(weight)] if weight.requires_grad else [])]
-    copy = torch.empty(low * weight.numel() if bf16 else 0, dtype=torch.uint8)
+    copy = torch.empty(n_bytes * weight.numel() if bf16 else 0, dtype=torch.uint8)
     # Beside the logits: of some rows, logits and probabilities in fp32 and what a cap takes; then the product for the head's gradient.
-    of_chunk = low * chunk + max((4 + 4 * bf16 + 8 * bool(head.softcap)) * rows, low * weight.numel() * weight.requires_grad)
-    torch.empty(of_chunk, dtype=torch.uint8)
-    parts = torch.empty_like(hidden)  # of the gradient, before they are joined
+    chunk_bytes = n_bytes * chunk + max((4 + 4 * bf16 + 8 * bool(head.softcap)) * rows, n_bytes * weight.numel() * weight.requires_grad)
+    torch.empty(chunk_bytes, dtype=torch.uint8)
+    parts = torch.empty_like(hidden)  # parts of the gradient, before they are joined
     del copy, parts
     return gradients

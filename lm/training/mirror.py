@@ -1,4 +1,4 @@
-"""metrics.jsonl, the log of a run, and its mirrors, first of all wandb: when that is on, what a run is there, and what it is sent."""
+"""metrics.jsonl, the log of a run, and its mirrors: wandb, trackio, TensorBoard and CSV files."""
 
 import hashlib
 import json
@@ -46,7 +46,7 @@ class Mirror:
 
 
 class RunMirror(Mirror):
-    """A run of trackio, kept where trackio keeps them (TRACKIO_DIR), or of wandb, whose interface trackio has."""
+    """A run of trackio, in trackio's folder (TRACKIO_DIR), or of wandb, whose interface trackio has."""
 
     def __init__(self, run: "trackio.Run | wandb.Run"):
         self.run = run
@@ -69,7 +69,7 @@ class WandbMirror(RunMirror):
         run.define_metric("*", step_metric="tokens")
 
     def evaluation(self, result: Evaluation, picture: Path) -> None:
-        """The chart of each series that a report shows over an axis, such as loss by position, and the evaluation's picture."""
+        """Send the chart of each series that a report shows over an axis, such as loss by position, and the evaluation's picture."""
         import wandb
 
         charts: dict[str, object] = {}
@@ -121,12 +121,12 @@ def start_mirrors(mode: str, config: Config, environment: dict[str, Plain], step
 
     Args:
         environment: the content of environment.json, which names the wandb run that a resumed run goes on with.
-        step: from which the run goes on: CSV has a folder for each start, for a logger of its kind begins its file anew.
+        step: the step from which the run goes on. CSV has a folder for each start, as its logger begins its file anew.
         loggers: Lightning's module of this name.
 
     Raises:
-        ConfigError: one is not installed.
-        RunError: one can't be started.
+        ConfigError: a logger is not installed.
+        RunError: wandb can't be started.
     """
     mirrors: list[Mirror] = []
     for name in config.log.to:
@@ -154,8 +154,10 @@ def start_mirrors(mode: str, config: Config, environment: dict[str, Plain], step
 
 
 def wandb_mode(log: LogConfig, in_experiment: bool = False) -> str:
-    """online | offline | disabled. `auto` follows WANDB_MODE, else is online only with credentials; without them a run of an experiment,
-    of which there are many and which has a report, is not logged there. Disabled where `log.to` lacks wandb.
+    """The mode of wandb, online, offline or disabled; disabled where `log.to` lacks wandb.
+
+    `auto` follows WANDB_MODE, else is online only with credentials. Without credentials a run of an experiment is disabled, as an
+    experiment has many runs and a report, and any other run is offline.
 
     Raises:
         ConfigError: a WANDB_MODE that is none of these; wandb itself reads it whatever `log.wandb` says.
@@ -184,8 +186,13 @@ def project_of(log: LogConfig) -> str:
 
 
 def _wandb_run(mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: str, **place: Plain) -> "wandb.Run | None":
-    """The wandb run in a mode of `wandb_mode`, with the tags and notes of `log`; None if disabled. An entity that is null is wandb's to
-    choose, who follows WANDB_ENTITY. Never prompts; if online fails it says so and goes on offline. Raises RunError: not even offline."""
+    """The wandb run in a mode of `wandb_mode`, with the tags and notes of `log`; None if disabled.
+
+    If the entity is null, wandb chooses it by WANDB_ENTITY. Never prompts; if online fails, a line says so and the run is logged offline.
+
+    Raises:
+        RunError: the run can't be started offline either.
+    """
     if mode == "disabled":
         return None
     if not os.environ.get("WANDB_MODE"):
@@ -193,8 +200,8 @@ def _wandb_run(mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: 
     import wandb
 
     try:
-        waits = {"init_timeout": WANDB_SECONDS, "finish_timeout": WANDB_SECONDS, "finish_timeout_raises": True}
-        settings = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, **waits)
+        time_limits = {"init_timeout": WANDB_SECONDS, "finish_timeout": WANDB_SECONDS, "finish_timeout_raises": True}
+        settings = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, **time_limits)
         wandb.setup(settings)  # else it says which credentials it found
         return wandb.init(
             project=project_of(log),
@@ -214,9 +221,9 @@ def _wandb_run(mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: 
         if mode != "online":
             raise RunError(f"wandb: can't start {mode}: {reason}; to train without it: log.wandb=disabled") from None
         print(f"wandb: online failed ({reason}); logging offline, to be sent later: wandb sync {dir}/wandb/offline-run-*", flush=True)
-        ending = threading.Thread(target=wandb.teardown, daemon=True)  # the run that failed would hold its id
-        ending.start()
-        ending.join(WANDB_SECONDS)  # wandb waits without a limit for its process, which may not end
+        teardown = threading.Thread(target=wandb.teardown, daemon=True)  # the run that failed would hold its id
+        teardown.start()
+        teardown.join(WANDB_SECONDS)  # wandb waits without a limit for its process, which may not end
         return _wandb_run("offline", log, run_id, tags=tags, dir=dir, **place)
 
 
@@ -225,20 +232,20 @@ def _finish(run: "wandb.Run") -> None:
     try:
         run.finish()
     except TimeoutError:
-        sent_later = f"all is kept, to be sent later: wandb sync {Path(run.dir).parent}"
-        print(f"wandb: the server has not taken everything within {WANDB_SECONDS:g} s; {sent_later}", flush=True)
+        advice = f"all is kept, to be sent later: wandb sync {Path(run.dir).parent}"
+        print(f"wandb: the server has not taken everything within {WANDB_SECONDS:g} s; {advice}", flush=True)
 
 
 def send_report(log: LogConfig, name: str, folder: Path, verdicts: list[dict[str, Plain]], report: Path) -> None:
     """Send an experiment's verdicts and report to wandb, if it is on, as a run `NAME report` of its group.
 
     Args:
-        name: of the experiment, in `folder`: a run of the same id for each time that it is judged.
+        name, folder: those of the experiment. They give the id of the run, the same each time that the experiment is judged.
         verdicts: lines of verdicts.csv.
-        report: its page.
+        report: the page of the experiment.
 
     Raises:
-        ConfigError: a WANDB_MODE that there is none of.
+        ConfigError: an unknown WANDB_MODE.
         RunError: wandb can't be started.
     """
     run_id = hashlib.sha256(f"{name} {folder.resolve()}".encode()).hexdigest()[:12]
@@ -251,19 +258,19 @@ def send_report(log: LogConfig, name: str, folder: Path, verdicts: list[dict[str
     columns = list(dict.fromkeys(key for line in verdicts for key in line))
     cells = [[None if (cell := line.get(key)) is None else str(cell) for key in columns] for line in verdicts]
     run.log({"report": wandb.Html(str(report), inject=False), "verdicts": wandb.Table(columns=columns, data=cells)})
-    judged = [line for line in verdicts if "verdict" in line]  # all but the baseline
-    run.summary.update({" ".join(filter(None, ("verdict", line["size"], line["arm"]))): line["words"] for line in judged})
+    verdict_lines = [line for line in verdicts if "verdict" in line]  # all but the baseline
+    run.summary.update({" ".join(filter(None, ("verdict", line["size"], line["arm"]))): line["words"] for line in verdict_lines})
     _finish(run)
 
 
 def _in_experiment(config: Config) -> dict[str, str | list[str] | None]:
-    """Group, job type and tags of a run of an experiment; none of any other run."""
+    """Group, job type and tags of a run of an experiment; empty for any other run."""
     place = config.experiment
-    named = {"arm": place.arm, "size": place.size, "seed": config.seed, "rate": None if place.rate is None else rate_words(place.rate)}
+    labels = {"arm": place.arm, "size": place.size, "seed": config.seed, "rate": None if place.rate is None else rate_words(place.rate)}
     return {
         "group": "/".join(filter(None, (place.name, place.size))) or None,
         "job_type": place.stage,
-        "tags": [f"{name} {value}" for name, value in named.items() if value is not None] if place.name else [],
+        "tags": [f"{name} {value}" for name, value in labels.items() if value is not None] if place.name else [],
     }
 
 
@@ -285,10 +292,10 @@ class MetricLog:
         """`metrics` holds `step`; numbers that are not finite become null. Raises RunError if the line can't be written."""
         if not self.main:
             return
-        finite = {name: value if not isinstance(value, float) or math.isfinite(value) else None for name, value in metrics.items()}
+        finite_metrics = {name: value if not isinstance(value, float) or math.isfinite(value) else None for name, value in metrics.items()}
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(finite) + "\n")
+                file.write(json.dumps(finite_metrics) + "\n")
         except OSError as error:
             raise RunError(f"{self.path}: can't log step {metrics['step']}: {error.strerror}; go on with resume=auto") from None
         for mirror in self.mirrors:

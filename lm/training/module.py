@@ -66,18 +66,18 @@ def transferred(metrics: Iterable[Named]) -> dict[str, float]:
 
 def normalizer_parameters(decoder: Decoder) -> Iterator[Named]:
     """Values of the normalizers' parameters: `normalizer/NAME/layerL/headH` of a parameter with one value a head,
-    `normalizer/NAME/layerL/rms`, the root mean square, of any other. Parameters that layers share are those of the first."""
-    logged: set[nn.Parameter] = set()
+    `normalizer/NAME/layerL/rms`, the root mean square, of any other. Parameters that layers share are logged for the first."""
+    logged_parameters: set[nn.Parameter] = set()
     for layer, normalizer in enumerate(decoder.normalizers()):
         for name, parameter in normalizer.named_parameters():
-            if parameter in logged:
+            if parameter in logged_parameters:
                 continue
-            logged.add(parameter)
-            where, values = f"normalizer/{name}/layer{layer}", parameter.detach().float()
+            logged_parameters.add(parameter)
+            prefix, values = f"normalizer/{name}/layer{layer}", parameter.detach().float()
             if values.shape == (normalizer.layer.n_head,):
-                yield _by_head(where, values)
+                yield _by_head(prefix, values)
             else:
-                yield [f"{where}/rms"], values.square().mean().sqrt().view(1)
+                yield [f"{prefix}/rms"], values.square().mean().sqrt().view(1)
 
 
 def logit_scales(decoder: Decoder) -> Iterator[Named]:
@@ -96,24 +96,24 @@ def logit_scales(decoder: Decoder) -> Iterator[Named]:
             yield _by_head(f"logit_scale/n{n}/layer{layer}", scale[:, n - 1])
         if length > 2:
             log_n = torch.arange(2, length + 1, device=scale.device, dtype=torch.float64).log()
-            centred = log_n - log_n.mean()
+            centred_log_n = log_n - log_n.mean()
             mean = scale[:, 1:].mean(-1)
-            slope = (scale[:, 1:] - mean.unsqueeze(-1)) @ centred / centred.square().sum()  # 0 of a constant, to the bit
+            slope = (scale[:, 1:] - mean.unsqueeze(-1)) @ centred_log_n / centred_log_n.square().sum()  # 0 of a constant, to the bit
             yield _by_head(f"logit_scale/slope/layer{layer}", slope)
             yield _by_head(f"logit_scale/intercept/layer{layer}", mean - slope * log_n.mean())
 
 
-def largest_scores(decoder: Decoder, batch: Batch, where: Device) -> Iterator[Named]:
+def largest_scores(decoder: Decoder, batch: Batch, device: Device) -> Iterator[Named]:
     """`largest_score/layerL/headH`: the largest score before normalization (fp32) of any query and key that it sees, in a batch.
 
     Scores of some queries of a layer are held at a time (`lm.model.attention_stream`). The model and the random state stay as they are.
     """
-    largest: dict[int, Tensor] = {}
-    with eval_mode(decoder), where.autocast():
-        for block in attention_blocks(decoder, batch.to(where.device)):
+    maxima: dict[int, Tensor] = {}
+    with eval_mode(decoder), device.autocast():
+        for block in attention_blocks(decoder, batch.to(device.device)):
             values = block.scores.masked_fill(~block.normalizer.visible(block.layout), -math.inf).amax((0, 2, 3))  # (H,)
-            largest[block.layer] = torch.maximum(largest[block.layer], values) if block.layer in largest else values
-    for layer, values in largest.items():
+            maxima[block.layer] = torch.maximum(maxima[block.layer], values) if block.layer in maxima else values
+    for layer, values in maxima.items():
         yield _by_head(f"largest_score/layer{layer}", values)
 
 
@@ -125,8 +125,8 @@ def gradient_norms(decoder: Decoder) -> Iterator[Named]:
             yield [f"train/grad_norm/layer{layer}"], get_total_norm(grads).view(1)
 
 
-def _by_head(where: str, values: Tensor) -> Named:
-    return [f"{where}/head{head}" for head in range(len(values))], values
+def _by_head(prefix: str, values: Tensor) -> Named:
+    return [f"{prefix}/head{head}" for head in range(len(values))], values
 
 
 # ---------------------------------------------------------------- steps that are not finite
@@ -135,21 +135,23 @@ def _by_head(where: str, values: Tensor) -> Named:
 MOST_SKIPPED = 10  # consecutive steps that may be skipped before the run stops
 
 
-def skip_or_stop(decoder: Decoder, state: RunState, policy: str, step: int, measured: str) -> None:
+def skip_or_stop(decoder: Decoder, state: RunState, policy: str, step: int, reason: str) -> None:
     """Skip the update of a step that is not finite (`optim.on_nonfinite: skip`), or stop the run.
 
-    step: the one to be made, from 1. found: its loss and gradient norm, in words.
+    Args:
+        step: the step to be made, from 1.
+        reason: its loss and gradient norm, in words.
 
     Raises:
         Diverged: the policy is `stop`, or too many consecutive steps were skipped.
     """
     state.count_skipped()
-    where = f"step {step}: {measured} ({_norms(decoder)})"
+    message = f"step {step}: {reason} ({_norms(decoder)})"
     if policy == "stop":
         advice = "lower optim.lr or raise optim.warmup_steps, in a run of another name; or skip such steps: optim.on_nonfinite=skip"
-        raise Diverged(f"{where}; checkpoints up to the last saved are intact: {advice}", step)
+        raise Diverged(f"{message}; checkpoints up to the last saved are intact: {advice}", step)
     if state.skipped_in_a_row >= MOST_SKIPPED:
-        raise Diverged(f"{where}, the {state.skipped_in_a_row}th step in a row; the last checkpoint is intact", step)
+        raise Diverged(f"{message}, the {state.skipped_in_a_row}th step in a row; the last checkpoint is intact", step)
     for parameter in decoder.parameters():
         parameter.grad = None  # the optimizer then leaves the parameter and its moments as they are
 
@@ -157,11 +159,11 @@ def skip_or_stop(decoder: Decoder, state: RunState, policy: str, step: int, meas
 def _norms(decoder: Decoder) -> str:
     """The first parameter whose gradient isn't finite, and the layer with the largest gradient that is."""
     norms = {name: float(p.grad.norm()) for name, p in decoder.named_parameters() if p.grad is not None}
-    bad = [name for name, norm in norms.items() if not math.isfinite(norm)]
-    finite = {name: norm for name, norm in norms.items() if math.isfinite(norm)}
-    first = f"not finite in {bad[0]} and {len(bad) - 1} of {len(norms)} others" if bad else "finite in each parameter"
-    largest = max(finite, key=finite.get, default="")
-    return first + (f", largest finite norm {finite[largest]:.3g} in {largest}" if largest else "")
+    bad_names = [name for name, norm in norms.items() if not math.isfinite(norm)]
+    finite_norms = {name: norm for name, norm in norms.items() if math.isfinite(norm)}
+    bad_text = f"not finite in {bad_names[0]} and {len(bad_names) - 1} of {len(norms)} others" if bad_names else "finite in each parameter"
+    largest_name = max(finite_norms, key=finite_norms.get, default="")
+    return bad_text + (f", largest finite norm {finite_norms[largest_name]:.3g} in {largest_name}" if largest_name else "")
 
 
 # ---------------------------------------------------------------- the module
@@ -279,25 +281,25 @@ class TrainModule(L.LightningModule):
         All that the host needs to know comes from the device in one transfer, the step's only synchronization.
         """
         optim, state, log = self.config.optim, self.start.state, self.config.log
-        logged = "gradient_norm" in log.dynamics and log.is_due(self.global_step + 1, self.config.trainer.max_steps)
-        trained = [p for p in self.decoder.parameters() if p.grad is not None]
+        logs_layers = "gradient_norm" in log.dynamics and log.is_due(self.global_step + 1, self.config.trainer.max_steps)
+        trained_parameters = [p for p in self.decoder.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients_to_norm(self.decoder, self.decoder.config))  # of the mean over tokens, not targets
         step = ["loss", "z_loss", "targets", "stop", "norm"], torch.cat((self._all_reduced(), norm.double().unsqueeze(0)))
-        layers = transferred([step, *(gradient_norms(self.decoder) if logged else [])])
+        layers = transferred([step, *(gradient_norms(self.decoder) if logs_layers else [])])
         nll, z_loss, targets, stop, grad_norm = (layers.pop(name) for name in step[0])
         targets = max(1, int(targets))
         if targets != optim.batch_tokens:  # turn the gradient of the mean over the step's tokens into that of the mean over its targets
             factor = optim.batch_tokens / targets
-            torch._foreach_mul_([p.grad for p in trained], factor)
+            torch._foreach_mul_([p.grad for p in trained_parameters], factor)
             norm, grad_norm = norm * factor, grad_norm * factor
             layers = {name: value * factor for name, value in layers.items()}
         self.last = Step(nll / targets, z_loss / targets, grad_norm, stop > 0, layers)
         if math.isfinite(grad_norm) and math.isfinite(nll):
             state.count_step(nll, targets)
-            torch.nn.utils.clip_grads_with_norm_(trained, optim.grad_clip or math.inf, norm)
+            torch.nn.utils.clip_grads_with_norm_(trained_parameters, optim.grad_clip or math.inf, norm)
         else:
-            measured = f"the loss is {self.last.loss:g}, the gradient's norm {grad_norm:g}"
-            skip_or_stop(self.decoder, state, optim.on_nonfinite, self.global_step + 1, measured)
+            reason = f"the loss is {self.last.loss:g}, the gradient's norm {grad_norm:g}"
+            skip_or_stop(self.decoder, state, optim.on_nonfinite, self.global_step + 1, reason)
 
     def _all_reduced(self) -> Tensor:
         """Sums over all ranks, (4,) float64: loss, z-loss (nats), targets, and ranks asked to stop. Resets this rank's sums."""

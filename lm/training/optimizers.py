@@ -27,13 +27,13 @@ class MuonAndAdamW(torch.optim.Optimizer):
     """Muon for the group `matrices`, each projection of a fused matrix apart, `torch.optim.AdamW` for the other groups.
 
     Updates are those of `torch.optim.Muon` on each projection, in tests/test_muon.py equal bit by bit on a CPU where products are in bf16.
-    That one makes a product at a time, and threads wait for each other at each. Here projections of one shape are orthogonalised together.
+    That class makes one product at a time, at which threads wait for each other. Here projections of one shape are orthogonalised together.
     Batches bound the memory that a step takes for itself, to 12 to 22 bytes x `BATCH_ELEMENTS`, or x the entries of the largest matrix.
     The state of a matrix is one `momentum_buffer` of its shape, in fp32; that of other parameters is AdamW's.
 
     Args:
         groups: torch's groups of named parameters, each with its `name`.
-        options: those of Muon, with AdamW's among them.
+        options: Muon's options, with AdamW's among them.
         projections: rows of each fused matrix that are one projection, as `lm.model.decoder.projections`.
         fused: whether AdamW runs as one kernel over all parameters.
     """
@@ -42,8 +42,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self, groups: list[dict[str, object]], options: Muon, projections: Mapping[str, Mapping[str, slice]], fused: bool | None = None
     ):
         self.options, self.projections = options, projections
-        of_adamw = {"betas": (options.beta1, options.beta2), "eps": options.eps, "fused": fused}
-        self.adamw = torch.optim.AdamW([torch.empty(0)], **of_adamw)  # its groups and state are lent to it at each step
+        adamw_options = {"betas": (options.beta1, options.beta2), "eps": options.eps, "fused": fused}
+        self.adamw = torch.optim.AdamW([torch.empty(0)], **adamw_options)  # its groups and state are lent to it at each step
         super().__init__(groups, self.adamw.defaults)
 
     @torch.no_grad()
@@ -81,11 +81,11 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self._update_batch(batch, group["lr"])
 
     def _update_batch(self, batch: list[tuple[Tensor, Tensor]], lr: float) -> None:
-        """Update projections by the means of their gradients, those of one shape together."""
-        of_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
+        """Update projections by the means of their gradients, projections of one shape together."""
+        pairs_by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
         for projection, mean in batch:
-            of_shape.setdefault(mean.shape, []).append((projection, mean))
-        for shape, pairs in of_shape.items():
+            pairs_by_shape.setdefault(mean.shape, []).append((projection, mean))
+        for shape, pairs in pairs_by_shape.items():
             rate = lr * MUON_RATES[self.options.adjust_lr].relative(*shape)
             means = torch.stack([mean for _, mean in pairs])
             products = torch.bfloat16 if has_native_bf16("gpu" if means.is_cuda else "cpu") else torch.float32
@@ -100,8 +100,8 @@ def orthogonalised(matrices: Tensor, steps: int, products: torch.dtype = torch.b
     Args:
         matrices: (N, rows, columns), bfloat16.
         steps: how often the Newton-Schulz iteration of degree 5 is applied, https://kellerjordan.github.io/posts/muon.
-        products: the dtype of what is multiplied, and of the result. All numbers are bfloat16's whatever it is: fp32, much faster where
-            bf16 is emulated, sums products in another order.
+        products: the dtype of the factors of products, and of the result. All numbers are bfloat16's in any dtype: fp32, much faster
+            where bf16 is emulated, sums products in another order.
     """
 
     def rounded(x: Tensor) -> Tensor:
@@ -129,24 +129,24 @@ GROUPS = tuple(group.name for group in fields(Groups))
 def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, object]]:
     """The trained parameters with their names, as torch's groups; those without any parameter are left out. `eps` where a group has one.
 
-    `lr_factor`: on the schedule's learning rate. Where that is transferred (`lm.model.transfer`), parameters of one group that differ in
-    their factors are groups of the same `name`; the fraction of a weight that a step's decay takes stays the base model's.
+    `lr_factor`: the factor on the schedule's learning rate. Where the rate is transferred (`lm.model.transfer`), parameters of one group
+    that differ in their factors are groups of the same `name`. The fraction of a weight that a step's decay takes stays the base model's.
     """
-    scaled = scalings(decoder, decoder.config, optim.optimizer.width_exponent) if decoder.config.transfer else {}
+    scalings_by_name = scalings(decoder, decoder.config, optim.optimizer.width_exponent) if decoder.config.transfer else {}
     parameters: dict[tuple[str, Scaling], list[tuple[str, Tensor]]] = {}
     for name, parameter in decoder.named_parameters():
         if parameter.requires_grad:
-            parameters.setdefault((group_of(name, parameter), scaled.get(name, Scaling())), []).append((name, parameter))
+            parameters.setdefault((group_of(name, parameter), scalings_by_name.get(name, Scaling())), []).append((name, parameter))
 
     def options(group: str, scaling: Scaling) -> dict[str, float]:
-        own = getattr(optim.groups, group)
-        factors = {"weight_decay": optim.weight_decay(group) / scaling.lr, "lr_factor": own.lr_factor * scaling.lr}
-        if optim.optimizer.has_eps(group) and (own.eps is not None or scaling.eps != 1):
-            factors["eps"] = (own.eps or optim.optimizer.eps) * scaling.eps
+        settings = getattr(optim.groups, group)
+        factors = {"weight_decay": optim.weight_decay(group) / scaling.lr, "lr_factor": settings.lr_factor * scaling.lr}
+        if optim.optimizer.has_eps(group) and (settings.eps is not None or scaling.eps != 1):
+            factors["eps"] = (settings.eps or optim.optimizer.eps) * scaling.eps
         return factors
 
-    ordered = sorted(parameters, key=lambda key: GROUPS.index(key[0]))
-    return [{"name": group, "params": parameters[group, scaling], **options(group, scaling)} for group, scaling in ordered]
+    group_keys = sorted(parameters, key=lambda key: GROUPS.index(key[0]))
+    return [{"name": group, "params": parameters[group, scaling], **options(group, scaling)} for group, scaling in group_keys]
 
 
 def adamw(options: AdamW, groups: list[dict[str, object]], decoder: Decoder) -> torch.optim.Optimizer:
@@ -192,9 +192,9 @@ def set_rates(optimizer: torch.optim.Optimizer, config: Config, phase: int, step
     """
     rate = config.optim.lr_at(step, config.trainer.max_steps)
     start = config.phase_ends[phase - 1] if phase else 0
-    warm = min(1.0, (step - start + 1) / max(1, config.plan[phase].warmup_steps))  # warm-up of a new normalizer
+    warmup_factor = min(1.0, (step - start + 1) / max(1, config.plan[phase].warmup_steps))  # warm-up of a new normalizer
     for group in optimizer.param_groups:
-        group["lr"] = rate * group["lr_factor"] * (warm if group["name"] == "normalizer" else 1.0)
+        group["lr"] = rate * group["lr_factor"] * (warmup_factor if group["name"] == "normalizer" else 1.0)
 
 
 # ---------------------------------------------------------------- state by parameter name
@@ -202,20 +202,20 @@ def set_rates(optimizer: torch.optim.Optimizer, config: Config, phase: int, step
 
 def named_state(optimizer: torch.optim.Optimizer) -> State:
     """The optimizer's state by parameter name."""
-    named = [pair for group in optimizer.param_groups for pair in zip(group["param_names"], group["params"], strict=True)]
-    return {name: dict(optimizer.state.get(parameter, {})) for name, parameter in named}
+    pairs = [pair for group in optimizer.param_groups for pair in zip(group["param_names"], group["params"], strict=True)]
+    return {name: dict(optimizer.state.get(parameter, {})) for name, parameter in pairs}
 
 
 def load_named_state(optimizer: torch.optim.Optimizer, state: State) -> None:
-    """Give a new optimizer a copy of `state`; parameters that `state` does not contain start without."""
+    """Give a new optimizer a copy of `state`; parameters that `state` lacks start without state."""
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
-    known = {index: copy.deepcopy(state[name]) for index, name in enumerate(names) if state.get(name)}
-    optimizer.load_state_dict({"state": known, "param_groups": optimizer.state_dict()["param_groups"]})
+    states = {index: copy.deepcopy(state[name]) for index, name in enumerate(names) if state.get(name)}
+    optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def after_swap(state: State) -> State:
     """The state that a swap keeps: all but that of the normalizers, whose parameters are new."""
-    return {name: known for name, known in state.items() if not is_normalizer(name)}
+    return {name: entry for name, entry in state.items() if not is_normalizer(name)}
 
 
 def implied_state(decoder: Decoder, config: Config) -> State:
@@ -237,19 +237,19 @@ def optimizer_mismatch(decoder: Decoder, config: Config, state: State) -> str:
 
     decoder: on the meta device.
     """
-    implied = implied_state(decoder, config)
-    for name in {**implied, **state}:
-        if name not in implied or name not in state:
-            return f"{name} is {'missing' if name in implied else 'not trained'}"
-        ours, theirs = implied[name], state[name]
-        if not isinstance(theirs, dict):
-            return f"{name} has {theirs!r:.40} in place of optimizer state"
-        for key in {**ours, **theirs} if theirs else ():
-            if key not in ours or key not in theirs:
-                return f"{name}: {key} is {'missing' if key in ours else 'not part of its state'}"
-            shapes = [tuple(entry[key].shape) if isinstance(entry[key], Tensor) else None for entry in (theirs, ours)]
+    expected_state = implied_state(decoder, config)
+    for name in {**expected_state, **state}:
+        if name not in expected_state or name not in state:
+            return f"{name} is {'missing' if name in expected_state else 'not trained'}"
+        expected_entry, saved_entry = expected_state[name], state[name]
+        if not isinstance(saved_entry, dict):
+            return f"{name} has {saved_entry!r:.40} in place of optimizer state"
+        for key in {**expected_entry, **saved_entry} if saved_entry else ():
+            if key not in expected_entry or key not in saved_entry:
+                return f"{name}: {key} is {'missing' if key in expected_entry else 'not part of its state'}"
+            shapes = [tuple(entry[key].shape) if isinstance(entry[key], Tensor) else None for entry in (saved_entry, expected_entry)]
             if shapes[0] != shapes[1]:
                 return f"{name}: {key} has shape {shapes[0]}, the configuration implies {shapes[1]}"
-            if shapes[0] is not None and not theirs[key].is_contiguous():  # an expanded single number claims any size
+            if shapes[0] is not None and not saved_entry[key].is_contiguous():  # an expanded single number claims any size
                 return f"{name}: {key} is not contiguous"
     return ""

@@ -1,7 +1,7 @@
 """The time that runs will take, from a few real steps of each: `python -m lm.training.pilot RUN.yaml ...` prints one JSON object a line.
 
-First `begun`: when timing begins (POSIX seconds); then of each run `seconds`: of all of it with its evaluations, without the start of its
-process.
+First comes `begun`, the time at which timing begins (POSIX seconds). Then comes `seconds` of each run: of the whole run with its
+evaluations, without the start of its process.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ STEPS = 10  # optimizer steps that are made
 def pilot(config: Config) -> dict[str, float]:
     """Time a run of this configuration: all that it does but most of its steps, in its run folder. Eager: compiling a few steps would take
     most of the time."""
-    begun = step_of(Path(config.branch_from)) if config.branch_from else 0
-    real = config.trainer.max_steps - begun
-    steps = min(STEPS, real)
-    short = replace(
+    first_step = step_of(Path(config.branch_from)) if config.branch_from else 0
+    run_steps = config.trainer.max_steps - first_step
+    steps = min(STEPS, run_steps)
+    pilot_config = replace(
         config,
         resume="",
         init_from="",  # may not be there yet
@@ -43,18 +43,18 @@ def pilot(config: Config) -> dict[str, float]:
         log=replace(config.log, every=1, wandb="disabled", progress="none"),
     )
     begin = time.perf_counter()
-    train(short)
-    whole = time.perf_counter() - begin
-    ends = [line["elapsed_s"] for line in read_metrics(short.run_folder / METRICS).lines if "elapsed_s" in line]
-    step_s = step_seconds(short.run_folder / METRICS)
-    interval = config.eval.every or max(1, real // 20)
-    forward = config.eval.sequences * config.data.seq_len / config.optim.batch_tokens / 3  # of a step, which has a backward pass, too
-    validations = step_s * forward * (-(-real // interval) - 1)
-    return {"seconds": whole - ends[-1] + step_s * real + validations}
+    train(pilot_config)
+    duration = time.perf_counter() - begin
+    elapsed_times = [line["elapsed_s"] for line in read_metrics(pilot_config.run_folder / METRICS).lines if "elapsed_s" in line]
+    step_s = step_seconds(pilot_config.run_folder / METRICS)
+    interval = config.eval.every or max(1, run_steps // 20)
+    forward_share = config.eval.sequences * config.data.seq_len / config.optim.batch_tokens / 3  # of a step, which has a backward pass, too
+    validations = step_s * forward_share * (-(-run_steps // interval) - 1)
+    return {"seconds": duration - elapsed_times[-1] + step_s * run_steps + validations}
 
 
 def main(paths: list[str]) -> None:
-    """Time each configuration, and print its seconds. Raises ConfigError where the run would, before any is timed."""
+    """Time each configuration, and print its seconds. Raises ConfigError where the run would, before any run is timed."""
     importlib.import_module("lm.training.fit")  # takes seconds, in every run: they belong to the start of its process
     print(json.dumps({"begun": time.time()}), flush=True)
     configs = [load([path]) for path in paths]

@@ -1,4 +1,4 @@
-"""Starts of a phase of a run: random weights, those of another run, or a checkpoint with its run's state; and what is refused."""
+"""Starts of a phase of a run: random weights, those of another run, or a checkpoint with its run's state; and checks of a start."""
 
 import contextlib
 import math
@@ -40,7 +40,7 @@ from lm.training.optimizers import State, after_swap, freeze, optimizer_mismatch
 
 @dataclass(frozen=True)
 class Best:
-    """The lowest validation loss (nats per target) so far on the documents that select, its step, and the sequences that it is of."""
+    """The lowest validation loss (nats per target) so far on the documents that select, its step, and its sequences."""
 
     step: int
     loss: float
@@ -57,7 +57,7 @@ class RunState:
         skipped_in_a_row: number of consecutive ones up to the last step.
         nll_since_line, targets_since_line: loss (nats) and targets over all ranks since the last logged line.
         elapsed_s: seconds of training.
-        weights_sha256: of the weights that were measured or saved, by step; of the step of a swap those before and after it.
+        weights_sha256: digests of the weights that were measured or saved, by step; a swap's step has those before and after it.
     """
 
     best: Best | None = None
@@ -70,7 +70,7 @@ class RunState:
 
     @classmethod
     def of(cls, metadata: dict[str, Plain], folder: Path) -> "RunState":
-        """The state in a checkpoint's `metadata`. A best model that is no longer in `folder`, with the run's checkpoints, is dropped.
+        """The state in a checkpoint's `metadata`. A best model that is no longer in `folder`, that of the run's checkpoints, is dropped.
 
         Raises:
             RunError: something is missing, or of another type.
@@ -92,8 +92,8 @@ class RunState:
 
     def note_weights(self, step: int, sha256: str) -> None:
         """Remember weights that were measured or saved at a step."""
-        known = self.weights_sha256.setdefault(str(step), [])
-        known += [] if sha256 in known else [sha256]
+        digests = self.weights_sha256.setdefault(str(step), [])
+        digests += [] if sha256 in digests else [sha256]
 
     def count_step(self, nll: float, targets: int) -> None:
         """Count a step with the summed loss `nll` (nats) over `targets` targets."""
@@ -150,46 +150,46 @@ def start_new_run(config: Config, store: Store, source: Loaded | None = None) ->
     return PhaseStart(0, 0, decoder), origin, notes
 
 
-def initialize_from(config: Config, store: Store, decoder: Decoder, loaded: Loaded) -> tuple[dict[str, Plain], list[str]]:
-    """Give `decoder` the weights that `init_from` names (`loaded`, whose decoder is left without numbers); their origin, and notes on it.
+def initialize_from(config: Config, store: Store, decoder: Decoder, loaded_model: Loaded) -> tuple[dict[str, Plain], list[str]]:
+    """Give `decoder` the weights of `loaded_model`, whose own decoder is left without numbers; returns their origin, and notes on it.
 
     The origin: `path`, `step`, `tokens`, `normalizer`, and the `arm` and `seeds` of the run (lm/runs/record.py).
 
     Raises:
-        ConfigError: another tokenizer, with both sides and what to do.
+        ConfigError: another tokenizer than that of the weights, with what to do.
     """
-    if problems := _tokenizer_problems(config, store, loaded):
+    if problems := _tokenizer_problems(config, store, loaded_model):
         raise ConfigError(problems)
-    decoder.load_state_dict(loaded.decoder.state_dict())
-    loaded.decoder.to("meta")  # the whole training would hold the weights twice
-    start = {
-        "path": str(loaded.path),
-        "step": loaded.stamp["step"],
-        "tokens": loaded.stamp["tokens_seen"],
-        "normalizer": loaded.decoder.config.normalizer.label(),
+    decoder.load_state_dict(loaded_model.decoder.state_dict())
+    loaded_model.decoder.to("meta")  # the whole training would hold the weights twice
+    origin = {
+        "path": str(loaded_model.path),
+        "step": loaded_model.stamp["step"],
+        "tokens": loaded_model.stamp["tokens_seen"],
+        "normalizer": loaded_model.decoder.config.normalizer.label(),
     }
-    unknown = "note: what those weights were trained on is not known: what is held out here they may have seen"
-    if loaded.config is None:
-        return {**start, "arm": weights_sha256(decoder)[:12], "seeds": []}, [f"weights from {loaded.path}", unknown]
-    source = to_plain(loaded.config), loaded.environment
-    notes = [f"weights from {loaded.path} (step {start['step']:,}, {start['tokens']:,} tokens)"]
-    if start["tokens"] == 0:  # a swap of a model without a training run
-        notes.append(unknown)
-    elif store.fingerprint != loaded.stamp["data_fingerprint"]:
+    unknown_note = "note: what those weights were trained on is not known: what is held out here they may have seen"
+    if loaded_model.config is None:
+        return {**origin, "arm": weights_sha256(decoder)[:12], "seeds": []}, [f"weights from {loaded_model.path}", unknown_note]
+    source = to_plain(loaded_model.config), loaded_model.environment
+    notes = [f"weights from {loaded_model.path} (step {origin['step']:,}, {origin['tokens']:,} tokens)"]
+    if origin["tokens"] == 0:  # a swap of a model without a training run
+        notes.append(unknown_note)
+    elif store.fingerprint != loaded_model.stamp["data_fingerprint"]:
         notes.append("note: those weights were trained on other data or another split: what is held out here they may have seen")
-    return {**start, "arm": arm(*source), "seeds": list(seeds(*source))}, notes
+    return {**origin, "arm": arm(*source), "seeds": list(seeds(*source))}, notes
 
 
-def _tokenizer_problems(config: Config, store: Store, loaded: Loaded) -> list[Problem]:
-    """A tokenizer other than that of the weights, which may have room for more tokens than theirs knows."""
-    known = loaded.tokenizer is not None
-    if store.vocab_size > loaded.decoder.vocab_size or (not known and store.vocab_size < loaded.decoder.vocab_size):
-        reason = f"makes a vocabulary of {store.vocab_size}, {loaded.path} has {loaded.decoder.vocab_size}"
-    elif known and loaded.tokenizer.get_vocab() != store.tokenizer().get_vocab():
-        reason = f"is another tokenizer than that of {loaded.path}: its token ids would stand for other text"
+def _tokenizer_problems(config: Config, store: Store, loaded_model: Loaded) -> list[Problem]:
+    """Problems if the tokenizer is not that of the weights. The model may have room for more tokens than its tokenizer knows."""
+    has_tokenizer = loaded_model.tokenizer is not None
+    if store.vocab_size > loaded_model.decoder.vocab_size or (not has_tokenizer and store.vocab_size < loaded_model.decoder.vocab_size):
+        reason = f"makes a vocabulary of {store.vocab_size}, {loaded_model.path} has {loaded_model.decoder.vocab_size}"
+    elif has_tokenizer and loaded_model.tokenizer.get_vocab() != store.tokenizer().get_vocab():
+        reason = f"is another tokenizer than that of {loaded_model.path}: its token ids would stand for other text"
     else:
         return []
-    file = loaded.folder / TOKENIZER
+    file = loaded_model.folder / TOKENIZER
     remedy = f"set data.tokenizer={{name: file, path: {file}}}" if file.is_file() else "use the tokenizer it was trained with"
     return [Problem("data.tokenizer", config.data.tokenizer.name, reason, remedy)]
 
@@ -212,7 +212,7 @@ def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> Phas
 
 
 def branch(config: Config, store: Store, path: Path) -> tuple[PhaseStart, dict[str, Plain], list[str]]:
-    """The start of a new run at the checkpoint at `path` of another one; what environment.json is to keep of that, and notes.
+    """The start of a new run at another run's checkpoint at `path`, the facts that environment.json keeps of that run, and notes.
 
     The checkpoint's configuration is the same but for length and schedule (`lm.training.before_training`).
 
@@ -220,16 +220,16 @@ def branch(config: Config, store: Store, path: Path) -> tuple[PhaseStart, dict[s
         ConfigError, RunError: as `check_resume`; or the files of the other run don't belong together.
     """
     checkpoint, run = load_checkpoint(path), path.resolve().parent.parent
-    notes, saved = check_resume(config, store, checkpoint, path), checkpoint["lm"]
-    source = check_environment(run / ENVIRONMENT, saved, path)
-    begun = {**source, "starts": [earlier for earlier in source.get("starts", []) if earlier["step"] < saved["step"]]}
-    kept = {name: source[name] for name in ("precision", "compile") if name in source}
-    definition = arm(to_plain(trained_config(saved, path)), begun)
-    kept["branched_from"] = {"path": str(path), "step": saved["step"], "tokens": saved["tokens"], "arm": definition}
-    begins = f"branches from {path} at step {saved['step']:,}, with its optimizer state"
+    notes, metadata = check_resume(config, store, checkpoint, path), checkpoint["lm"]
+    source = check_environment(run / ENVIRONMENT, metadata, path)
+    old_facts = {**source, "starts": [entry for entry in source.get("starts", []) if entry["step"] < metadata["step"]]}
+    facts = {name: source[name] for name in ("precision", "compile") if name in source}
+    definition = arm(to_plain(trained_config(metadata, path)), old_facts)
+    facts["branched_from"] = {"path": str(path), "step": metadata["step"], "tokens": metadata["tokens"], "arm": definition}
+    branch_note = f"branches from {path} at step {metadata['step']:,}, with its optimizer state"
     start = start_from_checkpoint(config, checkpoint)
     start.state.elapsed_s = 0.0  # of its own steps
-    return start, {**kept, "started_from": source.get("started_from")}, [begins, *notes]
+    return start, {**facts, "started_from": source.get("started_from")}, [branch_note, *notes]
 
 
 def check_resume(config: Config, store: Store, checkpoint: dict[str, object], path: Path) -> list[str]:
@@ -239,40 +239,40 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
         ConfigError: other data, or other code of a normalizer from outside.
         RunError: the checkpoint holds weights alone, weights that aren't finite, or tensors that don't fit its configuration.
     """
-    saved = checkpoint["lm"]
+    metadata = checkpoint["lm"]
     if not isinstance(checkpoint.get("optimizer"), dict):
         raise RunError(
             f"{path}: holds weights alone and can't be resumed; start a new run from them: init_from={path.parent.parent} name=..."
         )
-    trained = trained_config(saved, path)
-    if saved["data_fingerprint"] != store.fingerprint:
-        reason = f"{path} was trained on tokens with fingerprint {saved['data_fingerprint'][:16]}"
+    saved_config = trained_config(metadata, path)
+    if metadata["data_fingerprint"] != store.fingerprint:
+        reason = f"{path} was trained on tokens with fingerprint {metadata['data_fingerprint'][:16]}"
         remedy = "bring that text and tokenizer back, or start a new run from its weights: init_from=... name=..."
         raise ConfigError([Problem("data", store.fingerprint[:16], reason, remedy)])
-    spec = ModelSpec.from_training(trained, saved)
-    for name, before, now in spec.changed_plugins():
+    spec = ModelSpec.from_training(saved_config, metadata)
+    for name, old_code, new_code in spec.changed_plugins():
         remedy = "bring that code back, or start a new run from its weights: init_from=... name=..."
-        raise ConfigError([Problem("model.normalizer", name, f"its code is {now}, {path} was trained with {before}", remedy)])
+        raise ConfigError([Problem("model.normalizer", name, f"its code is {new_code}, {path} was trained with {old_code}", remedy)])
     if reason := weights_mismatch(spec, checkpoint["state_dict"]):
         raise RunError(f"{path}: weights and configuration don't fit: {reason}")
     check_finite(checkpoint["state_dict"], path)
     with torch.device("meta"):
         decoder = spec.decoder()
-    if reason := optimizer_mismatch(decoder, trained, checkpoint["optimizer"]):
+    if reason := optimizer_mismatch(decoder, saved_config, checkpoint["optimizer"]):
         raise RunError(f"{path}: the optimizer's state and configuration don't fit: {reason}")
     notes = []
-    own = is_own(config.run_folder, path)
-    if own and any(step_of(other) > saved["step"] for other in steps_saved(path.parent)):
-        notes.append(f"note: back to step {saved['step']}; checkpoints, metrics and evaluations of later steps are deleted")
-    steps = trained.trainer.max_steps, config.trainer.max_steps
-    last = min(saved["step"], trained.trainer.max_steps - 1)  # a run at its end had no rate in mind for a further step
-    rates = trained.optim.lr_at(last, trained.trainer.max_steps), config.optim.lr_at(saved["step"], config.trainer.max_steps)
-    if own and steps[0] != steps[1] and config.optim.schedule.name != "constant":
+    is_own_checkpoint = is_own(config.run_folder, path)
+    if is_own_checkpoint and any(step_of(checkpoint_path) > metadata["step"] for checkpoint_path in steps_saved(path.parent)):
+        notes.append(f"note: back to step {metadata['step']}; checkpoints, metrics and evaluations of later steps are deleted")
+    steps = saved_config.trainer.max_steps, config.trainer.max_steps
+    step = min(metadata["step"], saved_config.trainer.max_steps - 1)  # a run at its end had no rate in mind for a further step
+    rates = saved_config.optim.lr_at(step, saved_config.trainer.max_steps), config.optim.lr_at(metadata["step"], config.trainer.max_steps)
+    if is_own_checkpoint and steps[0] != steps[1] and config.optim.schedule.name != "constant":
         notes.append(
             f"note: {config.optim.schedule.name} now ends at step {steps[1]}, it was headed for {steps[0]}: the learning rate jumps"
         )
     elif not math.isclose(*rates, rel_tol=0.01):
-        notes.append(f"note: the learning rate jumps from {rates[0]:.4g} to {rates[1]:.4g} at step {saved['step'] + 1}")
+        notes.append(f"note: the learning rate jumps from {rates[0]:.4g} to {rates[1]:.4g} at step {metadata['step'] + 1}")
     return notes
 
 
@@ -290,7 +290,7 @@ def truncate_after(run: Path, step: int) -> list[str]:
     with contextlib.suppress(RunError):  # none, or damaged
         if load_metadata(best)["step"] > step:
             best.unlink()
-    for (kind, measured_at), path in evaluation_files(run).items():
-        if measured_at > step or (kind, measured_at) == ("swap", step):
+    for (kind, evaluated_step), path in evaluation_files(run).items():
+        if evaluated_step > step or (kind, evaluated_step) == ("swap", step):
             path.unlink()
     return truncate_metrics(run / METRICS, step)

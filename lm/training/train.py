@@ -15,7 +15,7 @@ from lm.training.launcher import end_with_parent, this_process
 
 
 def train(config: Config) -> int:
-    """Train as configured; the process's exit status (0, or 128 + the signal that stopped the run).
+    """Train as configured; returns the process's exit status (0, or 128 + the signal that stopped the run).
 
     Raises:
         LMError: whatever prevents the run; an incomplete new run folder is removed.
@@ -29,9 +29,9 @@ def train(config: Config) -> int:
     if main and not (checkpoint and is_own(folder, checkpoint)):
         create_run_folder(folder, resume=bool(config.resume))
     try:
-        with locked_folder(folder, TRAINING) if main else contextlib.nullcontext() as unlocked:
-            if unlocked:
-                print(f"note: {unlocked}: start no second process on this run, or set runs to a folder on another one", file=sys.stderr)
+        with locked_folder(folder, TRAINING) if main else contextlib.nullcontext() as lock_note:
+            if lock_note:
+                print(f"note: {lock_note}: start no second process on this run, or set runs to a folder on another one", file=sys.stderr)
             with without_collection():
                 from lm.model.spec import with_steps  # torch takes seconds to import; errors above don't need it
                 from lm.training.before_training import check_before_data
@@ -51,15 +51,15 @@ def train(config: Config) -> int:
 
 
 def find_checkpoint(config: Config) -> Path | None:
-    """The checkpoint that `resume` names, or for a new run that `branch_from` does; None where it starts at step 0."""
-    own = _resumed(config)
-    if own or not config.branch_from:
-        return own
+    """The checkpoint that `resume` names, or, for a new run, `branch_from`; None where the run starts at step 0."""
+    resumed_path = _resumed(config)
+    if resumed_path or not config.branch_from:
+        return resumed_path
     path = Path(config.branch_from)
     path = path / CHECKPOINTS / LAST if path.is_dir() else path
     if not path.is_file():
-        have = ", ".join(saved.name for saved in steps_saved(path.parent))
-        remedy = f"the run has: {have}" if have else "name a run's folder or checkpoint; a run from weights alone takes init_from=..."
+        names = ", ".join(checkpoint.name for checkpoint in steps_saved(path.parent))
+        remedy = f"the run has: {names}" if names else "name a run's folder or checkpoint; a run from weights alone takes init_from=..."
         raise RunError(f"{path}: no such checkpoint (branch_from); {remedy}")
     if is_own(config.run_folder, path):
         raise RunError(f"{path}: a run can't branch from itself; choose another name=...")
@@ -78,15 +78,15 @@ def _resumed(config: Config) -> Path | None:
                 f"{path}: not a checkpoint of {config.run_folder}; a run goes on in its own folder: set name and runs to it; {remedy}"
             )
         return path
-    others = steps_saved(config.run_folder / CHECKPOINTS)
+    files = steps_saved(config.run_folder / CHECKPOINTS)
     if config.resume == "auto":
-        if len(others) == 1:  # what a kill leaves between the first checkpoint and its link
-            return others[0]
-        if others:
-            raise RunError(f"{path}: missing, but the run has other checkpoints; go on from the newest with resume={others[-1]}")
+        if len(files) == 1:  # what a kill leaves between the first checkpoint and its link
+            return files[0]
+        if files:
+            raise RunError(f"{path}: missing, but the run has other checkpoints; go on from the newest with resume={files[-1]}")
         return None
-    have = f"one of {', '.join(other.name for other in others)} in {others[0].parent}" if others else "a path; the run has no checkpoint"
-    raise RunError(f"resume = {config.resume}: no checkpoint; set it to auto, or to {have}")
+    choices = f"one of {', '.join(file.name for file in files)} in {files[0].parent}" if files else "a path; the run has no checkpoint"
+    raise RunError(f"resume = {config.resume}: no checkpoint; set it to auto, or to {choices}")
 
 
 def create_run_folder(folder: Path, resume: bool) -> None:
