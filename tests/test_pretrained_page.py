@@ -126,8 +126,8 @@ def test_every_part_is_measured_once_and_the_page_written(script, model, text, t
     small = parts.Needles((0.5,), (0.5,), 1)
     sizes = parts.Sizes(
         positions=(2, 2), beyond=(1.25, 3), within=(1, 3), swaps=(0.125, 0.25), swap_sequences=3,
-        needles={"needles": parts.Needles((0.5,), (0.0, 0.5), 1, heads_at=0.5), "needles_whole": small}, asked=small, diagnostics=(0.125, 2, 8),
-        fit=(0.125, 1), train=0.0625, steps=dict.fromkeys(parts.Sizes().steps, 2),
+        needles={"needles": parts.Needles((0.5,), (0.0, 0.5), 1, heads_at=0.5), "needles_whole": small}, asked=small,
+        diagnostics=(0.125, 2, 8), fit=(0.125, 1), train=0.0625, steps=dict.fromkeys(parts.Sizes().steps, 2),
     )  # fmt: skip
     page.write_text(f"# Models\n\nAbove.\n\n{script('pretrained').HEADING}\nold\n")
     arguments = ["--model", str(model), "--text", str(text), "--out", str(tmp_path / "out"), "--page", str(page)]

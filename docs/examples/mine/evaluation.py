@@ -29,12 +29,12 @@ class Measured(Measurement):
     def options(self):
         return {"position": self.asked.position}
 
-    def measure(self, decoder, where, progress):
+    def measure(self, decoder, device, progress):
         held_out = validation_sequences(self.store, self.config)
 
         def spread(part):
-            hidden = decoder.hidden(Batch.of(held_out.sequences[part]).to(where.device))
+            hidden = decoder.hidden(Batch.of(held_out.sequences[part]).to(device.device))
             return decoder.head(hidden[:, [self.asked.position]]).std(-1)
 
-        values = by_sequence([decoder], [held_out.length] * len(held_out.sequences), (1,), where, spread, progress)
+        values = by_sequence([decoder], [held_out.length] * len(held_out.sequences), (1,), device, spread, progress)
         return [self.series("spread", "nats", "higher", values.mean(0), logged=("spread/logits",))]
