@@ -329,7 +329,26 @@ def test_an_interpolation_has_the_value_and_type_of_what_it_names(monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    "text", ["1e4", "1e-4", "0x1f", "1_000", "1:30", "2020-01-01", "true", "null", "~", "a: b", "- a", "#", "é\u2028", ".5", "="]
+    "text",
+    [
+        "1e4",
+        "1e-4",
+        "0x1f",
+        "1_000",
+        "1:30",
+        "2020-01-01",
+        "true",
+        "null",
+        "~",
+        "a: b",
+        "- a",
+        "#",
+        "é\u2028",
+        "\x85",
+        "a\x85b\u2029",
+        ".5",
+        "=",
+    ],
 )
 def test_text_that_looks_like_something_else_stays_text_in_the_resolved_yaml(text: str, tmp_path: Path):
     config = parse({"name": "x", "log": {"project": text}})

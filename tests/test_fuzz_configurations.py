@@ -7,7 +7,7 @@ draws the same few each time; `python -m pytest tests/test_fuzz_configurations.p
 import datetime
 import types
 import typing
-from dataclasses import Field, fields
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
 
 import pytest
@@ -62,12 +62,21 @@ def of_type(hint: type, low: float | None, high: float | None) -> st.SearchStrat
     return {bool: st.booleans(), str: words | st.text(max_size=8), types.NoneType: st.none()}[hint]
 
 
+@dataclass
+class Nothing:
+    """The options of a name that no table holds."""
+
+
 def of_key(spec: Field) -> st.SearchStrategy:
     """Values of a field of the schema: a block, a list of them, or what its type says."""
-    if (table := spec.metadata.get("table")) and spec.metadata.get("many") is not dict:
-        block_of_name = st.sampled_from(sorted(table)).flatmap(lambda name: of_block(table[name]).map(lambda keys: {"name": name, **keys}))
-        return st.lists(block_of_name, max_size=2) if "many" in spec.metadata else block_of_name | st.sampled_from(sorted(table))
-    if "many" in spec.metadata and not table:
+    many = spec.metadata.get("many")
+    if (table := spec.metadata.get("table")) is not None:
+        names = st.sampled_from(sorted(table)) if table else of_type(str, None, None)  # empty: of what comes from outside
+        block_of_name = names.flatmap(lambda name: of_block(table.get(name, Nothing)).map(lambda keys: {"name": name, **keys}))
+        if many is dict:
+            return st.dictionaries(of_type(str, None, None), block_of_name, max_size=2)
+        return st.lists(block_of_name, max_size=2) if many else block_of_name | names
+    if many:
         return st.lists(of_block(spec.metadata["schema"]), max_size=2)
     if block := block_of(spec):
         return of_block(block)

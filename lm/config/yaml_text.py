@@ -25,6 +25,7 @@ _FLOAT = re.compile(
     |\.(?:nan|NaN|NAN)$""",
     re.VERBOSE,
 )
+_BREAKS = re.compile("[\x85\u2028\u2029]")
 _INT = re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$")
 
 
@@ -91,9 +92,14 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: object) -> bool:
         return True
 
+    def text(self, text: str) -> yaml.ScalarNode:
+        """A text; with escapes if it has line breaks that PyYAML writes as they are, and reads as spaces."""
+        return self.represent_scalar(_TAG + "str", text, style='"' if _BREAKS.search(text) else None)
+
 
 _Loader.add_constructor(_TAG + "int", _Loader.integer)
 _Loader.add_constructor(_TAG + "str", _Loader.text)
+_Dumper.add_representer(str, _Dumper.text)
 for kind in (_Loader, _Dumper):
     kind.add_implicit_resolver(_TAG + "int", _INT, list("-+0123456789"))
     kind.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+0123456789."))
