@@ -143,19 +143,19 @@ def _ended_otherwise(runs: list[tuple[Path, Config]], tuned_keys: tuple[str, ...
     Returns:
         The number; and by key the folder's value and the requested value, None where the key is not set.
     """
-    for folder, config in runs:
-        plain = parse_yaml((folder / CONFIG).read_bytes(), str(folder / CONFIG))
-        folder_keys, requested_keys = deciding(plain), deciding(to_plain(config))
-        last_step = folder_keys.get("trainer.max_steps")
-        ended_count = sum(isinstance(last_step, int) and step_path(run / CHECKPOINTS, last_step).exists() for run, _ in runs)
-        differing_values = {
-            key: (folder_keys.get(key), requested_keys.get(key))
-            for key in sorted(folder_keys.keys() | requested_keys.keys())
-            if folder_keys.get(key) != requested_keys.get(key)
-        }
-        differing_values = {key: pair for key, pair in differing_values.items() if key not in tuned_keys}
-        return (ended_count, differing_values) if differing_values and ended_count else (0, {})
-    return 0, {}
+    if not runs:
+        return 0, {}
+    folder, config = runs[0]
+    plain = parse_yaml((folder / CONFIG).read_bytes(), str(folder / CONFIG))
+    folder_keys, requested_keys = deciding(plain), deciding(to_plain(config))
+    last_step = folder_keys.get("trainer.max_steps")
+    ended_count = sum(isinstance(last_step, int) and step_path(run / CHECKPOINTS, last_step).exists() for run, _ in runs)
+    differing_values = {
+        key: (folder_keys.get(key), requested_keys.get(key))
+        for key in sorted(folder_keys.keys() | requested_keys.keys())
+        if key not in tuned_keys and folder_keys.get(key) != requested_keys.get(key)
+    }
+    return (ended_count, differing_values) if differing_values and ended_count else (0, {})
 
 
 def _overrides_of(experiment: Experiment, differing_values: dict[str, tuple[Plain, Plain]]) -> tuple[str, ...] | None:
