@@ -130,20 +130,22 @@ def _call(
     named = json.dumps(dict(normalizer) if isinstance(normalizer, Mapping) else normalizer, sort_keys=True)
     layer = _layer(q.size(1), q.size(3), 1 if x is None else x.size(-1), 2 if train_length is None else train_length)
     module = _module(named, layer, str(q.device))
-    own = cast(Normalizer, module.normalizer)
-    kind = own.options.name
-    if train_length is None and own.constants() and getattr(own.options, "base", "") == "train":
+    layer_normalizer = cast(Normalizer, module.normalizer)
+    kind = layer_normalizer.options.name
+    if train_length is None and layer_normalizer.constants() and getattr(layer_normalizer.options, "base", "") == "train":
         raise ConfigError([Problem("train_length", None, f"{kind} is softmax at this length", "give it, or base")])
-    of_queries, of_keys = (getattr(type(own), name) is not getattr(Normalizer, name) for name in ("query_features", "key_features"))
-    if set(parameters) == set(_shapes(named, layer)) and (of_queries or of_keys) and x is None:
+    has_query_features, has_key_features = (
+        getattr(type(layer_normalizer), name) is not getattr(Normalizer, name) for name in ("query_features", "key_features")
+    )
+    if set(parameters) == set(_shapes(named, layer)) and (has_query_features or has_key_features) and x is None:
         raise ConfigError([Problem("x", None, f"{kind} reads the layer's input", "give it to lm.functional.attention")])
     _check_parameters(kind, parameters, _shapes(named, layer, train_length is None))
-    if of_keys and q.size(2) != k.size(2):
+    if has_key_features and q.size(2) != k.size(2):
         raise ValueError(f"{kind} reads the layer's input at each key: {q.size(2)} queries can't go on from {k.size(2)} keys")
     layout = positions if isinstance(positions, AttentionLayout) else make_layout(q, k, positions, cu_seqlens)
     _check_layout(layout, q, k)
-    given = {f"normalizer.{name}": value for name, value in parameters.items()}
-    return torch.func.functional_call(module, given, (function, layout, x, q, k, *values))
+    tensors = {f"normalizer.{name}": value for name, value in parameters.items()}
+    return torch.func.functional_call(module, tensors, (function, layout, x, q, k, *values))
 
 
 # ---------------------------------------------------------------- what is given
@@ -201,7 +203,7 @@ def _check_parameters(kind: str, parameters: Mapping[str, Tensor], expected: Map
         if (
             shape is None
             or len(shape) != len(sizes)
-            or any(isinstance(own, int) and own != size for own, size in zip(sizes, shape, strict=True))
+            or any(isinstance(expected_size, int) and expected_size != size for expected_size, size in zip(sizes, shape, strict=True))
         ):
             words = f"({', '.join(map(str, sizes))}{',' * (len(sizes) == 1)})"
             raise ValueError(f"{name} of {kind} must be {words}, as lm.functional.parameters makes it, not {shape or type(value).__name__}")
@@ -249,13 +251,13 @@ def _module(named: str, layer: LayerSpec, device: str) -> AsModule:
 @lru_cache(maxsize=256)
 def _shapes(named: str, layer: LayerSpec, any_length: bool = False) -> dict[str, tuple[int | str, ...]]:
     """The shape of each parameter by name; with `any_length` the word `train_length` for a size that this length gives."""
-    own, longer = (
-        {name: tuple(value.shape) for name, value in _module(named, of, "cpu").normalizer.named_parameters()}
-        for of in (layer, replace(layer, train_length=layer.train_length + any_length))
+    shapes, longer_shapes = (
+        {name: tuple(value.shape) for name, value in _module(named, spec, "cpu").normalizer.named_parameters()}
+        for spec in (layer, replace(layer, train_length=layer.train_length + any_length))
     )
     return {
-        name: tuple(size if size == other else "train_length" for size, other in zip(shape, longer[name], strict=True))
-        for name, shape in own.items()
+        name: tuple(size if size == other else "train_length" for size, other in zip(shape, longer_shapes[name], strict=True))
+        for name, shape in shapes.items()
     }
 
 

@@ -339,7 +339,7 @@ def test_scores_are_those_of_our_own_functions(tiny, include, monkeypatch):
     config = tiny("name=scored")
     train(config)
     source = lm.load(config.run_folder)
-    model = HarnessLM(source, where=CPU)
+    model = HarnessLM(source, device=CPU)
     texts = model.generate_until(
         ask("generate_until", *((document["text"], {"max_gen_toks": 6, "until": "\n"}) for document in DOCUMENTS["write"]))
     )

@@ -90,6 +90,27 @@ def test_no_module_imports_itself_by_way_of_others():
         pytest.fail(" -> ".join(error.args[1]))
 
 
+# Words that name nothing: pronouns, determiners, prepositions and participles.
+NAMELESS = {
+    "each", "one", "every", "same", "own", "ours", "theirs", "both", "some", "alone", "here", "within", "below", "above", "inside",
+    "apart", "twice", "across", "along", "over", "of", "how", "why", "which", "known", "asked", "given", "found", "made", "kept",
+    "seen", "shown", "wanted", "tried", "drawn", "taken",
+}  # fmt: skip
+
+
+def test_local_variables_are_named_by_nouns():
+    """Names of fields, options and keyword arguments are no local variables."""
+    nameless = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.id}"
+        for path in MODULES.values()
+        for function in nodes(path)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in NAMELESS
+    ]
+    assert not nameless, "name what they hold"
+
+
 def test_names_are_imported_from_modules_that_define_them():
     defined = {}
     for name, path in MODULES.items():

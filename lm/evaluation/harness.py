@@ -57,12 +57,12 @@ class HarnessLM(LM):
     Args:
         model: what `lm.load` gives; its decoder is moved to the device.
         max_length: tokens the model is given at once [default: the training length].
-        where: device and precision [default: the GPU if there is one, fp32].
+        device: device and precision [default: the GPU if there is one, fp32].
 
     Raises RunError: no tokenizer beside the weights; ConfigError: a `max_length` that the model can't take.
     """
 
-    def __init__(self, model: Loaded, max_length: int | None = None, where: Device | None = None):
+    def __init__(self, model: Loaded, max_length: int | None = None, device: Device | None = None):
         super().__init__()
         self.tokenizer, start = model.tokenizer_and_start()
         decoder = model.decoder
@@ -71,8 +71,8 @@ class HarnessLM(LM):
             raise ConfigError([Problem("max_length", max_length, "must be 2 or more")])
         if decoder.config.position.ends and self.max_length > decoder.seq_len:
             raise ConfigError([Problem("max_length", max_length, f"learned positions end at {decoder.seq_len}")])
-        self.where = where or Device(torch.device("cuda" if torch.cuda.is_available() else "cpu"), bf16=False)
-        self._device = self.where.device
+        self.device_and_precision = device or Device(torch.device("cuda" if torch.cuda.is_available() else "cpu"), bf16=False)
+        self._device = self.device_and_precision.device
         self.decoder = decoder.to(self._device).eval()
         self.eot_token_id = self.prefix_token_id = start
         self.cut: Counter[str] = Counter()  # requests that lost tokens on the left, by task
@@ -149,7 +149,7 @@ class HarnessLM(LM):
             for inputs in batches(sorted(by_input, key=len, reverse=True), len):
                 pairs = [(place, index) for place, tokens in enumerate(inputs) for index in by_input[tokens]]
                 sizes = [windows[index][1] for _, index in pairs]
-                with self.where.autocast():
+                with self.device_and_precision.autocast():
                     hidden = self.decoder(torch.tensor(inputs, device=self._device), first=len(inputs[0]) - max(sizes))
                 states = torch.cat([hidden[place, -size:] for (place, _), size in zip(pairs, sizes, strict=True)])
                 targets = [token for (_, index), size in zip(pairs, sizes, strict=True) for token in windows[index][0][-size:]]
@@ -213,7 +213,7 @@ class HarnessLM(LM):
             self.decoder, [text.ids for text in texts], len(texts[0].ids) + new_tokens, [text.sampling for text in texts]
         )
         for _ in range(new_tokens):
-            with self.where.autocast():
+            with self.device_and_precision.autocast():
                 tokens = continuation.draw()
             places = []
             for place, (index, token) in enumerate(zip(active_indices, tokens, strict=True)):
