@@ -6,7 +6,7 @@ ARG BASE=python:3.11-slim
 FROM ${BASE}
 ARG CONSTRAINTS=constraints.txt
 ARG INDEX=
-# g++ for torch.compile; python3-venv where the base has no Python of its own.
+# g++ for torch.compile and long evaluations; python3-venv where the base has no Python of its own.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ \
     && (command -v python3 > /dev/null || apt-get install -y --no-install-recommends python3 python3-venv python3-dev) \

@@ -284,9 +284,9 @@ class FileHashes:
 
 
 def sources_sha256(places: Iterable[str | Path]) -> str:
-    """Sixteen digits of a sha256 over Python files and the Python files in folders: over their relative paths and contents."""
+    """Sixteen digits of a sha256 over source files and the Python and C++ files in folders: over their relative paths and contents."""
     digest = hashlib.sha256()
     for place in map(Path, places):
-        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+        for path in sorted([*place.rglob("*.py"), *place.rglob("*.cpp")]) if place.is_dir() else [place]:
             digest.update(f"{path.relative_to(place.parent).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()[:16]

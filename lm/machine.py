@@ -2,14 +2,18 @@
 
 import ctypes
 import gc
+import hashlib
 import os
+import platform
 import re
 import resource
+import shutil
 import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 _PARENT = "LM_PARENT"  # process id of the process with which a child ends
@@ -31,6 +35,39 @@ def threads_each(processes: int) -> int:
     with suppress(KeyError, ValueError):
         share = min(share, max(1, int(os.environ["OMP_NUM_THREADS"].partition(",")[0])))
     return share
+
+
+@cache
+def _first_core() -> dict[str, str]:
+    """The fields of /proc/cpuinfo of the first core; none where there is no such file."""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+        return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return {}
+
+
+def cpu_flags() -> list[str]:
+    """Names of what this CPU can do beyond its base instructions, as Linux calls them; none where they are not known."""
+    return (_first_core().get("flags") or _first_core().get("Features", "")).split()
+
+
+def cpp_compiler() -> str | None:
+    """The path of a C++ compiler: of $CXX, g++ or clang++; None if there is none."""
+    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+
+
+def compiled_code_folder() -> Path | None:
+    """The folder for code that is compiled for this CPU, kept for later processes; None if it can't be written.
+
+    It is `lm/compiled-HASH` in XDG_CACHE_HOME or `~/.cache`, HASH of the CPU: machines may share a home.
+    """
+    with suppress(OSError, RuntimeError):  # RuntimeError: there is no home
+        cpu = [f"{name} {value}" for name, value in _first_core().items() if name.startswith(("model name", "flags", "Features", "CPU "))]
+        identity = hashlib.sha256("\n".join([platform.machine(), *cpu]).encode()).hexdigest()[:8]
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lm" / f"compiled-{identity}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder if os.access(folder, os.W_OK) else None
+    return None
 
 
 def peak_process_bytes() -> int:

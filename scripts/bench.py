@@ -27,7 +27,7 @@ from typing import get_args
 import numpy as np
 import torch
 
-from lm.attention import catalogue
+from lm.attention import catalogue, cpu_kernel
 from lm.attention import catalogue as opt
 from lm.attention.catalogue import make_normalizer
 from lm.attention.elementwise_sums import SCORE_FUNCTIONS, elementwise_attention, tiles, why_tiles
@@ -251,6 +251,8 @@ def document_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tu
 
 def measure_long(arguments: argparse.Namespace) -> None:
     """Seconds, and peak memory beyond model and sequence, of the loss by position of one long sequence."""
+    if arguments.fused:
+        cpu_kernel.why_not = lambda v: "PyTorch's is measured"
     device = Device(torch.device(arguments.device), arguments.bf16)
     decoder = Decoder(shape(arguments, normalizer=catalogue.SINGLE[arguments.normalizer]()), arguments.vocab_size, 1024).to(device.device)
     tokens = np.random.default_rng(0).integers(arguments.vocab_size, size=(1, arguments.seq_len + 1))
@@ -330,6 +332,7 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--seq-len", type=int, help="default 256; kernels 2,048; diagnose 1,024; memory 16,384")
     parser.add_argument("--normalizer", default="softmax", choices=list(catalogue.SINGLE), help="of `long` and `diagnose`")
+    parser.add_argument("--fused", action="store_true", help="PyTorch's attention on a CPU, too, of `long`")
     parser.add_argument("--sequences", type=int, default=8, help="of `diagnose` 16 are usual")
     families = get_args(Statistics)
     parser.add_argument("--statistics", nargs="+", choices=families, default=["concentration", "sparsity"], help="families, of `diagnose`")

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from lm.attention import cpu_kernel
 from lm.attention.layout import AttentionLayout
 
 SMALLEST_SUM = 1e-24  # rows that are to be divided by a smaller sum have weights 0
@@ -80,15 +81,18 @@ SHORT_WEIGHTS = 2**20  # weights of a block: that many heads of a block are comp
 def fused_softmax(
     q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float | None = None, mask: Tensor | None = None
 ) -> Tensor:
-    """softmax(q.k scale) v by the faster route, (B, H, T, E) in the dtype of `v`; `scale`: 1 / sqrt(D) unless given.
+    """softmax(q.k scale) v by the fastest route, (B, H, T, E) in the dtype of `v`; `scale`: 1 / sqrt(D) unless given.
 
     The fused kernel wants values as wide as keys: wider ones are cut into pieces that are heads of their own.
     `mask`: another than that of `layout`.
     """
     size, width = q.size(-1), v.size(-1)
     scale = scale or 1 / math.sqrt(size)
-    if (layout.causal or layout.tail) and mask is None and executing_device(v).type == "cpu" and k.size(2) <= LONGEST:
-        return short_attention(q, k, v, scale)
+    if (layout.causal or layout.tail) and mask is None and executing_device(v).type == "cpu":
+        if k.size(2) <= LONGEST:
+            return short_attention(q, k, v, scale)
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))) and not cpu_kernel.why_not(v):
+            return cpu_kernel.causal_softmax(*(x.flatten(0, 1) for x in (q, k, v)), scale).unflatten(0, q.shape[:2])
     pieces = -(-width // size)
     if width != size:
         v = F.pad(v, (0, pieces * size - width)).unflatten(-1, (pieces, size)).transpose(2, 3).flatten(1, 2)  # (B, H x pieces, S, D)

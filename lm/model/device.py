@@ -1,23 +1,19 @@
 """Device, precision and compilation, resolved from `auto`; and what measuring a model on it needs."""
 
-import hashlib
 import os
-import platform
-import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import takewhile
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem, RunError
-from lm.machine import peak_process_bytes
+from lm.machine import compiled_code_folder, cpp_compiler, cpu_flags, peak_process_bytes
 from lm.schema import Plain
 
 # FLOPs above which torch.compile repays what it takes (docs/speed.md): of all runs that share its code, and of each of them, which must
@@ -122,11 +118,7 @@ def has_native_bf16(accelerator: str) -> str:
     """Name of the hardware that computes in bf16 here; empty if none does (emulation is slower than fp32)."""
     if accelerator == "gpu":
         return "the GPU has bf16" if torch.cuda.get_device_capability()[0] >= 8 else ""
-    try:
-        flags = Path("/proc/cpuinfo").read_text().split("\n\n")[0].split()
-    except OSError:
-        return ""
-    units = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in flags]
+    units = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in cpu_flags()]
     return f"the CPU has {units[0]}" if units else ""
 
 
@@ -142,7 +134,7 @@ def resolve_compile(
         seconds: measured seconds of the whole run, eager, which then decide; None: FLOPs decide.
     """
     setting = config.trainer.compile
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    compiler = cpp_compiler()
     if setting is True and not compiler:
         problem = Problem("trainer.compile", True, "no C++ compiler found", "install g++ or clang++, or set trainer.compile=false")
         raise ConfigError([problem])
@@ -165,25 +157,16 @@ def resolve_compile(
 
 
 def use_compile_cache() -> None:
-    """Keep what torch.compile makes where later processes find it, unless TORCHINDUCTOR_CACHE_DIR says where.
+    """Keep what torch.compile makes in `compiled_code_folder`, unless TORCHINDUCTOR_CACHE_DIR says where.
 
-    The folder is `lm/compiled-HASH` in XDG_CACHE_HOME or `~/.cache`, HASH of the CPU, for which code is made: machines may share a home.
     Where that can't be written, torch's own default stays. Files there are safe with several processes at once.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # takes a second to import
 
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR") not in (None, default_cache_dir()):  # torch sets its default, too, as it is imported
         return
-    with suppress(OSError, RuntimeError):  # RuntimeError: there is no home
-        cpu = [platform.machine()]
-        with suppress(OSError):
-            lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-            cpu += [line for line in lines if line.startswith(("model name", "flags", "Features", "CPU "))]
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lm"
-        folder /= "compiled-" + hashlib.sha256("\n".join(cpu).encode()).hexdigest()[:8]
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    if folder := compiled_code_folder():
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 # ---------------------------------------------------------------- measuring

@@ -1,0 +1,106 @@
+"""Causal softmax attention of long sequences on a CPU with AVX-512 BF16, without gradients: `causal_softmax.cpp`.
+
+PyTorch's fused kernel does not use the CPU's bf16 products: it takes 2.3 to 2.7 times as long. A C++ compiler makes the kernel at its first
+use on a machine, in some seconds; where there is none, PyTorch's is used.
+
+Shapes: N = sequences x heads, T queries, S keys, D head size, E width of the values.
+"""
+
+import ctypes
+import hashlib
+import math
+import os
+import subprocess
+import tempfile
+import warnings
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lm.machine import compiled_code_folder, cpp_compiler, cpu_flags
+
+SOURCE = Path(__file__).with_name("causal_softmax.cpp")
+ROWS, WIDTH, LARGEST_WIDTH = 12, 32, 1024  # queries and keys of a tile, and the widest values
+MOST_KEYS = 2**17  # of the heads that are computed together: copies of their operands are held
+COMPILE_SECONDS = 120  # more than a compiler takes on a busy machine
+
+
+def why_not(v: Tensor) -> str:
+    """The reason not to use the kernel for values `v` (N, S, E) without gradients; empty if it is used."""
+    if v.dtype != torch.bfloat16:
+        return f"the kernel has no {v.dtype}"
+    if v.size(-1) > LARGEST_WIDTH:
+        return f"the kernel has no values over {LARGEST_WIDTH} wide"
+    return _unusable()
+
+
+@torch.compiler.disable
+def causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """softmax(scale q.k) v with a causal mask, (N, T, E) in bf16; q (N, T, D) are queries of the last T of the S tokens.
+
+    q and k may be wider: each is rounded to bf16 once. Operands on the CPU alone.
+    """
+    output = torch.empty(*q.shape[:2], v.size(2), dtype=torch.bfloat16)
+    heads = max(1, MOST_KEYS // k.size(1))
+    for parts in zip(*(x.split(heads) for x in (q, k, v, output)), strict=True):
+        _attend(*parts, scale)
+    return output
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, output: Tensor, scale: float) -> None:
+    """Write `causal_softmax` of some heads into `output`."""
+    (n, queries, _), (keys, width) = q.shape, v.shape[1:]
+    q = _padded(q * (scale / math.log(2)), ROWS, 2)
+    k = _padded(k, WIDTH, 2).unflatten(1, (-1, WIDTH)).unflatten(3, (-1, 2)).transpose(2, 3).contiguous()  # (N, S / WIDTH, D / 2, WIDTH, 2)
+    v = _padded(v, WIDTH, WIDTH).unflatten(1, (-1, 2)).transpose(2, 3).contiguous()  # (N, S / 2, E, 2)
+    padded_output = torch.empty(n, q.size(1), v.size(2), dtype=torch.bfloat16)
+    sizes = (n, q.size(1), 2 * v.size(1), keys - queries, q.size(2), v.size(2), torch.get_num_threads())
+    _library().causal_softmax(*(ctypes.c_void_p(x.data_ptr()) for x in (q, k, v, padded_output)), *map(ctypes.c_int64, sizes))
+    output.copy_(padded_output[:, :queries, :width])
+
+
+def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
+    """x (N, R, C) in bf16, with zeros up to multiples of `rows` and `columns`, contiguous."""
+    return F.pad(x.to(torch.bfloat16), (0, -x.size(2) % columns, 0, -x.size(1) % rows)).contiguous()
+
+
+@cache
+def _unusable() -> str:
+    """The reason that keeps this machine from running the kernel, empty if nothing; what goes wrong is a warning, too."""
+    flags = cpu_flags()
+    if "avx512_bf16" not in flags:
+        return "the CPU has no avx512_bf16"
+    if "amx_bf16" in flags:
+        return "the CPU has amx_bf16, which PyTorch's kernel uses"
+    if not cpp_compiler():
+        return "no C++ compiler found"
+    try:
+        q, k, v = torch.arange(3 * 2 * 300 * 40.0).sin().bfloat16().view(3, 2, 300, 40)
+        output = causal_softmax(q[:, 100:], k, v, 1.0)
+        expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)[:, 100:]
+        if bool((output - expected).abs().max() <= 1 / 64):
+            return ""
+        problem = "its results are not PyTorch's"
+    except (OSError, subprocess.SubprocessError) as error:
+        problem = " ".join(str(getattr(error, "stderr", None) or error).split())[:200]
+    warnings.warn(f"attention takes PyTorch's kernel for long sequences, as its own does not work here: {problem}", stacklevel=2)
+    return f"the kernel does not work here: {problem}"
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """The compiled kernel, made unless this machine's cache has it. Raises OSError or subprocess.SubprocessError."""
+    command = [cpp_compiler(), "-O3", "-std=c++17", "-march=native", "-shared", "-fPIC", "-pthread"]
+    command += [f"-D{name}={value}" for name, value in (("ROWS", ROWS), ("WIDTH", WIDTH), ("LARGEST_WIDTH", LARGEST_WIDTH))]
+    identity = hashlib.sha256(f"{command} {SOURCE.read_text()}".encode()).hexdigest()[:16]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = compiled_code_folder() or Path(temporary)
+        path = folder / f"{SOURCE.stem}-{identity}.so"
+        if not path.is_file():
+            part = path.with_suffix(f".{os.getpid()}")
+            subprocess.run([*command, "-o", str(part), str(SOURCE)], check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+            part.replace(path)  # at once: other processes may look for it
+        return ctypes.CDLL(str(path))
