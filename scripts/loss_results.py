@@ -86,8 +86,8 @@ class Losses:
         return verdicts(comparisons, self.matters)
 
     def tables(self) -> dict[str, str]:
-        """The tables of the page, by their places."""
-        return {self.place: self.table(), f"{self.place} verdicts": self.verdict_table()}
+        """The tables of the page, by their places; the second only if something is decided."""
+        return {self.place: self.table()} | ({f"{self.place} verdicts": self.verdict_table()} if self.deciding else {})
 
     def table(self) -> str:
         """The table in Markdown: the mean loss of each line in each setting, at its best rate, with the standard deviation of seeds."""
@@ -128,7 +128,7 @@ class Losses:
                         axes.fill_between(curves.index, estimate.mean - half, estimate.mean + half, color=colour, alpha=0.2, linewidth=0)
                     axes.set_xscale("log", base=2)
                     axes.set_xlim(left=curves.index[0])
-                    ticks = [self.length * 2**power for power in range(-3, 4) if self.length * 2**power < curves.index[-1]]
+                    ticks = [self.length * 2**power for power in range(-3, 8) if self.length * 2**power < curves.index[-1]]
                     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
                     axes.spines[["top", "right"]].set_visible(False)
                 row[0].set_ylabel(f"{title}\nloss minus the baseline's, nats")
