@@ -191,6 +191,6 @@ def drawn(runs: pd.DataFrame) -> bytes:
             panels[-1, -1].scatter([], [], s=14, color=colour, label=words)
         panels[-1, -1].scatter([], [], s=14, facecolors="none", edgecolors="0.4", label="does not fall, up to here")
         panels[-1, -1].legend(frameon=False, loc="center", fontsize=9)
-        figure.supxlabel("length predicted, arms held out (tokens)", fontsize=9)
-        figure.supylabel("length observed (tokens)", fontsize=9)
+        figure.supxlabel("length predicted, symbols", fontsize=9)
+        figure.supylabel("length observed, symbols", fontsize=9)
         return saved(figure)

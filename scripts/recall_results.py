@@ -188,7 +188,7 @@ class Recall:
         return cells
 
     def overview(self) -> bytes:
-        """The picture of all arms at their best rates: mean accuracy by length as coloured cells, and verdicts."""
+        """The picture of all arms at their best rates: mean accuracy by length as coloured cells, the lowest seed's, and verdicts."""
         values = np.stack([100 * self._best(arm).mean(0) for arm in self.arms])
         with plt.rc_context({"font.size": 9}), canvas(1, 1, (7.2, 0.8 + 0.235 * len(self.arms))) as (figure, axes):
             axes.imshow(values, cmap="viridis", vmin=0, vmax=100, aspect="auto")
@@ -197,11 +197,14 @@ class Recall:
             for row, arm in enumerate(self.arms):
                 verdict = self.verdicts.get((arm, self.rates(arm)[0], self.deciding[0]))
                 words = "baseline" if verdict is None else replace(verdict, margin=f"{100 * self.matters:g}").statement.partition(":")[0]
-                axes.text(len(self.lengths) - 0.4, row, words, va="center", fontsize=8, color="0.5")
+                lowest = 100 * self._best(arm)[:, -1].min()
+                axes.text(len(self.lengths) - 0.1, row, f"{lowest:.0f}", ha="right", va="center", fontsize=8, color="0.3")
+                axes.text(len(self.lengths), row, words, va="center", fontsize=8, color="0.5")
             axes.set_yticks(range(len(self.arms)), [self.labels[arm] for arm in self.arms])
             axes.set_xticks(range(len(self.lengths)), [f"{length:,}" for length in self.lengths])
             axes.set_xlabel(
-                f"accuracy, %, by sequence length (training: {self.lengths[0]} tokens), and against {self.labels[self.baseline]}"
+                f"mean accuracy, %, by sequence length (training: {self.lengths[0]} symbols)\n"
+                f"right: the lowest seed at {self.lengths[-1]:,}, and the verdict against {self.labels[self.baseline]}"
             )
             axes.tick_params(length=0)
             axes.spines[:].set_visible(False)
@@ -232,7 +235,7 @@ class Recall:
                 row[0].annotate("dotted:\na guess", (self.lengths[0], 3), fontsize=8, color="0.35")
             for axes, label in zip(panels[0], self.labels.values(), strict=True):
                 axes.set_title(textwrap.fill(label, 16, break_long_words=False), fontsize=9)
-            figure.supxlabel(f"sequence length, in training lengths ({self.lengths[0]} tokens)", fontsize=9)
+            figure.supxlabel(f"sequence length, in training lengths of {self.lengths[0]} symbols", fontsize=9)
             return saved(figure)
 
 

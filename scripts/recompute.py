@@ -82,7 +82,8 @@ SHOWN = (
     Losses(
         "eight-times-after",
         "length.md",
-        {"ssmax_fixed": "SSMax, n fixed at 256", **PUT_IN, "ssmax": "SSMax", "ssmax, n=fixed:256": "SSMax, n fixed at 256 after training"},
+        {"ssmax_fixed": "SSMax, n fixed at 256", **PUT_IN, "ssmax": "SSMax"}
+        | {f"ssmax, n=fixed:{n}": f"SSMax, n fixed at {n:,} after training" for n in (256, 753, 2048)},
         (
             ("ssmax", "ssmax_fixed"),
             *((line, baseline) for baseline in ("ssmax_fixed", "ssmax") for line in PUT_IN),

@@ -88,6 +88,12 @@ def test_the_estimate_is_of_all_phases_that_are_still_to_come(tiny):
     assert estimates == [large, large, small]
 
 
+def test_frozen_layers_that_read_long_sequences_are_counted_without_numbers(tiny):
+    """Their attention needs no gradient, and a kernel outside of PyTorch would read memory that fake tensors don't have."""
+    config = tiny("data.seq_len=1024", "optim.batch_tokens=1024", "model.normalizer=[softmax, ssmax]", "train_only=normalizer")
+    assert estimated_memory(config, 0, 400, True, "cpu") > 0
+
+
 def test_activation_checkpointing_keeps_less(tiny):
     plain, recomputed = tiny(*LARGER), tiny(*LARGER, RECOMPUTED)
     assert estimated_memory(recomputed, 0, 400, False, "cpu") < 0.5 * estimated_memory(plain, 0, 400, False, "cpu")

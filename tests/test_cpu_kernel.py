@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from lm import machine
 from lm.attention import cpu_kernel
@@ -54,12 +55,15 @@ def exact(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 @needs_kernel
 @pytest.mark.parametrize("keys", [1, WIDTH, BLOCK - 1, BLOCK, BLOCK + 1, 8 * ROWS + 1, 1000])
 @pytest.mark.parametrize(("size", "width"), [(32, 32), (17, 48), (64, 33), (128, 300)])
-def test_it_is_as_near_to_fp64_as_the_fused_kernel(keys: int, size: int, width: int):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_as_near_to_fp64_as_the_fused_kernel(keys: int, size: int, width: int, dtype: torch.dtype):
     q, k, v = inputs(keys, keys, size, width)
+    q = q.to(dtype)
     scale = 1 / math.sqrt(size)
     true, output = exact(q, k, v, scale), causal_softmax(q, k, v, scale)
     wider = max(size, width)
-    fused = F.scaled_dot_product_attention(*(F.pad(x.bfloat16(), (0, wider - x.size(-1))) for x in (q, k, v)), is_causal=True, scale=scale)
+    padded = (F.pad(x.bfloat16(), (0, wider - x.size(-1)))[None] for x in (q, k, v))  # of three dimensions it would not be the fused kernel
+    fused = F.scaled_dot_product_attention(*padded, is_causal=True, scale=scale)[0]
     assert output.shape == true.shape
     assert output.dtype == torch.bfloat16
     assert (output - true).norm() <= 1.05 * (fused[..., :width] - true).norm() + 1e-3 * true.norm()
@@ -123,9 +127,15 @@ def test_long_sequences_without_gradients_in_bf16_take_it(monkeypatch: pytest.Mo
 
 def test_the_fused_kernel_takes_what_it_can_not_compute(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cpu_kernel, "_unusable", lambda: "")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert not cpu_kernel.why_not(V)
     assert "float32" in cpu_kernel.why_not(V.float())
     assert "wide" in cpu_kernel.why_not(V.repeat(1, 1, LARGEST_WIDTH))
+    with FakeTensorMode():
+        assert "no numbers" in cpu_kernel.why_not(torch.empty(1, 1, 8, dtype=torch.bfloat16))
+    monkeypatch.setattr(cpu_kernel, "usable_cores", lambda: 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert "bound" in cpu_kernel.why_not(V)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +186,20 @@ def test_it_is_compiled_once_on_a_machine_whose_cache_can_be_written(kept: bool,
         assert torch.isfinite(causal_softmax(q, k, v, 1.0)).all()
     assert len(runs) == (1 if kept else 2)
     assert [path.suffix for path in tmp_path.iterdir()] == [".so"] * kept
+
+
+@needs_kernel
+def test_a_damaged_library_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    whole, damaged = tmp_path / "whole", tmp_path / "damaged"
+    monkeypatch.setattr(cpu_kernel, "compiled_code_folder", lambda: whole)
+    cpu_kernel._library()
+    (library,) = whole.iterdir()
+    damaged.mkdir()
+    (damaged / library.name).write_bytes(b"")
+    monkeypatch.setattr(cpu_kernel, "compiled_code_folder", lambda: damaged)
+    cpu_kernel._library.cache_clear()
+    assert cpu_kernel._library().causal_softmax
+    assert (damaged / library.name).stat().st_size == library.stat().st_size
 
 
 @needs_kernel

@@ -1,4 +1,4 @@
-// softmax(q.k) v with a causal mask, in bf16, for CPUs with AVX-512 BF16. `cpu_kernel.py` compiles it and lays its operands out.
+// softmax(scale q.k) v with a causal mask, in bf16, for CPUs with AVX-512 BF16. `cpu_kernel.py` compiles it and lays its operands out.
 //
 // Scores, their exponentials and all sums are in fp32; weights are rounded to bf16 for their product with the values. A thread computes one
 // block of queries against one block of keys after the other, and rescales its sums where a row's maximum grows (Milakov and
@@ -12,7 +12,6 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -27,7 +26,8 @@ using Tile = __m512[ROWS][2];
 
 // tile = rows (ROWS, 2 pairs) x columns (pairs, WIDTH, 2), where the two rows of a pair lie side by side.
 inline void multiply(const bf16* rows, int64_t row_stride, const bf16* columns, int64_t pair_stride, int64_t pairs, Tile& tile) {
-    for (auto& row : tile) row[0] = row[1] = _mm512_setzero_ps();
+    Tile sums;  // local, so that they stay in registers whatever is done with the tile
+    for (auto& row : sums) row[0] = row[1] = _mm512_setzero_ps();
     for (int64_t p = 0; p < pairs; ++p, columns += pair_stride) {
         const auto left = (__m512bh)_mm512_loadu_si512(columns), right = (__m512bh)_mm512_loadu_si512(columns + WIDTH);
 #pragma GCC unroll 12
@@ -35,10 +35,12 @@ inline void multiply(const bf16* rows, int64_t row_stride, const bf16* columns, 
             int32_t pair;
             std::memcpy(&pair, rows + r * row_stride + 2 * p, sizeof pair);
             const auto factor = (__m512bh)_mm512_set1_epi32(pair);
-            tile[r][0] = _mm512_dpbf16_ps(tile[r][0], factor, left);
-            tile[r][1] = _mm512_dpbf16_ps(tile[r][1], factor, right);
+            sums[r][0] = _mm512_dpbf16_ps(sums[r][0], factor, left);
+            sums[r][1] = _mm512_dpbf16_ps(sums[r][1], factor, right);
         }
     }
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r) tile[r][0] = sums[r][0], tile[r][1] = sums[r][1];
 }
 
 // 2^x with a relative error below 1e-6: n, the nearest whole number, and 2^(x - n) by least squares.
@@ -47,31 +49,32 @@ inline __m512 power_of_two(__m512 x) {
     __m512 y = _mm512_set1_ps(1.326701e-3f);
     for (const float coefficient : {9.675460e-3f, 5.5507431e-2f, 2.4022122e-1f, 6.9314695e-1f, 1.0f})
         y = _mm512_fmadd_ps(y, rest, _mm512_set1_ps(coefficient));
-    return _mm512_scalef_ps(y, n);
+    return _mm512_scalef_ps(y, n);  // of -inf it is 0, although `rest` and y are NaN
 }
 
 struct Call {
     const bf16 *q, *k, *v;  // (heads, queries, size); (heads, keys / WIDTH, size / 2, WIDTH, 2); (heads, keys / 2, width, 2)
     bf16* output;           // (heads, queries, width)
     int64_t heads, queries, keys, first, size, width;  // `first`: keys that the first query sees besides its own
+    float scale;                                       // of scores, over ln 2: weights are powers of 2
 
     // The queries `begin` to `end` of a head, in tiles of ROWS.
     void block(int64_t head, int64_t begin, int64_t end) const {
-        alignas(64) float sums[QUERIES * LARGEST_WIDTH], scores[ROWS][KEYS], totals[QUERIES] = {}, maxima[QUERIES];
+        alignas(64) float scores[ROWS][KEYS], totals[QUERIES] = {}, maxima[QUERIES];
         alignas(64) bf16 weights[ROWS][KEYS];
-        std::fill_n(sums, QUERIES * width, 0.0f);
+        std::vector<float> sums(QUERIES * width);
         std::fill_n(maxima, QUERIES, LOWEST);
         for (int64_t key = 0; key < first + end; key += KEYS)
             for (int64_t row = begin; row < end; row += ROWS) {
                 const int64_t beyond = first + row + ROWS;  // the last query of the tile sees keys below
                 if (key < beyond) {
                     const int64_t count = std::min(KEYS, (beyond - key + WIDTH - 1) / WIDTH * WIDTH), i = row - begin;
-                    tile(head, row, key, std::min(count, keys - key), scores, weights, maxima + i, totals + i, sums + i * width);
+                    tile(head, row, key, std::min(count, keys - key), scores, weights, maxima + i, totals + i, &sums[i * width]);
                 }
             }
         for (int64_t i = 0; i < end - begin; ++i)
             for (int64_t e = 0; e < width; e += LANES) {
-                const __m512 mean = _mm512_div_ps(_mm512_loadu_ps(sums + i * width + e), _mm512_set1_ps(totals[i]));
+                const __m512 mean = _mm512_div_ps(_mm512_loadu_ps(&sums[i * width + e]), _mm512_set1_ps(totals[i]));
                 _mm256_storeu_si256((__m256i*)(output + (head * queries + begin + i) * width + e), (__m256i)_mm512_cvtneps_pbh(mean));
             }
     }
@@ -85,6 +88,8 @@ struct Call {
         for (int64_t j = 0; j < count; j += WIDTH) {
             multiply(q + (head * queries + row) * size, size, k + (head * keys + key + j) * size, 2 * WIDTH, size / 2, product);
             for (int r = 0; r < ROWS; ++r) {
+                product[r][0] = _mm512_mul_ps(product[r][0], _mm512_set1_ps(scale));
+                product[r][1] = _mm512_mul_ps(product[r][1], _mm512_set1_ps(scale));
                 const int64_t visible = first + row + r + 1 - key - j;
                 if (visible < WIDTH) {
                     const uint32_t mask = visible > 0 ? (1u << visible) - 1 : 0;
@@ -124,10 +129,10 @@ struct Call {
 
 }  // namespace
 
-// `queries` is a multiple of ROWS, `keys` and `width` are multiples of WIDTH, `size` is even. Scores are in units of ln 2.
+// `queries` is a multiple of ROWS, `keys` and `width` are multiples of WIDTH, `size` is even, `scale` is positive.
 extern "C" void causal_softmax(const bf16* q, const bf16* k, const bf16* v, bf16* output, int64_t heads, int64_t queries, int64_t keys,
-                               int64_t first, int64_t size, int64_t width, int64_t threads) {
-    const Call call{q, k, v, output, heads, queries, keys, first, size, width};
+                               int64_t first, int64_t size, int64_t width, int64_t threads, float scale) {
+    const Call call{q, k, v, output, heads, queries, keys, first, size, width, scale};
     const int64_t blocks = (queries + QUERIES - 1) / QUERIES;
     std::atomic<int64_t> next{heads * blocks};
     const auto work = [&] {  // the last blocks first: they have the most keys
@@ -138,8 +143,8 @@ extern "C" void causal_softmax(const bf16* q, const bf16* k, const bf16* v, bf16
     };
     std::vector<std::thread> helpers;
     try {
-        while (int64_t(helpers.size()) + 1 < threads) helpers.emplace_back(work);
-    } catch (const std::system_error&) {  // no more threads: those that started share the work
+        while (int64_t(helpers.size()) + 1 < std::min(threads, heads * blocks)) helpers.emplace_back(work);
+    } catch (...) {  // no more threads: those that started share the work
     }
     work();
     for (auto& helper : helpers) helper.join();

@@ -1,18 +1,18 @@
 """Causal softmax attention of long sequences on a CPU with AVX-512 BF16, without gradients: `causal_softmax.cpp`.
 
-PyTorch's fused kernel does not use the CPU's bf16 products: it takes 2.3 to 2.7 times as long. A C++ compiler makes the kernel at its first
-use on a machine, in some seconds; where there is none, PyTorch's is used.
+PyTorch's fused kernel takes more than twice the time there (docs/speed.md). A C++ compiler makes the kernel at its first use on a machine,
+in two seconds; where it can't be made or used, PyTorch's takes its place.
 
-Shapes: N = sequences x heads, T queries, S keys, D head size, E width of the values.
+Shapes: B sequences, H heads, N = B x H, T queries, S keys, D head size, E width of the values.
 """
 
 import ctypes
 import hashlib
 import math
-import os
 import subprocess
 import tempfile
 import warnings
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -20,7 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.machine import compiled_code_folder, cpp_compiler, cpu_flags
+from lm.errors import RunError
+from lm.files import write_together
+from lm.machine import compiled_code_folder, cpp_compiler, cpu_flags, usable_cores
 
 SOURCE = Path(__file__).with_name("causal_softmax.cpp")
 ROWS, WIDTH, LARGEST_WIDTH = 12, 32, 1024  # queries and keys of a tile, and the widest values
@@ -29,21 +31,24 @@ COMPILE_SECONDS = 120  # more than a compiler takes on a busy machine
 
 
 def why_not(v: Tensor) -> str:
-    """The reason not to use the kernel for values `v` (N, S, E) without gradients; empty if it is used."""
+    """The reason not to use the kernel for values `v` (B, H, S, E) without gradients; empty if it is used."""
+    if torch.compiler.is_compiling() or type(v) is not Tensor:
+        return "operands are traced, or have no numbers"
     if v.dtype != torch.bfloat16:
         return f"the kernel has no {v.dtype}"
     if v.size(-1) > LARGEST_WIDTH:
         return f"the kernel has no values over {LARGEST_WIDTH} wide"
+    if usable_cores() < torch.get_num_threads():  # OMP_PROC_BIND binds this thread, and so all that it starts
+        return "this thread is bound to fewer cores than PyTorch has threads"
     return _unusable()
 
 
-@torch.compiler.disable
 def causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """softmax(scale q.k) v with a causal mask, (N, T, E) in bf16; q (N, T, D) are queries of the last T of the S tokens.
 
-    q and k may be wider: each is rounded to bf16 once. Operands on the CPU alone.
+    q and k may be wider: each is rounded to bf16 once. `scale` is positive, and operands are on the CPU.
     """
-    output = torch.empty(*q.shape[:2], v.size(2), dtype=torch.bfloat16)
+    output = v.new_empty(*q.shape[:2], v.size(2))
     heads = max(1, MOST_KEYS // k.size(1))
     for parts in zip(*(x.split(heads) for x in (q, k, v, output)), strict=True):
         _attend(*parts, scale)
@@ -53,12 +58,13 @@ def causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def _attend(q: Tensor, k: Tensor, v: Tensor, output: Tensor, scale: float) -> None:
     """Write `causal_softmax` of some heads into `output`."""
     (n, queries, _), (keys, width) = q.shape, v.shape[1:]
-    q = _padded(q * (scale / math.log(2)), ROWS, 2)
+    q = _padded(q, ROWS, 2)
     k = _padded(k, WIDTH, 2).unflatten(1, (-1, WIDTH)).unflatten(3, (-1, 2)).transpose(2, 3).contiguous()  # (N, S / WIDTH, D / 2, WIDTH, 2)
     v = _padded(v, WIDTH, WIDTH).unflatten(1, (-1, 2)).transpose(2, 3).contiguous()  # (N, S / 2, E, 2)
-    padded_output = torch.empty(n, q.size(1), v.size(2), dtype=torch.bfloat16)
+    padded_output = v.new_empty(n, q.size(1), v.size(2))
     sizes = (n, q.size(1), 2 * v.size(1), keys - queries, q.size(2), v.size(2), torch.get_num_threads())
-    _library().causal_softmax(*(ctypes.c_void_p(x.data_ptr()) for x in (q, k, v, padded_output)), *map(ctypes.c_int64, sizes))
+    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (q, k, v, padded_output))
+    _library().causal_softmax(*pointers, *map(ctypes.c_int64, sizes), ctypes.c_float(scale / math.log(2)))
     output.copy_(padded_output[:, :queries, :width])
 
 
@@ -78,13 +84,13 @@ def _unusable() -> str:
     if not cpp_compiler():
         return "no C++ compiler found"
     try:
-        q, k, v = torch.arange(3 * 2 * 300 * 40.0).sin().bfloat16().view(3, 2, 300, 40)
+        q, k, v = torch.arange(3 * 2 * 300 * 40.0, device="cpu").sin().bfloat16().view(3, 2, 300, 40)
         output = causal_softmax(q[:, 100:], k, v, 1.0)
         expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)[:, 100:]
         if bool((output - expected).abs().max() <= 1 / 64):
             return ""
         problem = "its results are not PyTorch's"
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, subprocess.SubprocessError, AttributeError) as error:
         problem = " ".join(str(getattr(error, "stderr", None) or error).split())[:200]
     warnings.warn(f"attention takes PyTorch's kernel for long sequences, as its own does not work here: {problem}", stacklevel=2)
     return f"the kernel does not work here: {problem}"
@@ -96,11 +102,17 @@ def _library() -> ctypes.CDLL:
     command = [cpp_compiler(), "-O3", "-std=c++17", "-march=native", "-shared", "-fPIC", "-pthread"]
     command += [f"-D{name}={value}" for name, value in (("ROWS", ROWS), ("WIDTH", WIDTH), ("LARGEST_WIDTH", LARGEST_WIDTH))]
     identity = hashlib.sha256(f"{command} {SOURCE.read_text()}".encode()).hexdigest()[:16]
+    folder = compiled_code_folder()
+    path = folder and folder / f"{SOURCE.stem}-{identity}.so"
+    if path and path.is_file():
+        with suppress(OSError):  # damaged: it is made again
+            return ctypes.CDLL(str(path))
     with tempfile.TemporaryDirectory() as temporary:
-        folder = compiled_code_folder() or Path(temporary)
-        path = folder / f"{SOURCE.stem}-{identity}.so"
-        if not path.is_file():
-            part = path.with_suffix(f".{os.getpid()}")
-            subprocess.run([*command, "-o", str(part), str(SOURCE)], check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
-            part.replace(path)  # at once: other processes may look for it
-        return ctypes.CDLL(str(path))
+        library = Path(temporary, "kernel.so")
+        command += ["-o", str(library), str(SOURCE)]
+        subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS)
+        if path:
+            with suppress(RunError):
+                write_together({path: library.read_bytes()})
+                library = path
+        return ctypes.CDLL(str(library))

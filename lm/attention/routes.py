@@ -1,7 +1,8 @@
 """Routes of attention: how weights x values are computed, exactly, without holding T x T weights.
 
-Softmax takes PyTorch's fused kernel, or blocks of queries where a sequence is short; a definition without a fused kernel takes some
-queries at a time. Elementwise attention has routes of its own (`lm.attention.elementwise_sums`).
+Softmax takes PyTorch's fused kernel; on a CPU blocks of queries where a sequence is short, and `lm.attention.cpu_kernel` where it is long
+and no gradient is needed. A definition without a fused kernel takes some queries at a time. Elementwise attention has routes of its own
+(`lm.attention.elementwise_sums`).
 
 Shapes: B sequences, H heads, T queries, S keys, D head size, E width of the values; N = B x H.
 """
