@@ -98,7 +98,7 @@ SHOWN = (
     Recall("recall", "retrieval.md", {arm: LABELS[arm] for arm in ("softmax", "ssmax", "log_n")}, "softmax", (2048,), 0.1, picture=True),
     Recall("recall-control", "retrieval.md", LABELS, "ssmax_fixed", (2048, 8192), 0.1, picture=True),
     Recall("recall-tuned", "retrieval.md", LABELS, "ssmax_fixed", (16384,), 0.25, tuned=True, picture=True, ranked=True),
-    Recall("recall-all", "retrieval.md", EVERY, "softmax", (4096,), 0.25, tuned=True, picture=True, heads=True, ranked=True),
+    Recall("recall-all", "recall-normalizers.md", EVERY, "softmax", (4096,), 0.25, tuned=True, picture=True, heads=True, ranked=True),
     Recall(
         "recall-after",
         "retrieval.md",
@@ -114,7 +114,7 @@ SHOWN = (
     ),
     Recall(
         "when-to-swap",
-        "retrieval.md",
+        "when-to-swap.md",
         {"ssmax": "SSMax", "ssmax_b": "SSMax with b", "softmax": "softmax"}
         | {f"at_{part}{b}": f"SSMax{words} after {part} %" for b, words in (("", ""), ("_b", " with b")) for part in (25, 50, 75, 90)}
         | {"after": "SSMax put in after training", "after_more": "the same, 120 more steps"}
@@ -129,7 +129,7 @@ SHOWN = (
     ),
     Recall(
         "needle",
-        "retrieval.md",
+        "needle-in-text.md",
         LABELS | {"ssmax_fixed": "SSMax, n fixed at 256"},
         "ssmax_fixed",
         (4096,),
