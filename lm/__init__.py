@@ -23,7 +23,7 @@ _FACE |= {"load": "lm.runs.loading", "results": "lm.report.frame"}
 if not TYPE_CHECKING:  # to which any name would be one of the package's
 
     def __getattr__(name: str) -> Callable | ModuleType:
-        """The part of the public face of this name; its module, which may import torch, is imported when it is first used."""
+        """The public function or module with this name; its module, which may import torch, is imported at its first use."""
         if name == "functional":
             return import_module("lm.functional")
         if name not in _FACE:

@@ -42,13 +42,13 @@ def abbreviated(text: str, limit: int = 300) -> str:
     return line if len(line) <= limit else f"{line[: limit - 4]} ..."
 
 
-def shown(value: object) -> str:
+def as_written(value: object) -> str:
     """A value as a user writes it: null, true and false as in YAML, within lists and blocks, too; other values as Python writes them."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{name}: {shown(item)}' for name, item in value.items())}}}"
-    return f"[{', '.join(map(shown, value))}]" if isinstance(value, list | tuple) else repr(value)
+        return f"{{{', '.join(f'{name}: {as_written(item)}' for name, item in value.items())}}}"
+    return f"[{', '.join(map(as_written, value))}]" if isinstance(value, list | tuple) else repr(value)
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -71,7 +71,7 @@ class Problem:
     remedy: str = ""
 
     def __str__(self) -> str:
-        text = f"{abbreviated(self.path)} = {abbreviated(shown(self.value))}: {self.reason}"
+        text = f"{abbreviated(self.path)} = {abbreviated(as_written(self.value))}: {self.reason}"
         return f"{text}; {self.remedy}" if self.remedy else text
 
 

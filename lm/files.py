@@ -173,7 +173,7 @@ def locked(path: Path, on_conflict: Callable[[], object], flags: int = os.O_RDWR
 
     Args:
         on_conflict: called if another process has the lock; unless the call raises, the lock is then waited for.
-        flags: of `os.open`, to open the file.
+        flags: the flags of `os.open` that open the file.
 
     Yields:
         The empty string; on a file system without locks, on which no file is locked, a clause on the folder, to which callers add the

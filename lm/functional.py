@@ -55,7 +55,7 @@ def attention(
         q: (B, H, T, D), after RoPE and norms.
         k: (B, K, S, D). Without positions and cu_seqlens the queries are the last T of S tokens of one document: S > T decodes.
         v: (B, K, S, D).
-        parameters: of this layer, by the names that the function `parameters` gives.
+        parameters: the parameters of this layer, by the names that the function `parameters` gives.
         positions: (T,) or (B, T) int64, 0-based in each document: another begins at each 0, and each sequence must begin with one. Or an
             `AttentionLayout`, made once for all layers.
         cu_seqlens: (N + 1,), where each of N documents begins in the B T tokens of all sequences, and their number.
@@ -63,8 +63,9 @@ def attention(
         x: the layer's input (B, T, C), which asentmax and forget read.
 
     Raises:
-        ConfigError: no such normalizer or option, or one that needs what was not given.
-        ValueError: other parameters, or of other shapes, than `parameters` makes, or tensors, positions or lengths of no such sequences.
+        ConfigError: no such normalizer or option, or an argument that the normalizer needs was not given.
+        ValueError: parameters with other names or shapes than the function `parameters` gives, or tensors, positions or lengths that do not
+            fit together.
     """
     return _call(_attend, normalizer, q, k, parameters, positions, cu_seqlens, train_length, x, v)
 
@@ -91,7 +92,7 @@ def parameters(normalizer: Named, n_head: int, head_size: int, train_length: int
 
     Args:
         train_length: tokens in a training sequence.
-        width: of the layer's input, for asentmax and forget.
+        width: width of the layer's input, for asentmax and forget.
 
     Raises:
         ConfigError: no such normalizer or option, or a size that no layer has.
@@ -210,7 +211,7 @@ def _check_parameters(kind: str, parameters: Mapping[str, Tensor], expected: Map
 
 
 def _check_layout(layout: AttentionLayout, q: Tensor, k: Tensor) -> None:
-    """Raises ValueError: positions are not of these queries and keys."""
+    """Raises ValueError: the layout's positions don't fit these queries and keys."""
     for name, positions, tensor in (("queries", layout.positions, q), ("keys", layout.key_positions, k)):
         rows = positions.numel() // max(1, positions.size(-1))
         if positions.size(-1) != tensor.size(2) or rows not in (1, q.size(0)):
@@ -218,7 +219,7 @@ def _check_layout(layout: AttentionLayout, q: Tensor, k: Tensor) -> None:
 
 
 def _whole_numbers(name: str, tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """A tensor as int64. Raises ValueError: it is none, or is of other numbers or axes."""
+    """A tensor as int64. Raises ValueError: no tensor, numbers that are not whole, another number of axes than `axes`, or no entries."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a tensor of whole numbers, not {type(tensor).__name__}")
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.dim() not in axes or not tensor.numel():
@@ -250,7 +251,7 @@ def _module(named: str, layer: LayerSpec, device: str) -> AsModule:
 
 @lru_cache(maxsize=256)
 def _shapes(named: str, layer: LayerSpec, any_length: bool = False) -> dict[str, tuple[int | str, ...]]:
-    """The shape of each parameter by name; with `any_length` the word `train_length` for a size that this length gives."""
+    """The shape of each parameter by name; with `any_length` the word `train_length` stands for a size that equals this length."""
     shapes, longer_shapes = (
         {name: tuple(value.shape) for name, value in _module(named, spec, "cpu").normalizer.named_parameters()}
         for spec in (layer, replace(layer, train_length=layer.train_length + any_length))
@@ -262,7 +263,7 @@ def _shapes(named: str, layer: LayerSpec, any_length: bool = False) -> dict[str,
 
 
 def make_layout(q: Tensor, k: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> AttentionLayout:
-    """Where queries (B, H, T, D) and keys (B, K, S, D) stand, for all layers of a step; arguments as of `attention`.
+    """The layout of queries (B, H, T, D) and keys (B, K, S, D), for all layers of a step; arguments as in `attention`.
 
     Raises:
         ValueError: both are given, a sequence does not begin with a document, positions jump, or lengths are not those of the tokens.

@@ -47,7 +47,7 @@ def _first_core() -> dict[str, str]:
 
 
 def cpu_flags() -> list[str]:
-    """Names of what this CPU can do beyond its base instructions, as Linux calls them; none where they are not known."""
+    """Linux's names of the instruction sets that this CPU has beyond its base instructions; none where they are not known."""
     return (_first_core().get("flags") or _first_core().get("Features", "")).split()
 
 

@@ -121,7 +121,7 @@ class Plugins:
             print(f"note: {name} is lm's own; the entry point of that name is meant by {entry.value}", file=sys.stderr)
 
     def implementation(self, name: str) -> type:
-        """The class that was imported for the options with the attribute `name`, as `options` made them."""
+        """The class that was imported for the options that `options` gave the attribute `name`."""
         return self._loaded[name].implementation
 
     def versions(self, names: Iterable[str] | None = None) -> dict[str, str]:

@@ -102,7 +102,7 @@ def section(schema: type, help: str, effect: DeclaredEffect | None = None):
 
 
 def optional(schema: type, help: str, effect: DeclaredEffect | None = None, *, omit_default: bool = False):
-    """A nested block that is null (off) until one of its keys is given. `omit_default` as of `key`."""
+    """A nested block that is null (off) until one of its keys is given. `omit_default` as in `key`."""
     metadata = {"help": help, "effect": effect, "schema": schema, "optional": True, "omit_default": omit_default}
     return field(default=None, metadata=metadata)
 
@@ -114,13 +114,13 @@ def sections(schema: type, help: str, default: tuple = (), effect: DeclaredEffec
 
 
 def variant(table: Mapping[str, type], default: str, help: str, effect: DeclaredEffect | None = None, *, omit_default: bool = False):
-    """A block whose `name` picks one dataclass of `table`; a bare name stands for its defaults. `omit_default` as of `key`."""
+    """A block whose `name` picks one dataclass of `table`; a bare name stands for its defaults. `omit_default` as in `key`."""
     metadata = {"help": help, "effect": effect, "table": table, "default": default, "omit_default": omit_default}
     return field(default_factory=lambda: table[default](), metadata=metadata)
 
 
 def variants(table: Mapping[str, type], help: str, *, omit_default: bool = False):
-    """A list of blocks, each as in `variant`; empty by default. `omit_default` as of `key`."""
+    """A list of blocks, each as in `variant`; empty by default. `omit_default` as in `key`."""
     metadata = {"help": help, "effect": None, "table": table, "many": list, "omit_default": omit_default}
     return field(default_factory=list, metadata=metadata)
 
@@ -199,7 +199,10 @@ def suggest(word: str, names: typing.Iterable[str]) -> str:
 
 
 def build(schema: type, data: Plain, path: str, problems: list[Problem], table: Mapping[str, type] | None = None):
-    """An instance of `schema` from plain `data`, whose problems are appended to `problems`; `table`: schemas of which a name chose it."""
+    """An instance of `schema` from plain `data`, whose problems are appended to `problems`.
+
+    table: the schemas from which a name chose this one.
+    """
     if not isinstance(data, Mapping):
         problems.append(Problem(path, data, "must be a block of keys", "keys: " + ", ".join(spec.name for spec in fields(schema))))
         return schema()

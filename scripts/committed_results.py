@@ -33,7 +33,7 @@ def at_best(
     rates = sorted(baseline_values, key=lambda rate: rate not in arm_values)
     by_rates = np.stack([*arm_values.values()])[:, None] - np.stack([baseline_values[rate] for rate in rates])
     place, shared = (0, rates.index(next(iter(baseline_values)))), sum(rate in arm_values for rate in baseline_values)
-    return Comparison(by_rates, place, shared=shared, every=every, higher=higher)
+    return Comparison(by_rates, place, n_shared_rates=shared, all_pairs=every, higher_is_better=higher)
 
 
 def rate_words(rate: float) -> str:
@@ -48,6 +48,6 @@ def markdown(lines: list[list[str]]) -> str:
 
 def verdict_words(verdict: Verdict, factor: float = 100, digits: int = 1) -> str:
     """A verdict, its margin times `factor`, with the difference and its interval; without interval where all seeds agree."""
-    mean, low, high = (factor * value for value in verdict.interval.listed())
+    mean, low, high = (factor * value for value in verdict.interval.as_list())
     interval = f"[{low:+.{digits}f}, {high:+.{digits}f}] " if math.isfinite(low) and low < high else ""
     return f"{mean:+.{digits}f} {interval}*{replace(verdict, margin=f'{factor * float(verdict.margin):g}').statement}*"

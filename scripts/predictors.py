@@ -161,7 +161,7 @@ def difference(verdict: Verdict) -> str:
         return "no verdict: fewer than 3 arms"
     if verdict.interval is None:
         return verdict.statement
-    mean, low, high = verdict.interval.listed()
+    mean, low, high = verdict.interval.as_list()
     return f"{mean:+.2f} [{low:+.2f}, {high:+.2f}] *{verdict.statement}*"
 
 

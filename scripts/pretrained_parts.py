@@ -111,7 +111,7 @@ class Result:
     def read(cls, path: Path) -> "Result":
         """As `write` has written it. Raises RunError: it can't be read."""
         content = read_json(path)
-        evaluations = {arm: Evaluation.of(evaluation) for arm, evaluation in content["evaluations"].items()}
+        evaluations = {arm: Evaluation.from_plain(evaluation) for arm, evaluation in content["evaluations"].items()}
         return cls(content["seconds"], content["cpu_seconds"], evaluations, content["facts"], content.get("fingerprint", {}))
 
     def write(self, path: Path) -> None:
@@ -203,7 +203,7 @@ class Workbench:
         """`lm swap`: a run folder, and how far its outputs are from the model's."""
         target, *options = SWAPS[name]
         if (self.out / name).is_dir():  # stopped before the part's result was written
-            evaluation = Evaluation.of(read_json(evaluation_path(self.out / name, SwapMeasurement.kind, 0)))
+            evaluation = Evaluation.from_plain(read_json(evaluation_path(self.out / name, SwapMeasurement.kind, 0)))
             if (evaluation.options, evaluation.data_fingerprint) != (self._continuity().options, self.store.fingerprint):
                 raise RunError(f"{self.out / name}: a swap of another model, or measured on other sequences: {REMEDY}")
             return {name: evaluation}

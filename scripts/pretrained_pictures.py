@@ -79,7 +79,7 @@ def scale_picture(results: Results, first: int) -> bytes:
     with canvas(1, 2, (10, 4.2)) as (figure, (left_axes, right_axes)):
         for number, (name, words) in enumerate((("softmax", "softmax: the same at each n"), ("ssmax", "SSMax: proportional to ln n"))):
             losses = [(scale, results.loss(f"scale_{name}_{scale:g}")) for scale in SCALES]
-            points = [(scale, series.whole) for scale, series in losses if series]
+            points = [(scale, series.overall_mean) for scale, series in losses if series]
             if points:
                 left_axes.plot(*zip(*points, strict=True), label=words, **colour_and_marker(number))
         _finished(left_axes, xlabel="factor on the logits, mean over the sequence", ylabel="loss, nats per token")

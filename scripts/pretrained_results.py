@@ -182,7 +182,7 @@ class Results:
                     {
                         "length": int(length),
                         "cells": {label: (int(values.sum()), len(values)) for label, values in cells.items()},
-                        "all": [100 * end for end in self.over_depths(part, column).listed()],
+                        "all": [100 * end for end in self.over_depths(part, column).as_list()],
                         "loss": with_needle,
                         "control": losses["no needle"].means[column],
                     }

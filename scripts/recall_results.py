@@ -97,7 +97,7 @@ class Recall:
                     continue
                 for rate in arm_rates:
                     differences = self.accuracies[arm, rate, length] - self.accuracies[self.baseline, rate, length]
-                    comparisons[arm, rate, length] = Comparison(differences, higher=True)
+                    comparisons[arm, rate, length] = Comparison(differences, higher_is_better=True)
         return verdicts(comparisons, self.matters)
 
     @cached_property
@@ -173,7 +173,7 @@ class Recall:
         for name, arms in self.trends.items():
             values = {part: self.accuracies[arm, self.rates(arm)[0], self.deciding[0]] for arm, part in arms.items()}
             by_part[name] = values
-            changes[name] = Comparison(np.polyfit(list(values), list(values.values()), 1)[0], higher=True)
+            changes[name] = Comparison(np.polyfit(list(values), list(values.values()), 1)[0], higher_is_better=True)
         for name, verdict in verdicts(changes, self.matters).items():
             cells = [_spread(by_part[name][part]) if part in by_part[name] else "" for part in parts]
             lines.append([name, *cells, verdict_words(verdict)])

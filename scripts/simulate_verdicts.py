@@ -25,7 +25,7 @@ from scipy.stats import binom
 
 from lm.statistics.intervals import Interval, effective_trials, mean_ends, over_seeds_and_documents, wilson
 from lm.statistics.learned import LearnedCounts, learned_verdicts
-from lm.statistics.tuning import Tuned, best_rate, chosen, crossed_rates, tuned
+from lm.statistics.tuning import TuningOutcome, best_rate, crossed_rates, rate_choice, tuning_outcome
 from lm.statistics.verdicts import Comparison, Kind, Verdict, seeds_needed, verdicts
 
 GRID = (1e-3, 2e-3, 4e-3, 8e-3)
@@ -88,11 +88,16 @@ def simulated(world: World, trial: int) -> tuple[list[Verdict], list[float], lis
         [differ for size in sizes for differ in size.differ],
         strict=True,
     ):
-        if comparison.tuned and not comparison.diverged:
+        if comparison.is_tuned and not comparison.diverged:
             over_both = comparison.over_documents
             wide = over_both and comparison.enclosing(over_both)
             coverage.append(
-                (_holds(verdict.alone, text), _holds(wide, population) if wide else math.nan, differ, _holds(verdict.interval, text))
+                (
+                    _holds(verdict.single_interval, text),
+                    _holds(wide, population) if wide else math.nan,
+                    differ,
+                    _holds(verdict.interval, text),
+                )
             )
     return list(found_verdicts.values()), [text for text, _ in truths], coverage, seeds
 
@@ -132,13 +137,13 @@ class _Size:
         shared, self.shift = self.draw(world.seed, 2), self.draw(world.arm_document / math.sqrt(world.documents / 2), len(arms))
         octaves = 1.0 if world.other_metric else 0.0
         losses: dict[str, dict[float, list[float]]] = {arm: {} for arm in arms}
-        self.choice = Tuned(dict.fromkeys(arms, 4e-3)) if world.tuning == "none" else Tuned({}, GRID)
+        self.choice = TuningOutcome(dict.fromkeys(arms, 4e-3)) if world.tuning == "none" else TuningOutcome({}, GRID)
         while self.choice.missing:
             for rate in self.choice.missing:
                 for number, arm in enumerate(arms):
                     mean = self.expected(number, rate, octaves) + self.shift[number]
                     losses[arm][rate] = list(mean + shared + self.of_runs(number, rate, 2))
-            self.choice = tuned([GRID], losses) if world.tuning == "grid" else chosen(losses)
+            self.choice = tuning_outcome([GRID], losses) if world.tuning == "grid" else rate_choice(losses)
         self.crossed = crossed_rates("base", self.choice.rates) if world.tuning != "none" else {arm: (4e-3,) for arm in arms}
 
     def _train(self, seeds: int) -> None:
@@ -168,7 +173,7 @@ class _Size:
 
     def compared(self, seeds: int) -> dict[str, Comparison]:
         """What the first seeds show of each arm."""
-        comparisons = {arm: Comparison((), tuned=False) for arm in self.arms[1:]}
+        comparisons = {arm: Comparison((), is_tuned=False) for arm in self.arms[1:]}
         self.judged_at = {arm: self._best(arm, seeds) for arm in self.values}
         for arm in self.arms[1:]:
             if not {arm, "base"} <= self.values.keys():
@@ -354,7 +359,7 @@ def report_learned() -> None:
         for base, arm in chances:
             kinds: Counter = Counter()
             for base_count, arm_count in product(range(seeds + 1), repeat=2):
-                verdict = learned_verdicts({"arm": LearnedCounts([(arm_count, base_count)], seeds, planned=seeds)})["arm"]
+                verdict = learned_verdicts({"arm": LearnedCounts([(arm_count, base_count)], seeds, n_planned_seeds=seeds)})["arm"]
                 kinds[verdict.kind] += binom.pmf(base_count, seeds, base) * binom.pmf(arm_count, seeds, arm)
             cells.append(f"{100 * kinds['better']:.1f}, {100 * kinds['worse']:.1f}")
         print(f"| {seeds} | " + " | ".join(cells) + " |", flush=True)

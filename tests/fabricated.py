@@ -25,7 +25,7 @@ def finish(run: Run, loss: float, *curves: Series, unigram: float = 9.0, asked: 
     step = run.outcome.last_step
     save(run.config.run_folder, step)
     validate(run, step, loss, unigram, asked)
-    for kind in {*run.outcome.scheduled, *(curve.kind for curve in curves)}:
+    for kind in {*run.outcome.scheduled_kinds, *(curve.kind for curve in curves)}:
         evaluated(run, kind, step, [curve for curve in curves if curve.kind == kind])
 
 
@@ -70,7 +70,7 @@ def logged(run: Run, *losses: float) -> None:
 
 def finish_all(procedure: Procedure, loss: Callable[[Run], float]) -> Procedure:
     """Finish all runs that the experiment comes to need, each with the loss that is given for it; returns the procedure."""
-    while unfinished := [run for run in procedure.known() if not run.outcome.ended]:
+    while unfinished := [run for run in procedure.known_runs() if not run.outcome.ended]:
         for run in unfinished:
             finish(run, loss(run))
     return procedure

@@ -27,7 +27,7 @@ def swap_to(name: str) -> str:
 
 def series(folder: Path, kind: str, step: int) -> tuple[Series, ...]:
     """What a run folder keeps of an evaluation."""
-    return Evaluation.of(json.loads(evaluation_path(folder, kind, step).read_text())).series
+    return Evaluation.from_plain(json.loads(evaluation_path(folder, kind, step).read_text())).series
 
 
 def metrics(folder: Path) -> list[dict]:

@@ -200,7 +200,7 @@ def write_report(folders: list[Path], out: Path) -> ReportFiles:
 def compared(*folders: Path) -> tuple[RunComparison, dict[tuple[str, ...], Difference]]:
     """The comparison, and the last arm's differences by what they are of."""
     comparison = compare_runs([read_run(folder) for folder in folders])
-    return comparison, {difference.line.of: difference for difference in comparison.differences}
+    return comparison, {difference.line.labels: difference for difference in comparison.differences}
 
 
 def edit(folder: Path, kind: str, change: Callable[[dict], None]) -> None:
@@ -218,7 +218,7 @@ def first_sample(content: dict, number: int = 0) -> dict:
 
 def asked(comparison: RunComparison) -> list[tuple[str, ...]]:
     """Task and inference setting of all answers, in the order of their files."""
-    return [line.of for line in comparison.sections[-1].lines if line.metric == ANSWERS]
+    return [line.labels for line in comparison.sections[-1].lines if line.metric == ANSWERS]
 
 
 def fraction_right(comparison: RunComparison, arm: int, of: tuple[str, str], length: int) -> Interval:

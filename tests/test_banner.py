@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from lm.data.prepare import prepare
-from lm.model.device import Machine, Resolved
+from lm.model.device import Machine, ResolvedSetting
 from lm.training.banner import banner, git_state
 from lm.training.starting import start_new_run
 
@@ -18,7 +18,7 @@ def printed(tiny):
     def banner_of(*overrides: str) -> dict[str, str]:
         config = tiny(*overrides)
         store = prepare(config.data, progress=False)
-        machine = Machine("cpu", "cpu", Resolved("32", "as asked"), Resolved("false", "as asked"))
+        machine = Machine("cpu", "cpu", ResolvedSetting("32", "as asked"), ResolvedSetting("false", "as asked"))
         lines = banner(config, store, start_new_run(config, store)[0], machine).splitlines()
         return {line[:11].strip(): line[12:] for line in lines}
 

@@ -376,7 +376,7 @@ def test_pieces_of_documents_do_not_overlap_and_leave_out_what_they_say(sizes: l
             length, starts = pieces(step), pieces.sequence_starts(step)
             assert length in (16, 32, 64)
             assert len(starts) * length == step_tokens
-            sequences = split.around(starts, length, 0, split.n_tokens)
+            sequences = split.circular_windows(starts, length, 0, split.n_tokens)
             assert (document_of[sequences[:, 0]] == document_of[sequences[:, -2]]).all(), "a sequence lies within a document"
             tokens_read.append(sequences[:, :-1].ravel())
         tokens_read = np.concatenate(tokens_read)
@@ -402,7 +402,7 @@ def test_pieces_of_documents_reach_every_token_of_long_documents(last: int):
     sizes = [32, 21, 64, last]
     pieces = DocumentPieces(counted_split(sizes), 16, 16, (1, 2))
     starts = np.concatenate([pieces.sequence_starts(step) for step in range(200 * pieces.steps_per_epoch)])
-    batch = counted_split(sizes).around(starts, 16, 0, sum(sizes))
+    batch = counted_split(sizes).circular_windows(starts, 16, 0, sum(sizes))
     assert set(batch[:, 1:].ravel().tolist()) == set(range(sum(sizes)))
 
 

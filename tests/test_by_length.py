@@ -49,7 +49,7 @@ def test_each_length_is_the_mean_loss_of_the_same_tokens_after_a_context_cut_the
 def test_it_is_off_by_default_and_then_leaves_no_trace_in_the_hash_of_a_configuration(tiny):
     config = tiny()
     assert config.eval.by_length is None
-    assert "by_length" not in config.eval.wanted(config.data)
+    assert "by_length" not in config.eval.measurement_classes(config.data)
     assert config_hash(tiny(LENGTHS)) != config_hash(config)
 
 

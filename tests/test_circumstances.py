@@ -31,7 +31,7 @@ def started(folder: Path, overrides: list[str], **changes: object) -> Procedure:
     procedure = open_experiment(procedure.experiment.file, overrides)
     write_json(procedure.experiment.folder / RESOLVED, SETTLED | {PLAN: plan_of(procedure.experiment)})
     finish_all(procedure, lambda run: 5 - 0.1 * (run.arm == "ssmax") + 1e-3 * run.seed * (run.arm == "ssmax"))
-    for run in procedure.known():
+    for run in procedure.known_runs():
         (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
         facts = {
             "git_commit": "abc",
@@ -101,7 +101,7 @@ def test_a_second_look_that_is_made_a_part_of_the_first_is_exploratory(tmp_path,
     plan = {"tune": None, "seeds": [1, 2], "more_seeds": [3]}
     procedure = Procedure(read_experiment(written(tmp_path, **plan), overrides))
     write_json(procedure.experiment.folder / RESOLVED, SETTLED | {PLAN: plan_of(procedure.experiment)})
-    for run in finish_all(procedure, lambda run: 5 - 0.1 * run.seed * (run.arm == "ssmax")).known():
+    for run in finish_all(procedure, lambda run: 5 - 0.1 * run.seed * (run.arm == "ssmax")).known_runs():
         (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
     assert not any("exploratory" in note for note in open_experiment(written(tmp_path, **plan), overrides).notes())
     experiment = open_experiment(written(tmp_path, **SEEDS), overrides)
@@ -150,15 +150,15 @@ def test_so_may_the_seeds(arguments, tmp_path):
 
 def test_that_runs_are_compiled_after_they_were_timed_is_part_of_the_plan(arguments, tmp_path, monkeypatch):
     from lm.experiments import experiment_folder
-    from lm.model.device import Resolved
+    from lm.model.device import ResolvedSetting
 
     words = [*arguments[1:], "trainer.compile=auto"]
-    decided = lambda experiment, seconds=None: Resolved("true" if seconds else "false", "by seconds")  # noqa: E731
+    decided = lambda experiment, seconds=None: ResolvedSetting("true" if seconds else "false", "by seconds")  # noqa: E731
     monkeypatch.setattr(experiment_folder, "_compiled", decided)
     procedure = experiment_folder.start(written(tmp_path, **SEEDS), words, timed=lambda procedure: {("", "softmax"): 1e6})
     assert procedure.experiment.first_config.trainer.compile is True
     finish_all(procedure, lambda run: 5.0 - 1e-3 * run.seed * (run.arm == "ssmax"))
-    for run in procedure.known():
+    for run in procedure.known_runs():
         (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
     assert exploratory(open_experiment(procedure.experiment.file, words)) == []
 
@@ -176,7 +176,7 @@ def edited(key: str, value: object) -> Callable[[Path], None]:
 
 def other_code(folder: Path) -> None:
     for path in evaluation_files(folder).values():
-        keep(folder, Evaluation.of(read_evaluation(path) | {"code": {"lm": "other"}}))
+        keep(folder, Evaluation.from_plain(read_evaluation(path) | {"code": {"lm": "other"}}))
 
 
 def old(folder: Path) -> None:
@@ -200,7 +200,7 @@ def old(folder: Path) -> None:
 )
 def test_what_differs_between_runs_is_said(tmp_path, overrides, change, said: str):
     procedure = started(tmp_path, overrides)
-    for run in procedure.known():
+    for run in procedure.known_runs():
         if run.arm == "ssmax":
             change(run.config.run_folder)
     (note,) = open_experiment(procedure.experiment.file, overrides).notes()
@@ -209,7 +209,7 @@ def test_what_differs_between_runs_is_said(tmp_path, overrides, change, said: st
 
 def test_notes_stand_under_the_verdicts_in_their_file_and_on_the_page(tmp_path, overrides):
     procedure = started(tmp_path, overrides)
-    for run in procedure.known():
+    for run in procedure.known_runs():
         other_code(run.config.run_folder)
     result = lm("compare", str(procedure.experiment.file), *overrides, "--report-only")
     note = "runs were measured by other code than today's; lm eval RUN measures them again"

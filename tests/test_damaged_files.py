@@ -37,7 +37,7 @@ def trained(corpus: Path, store_root: Path, tmp_path_factory: pytest.TempPathFac
     """The file of an experiment whose two runs have ended, and its overrides without `runs`; they lie in `runs` beside the file."""
     folder = tmp_path_factory.mktemp("trained")
     file, overrides = written(folder, tune=None, seeds=[1]), [f"data.source.paths=[{corpus}]", f"data.root={store_root}", *SHORT]
-    for run in start(file, [*overrides, f"runs={folder / 'runs'}"]).known():
+    for run in start(file, [*overrides, f"runs={folder / 'runs'}"]).known_runs():
         train(run.config)
     return file, overrides
 

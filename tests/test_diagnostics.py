@@ -25,7 +25,7 @@ from lm.evaluation.held_out import HeldOut
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout
 from lm.model.device import Device
-from lm.report.evaluation_tables import Evaluated, print_results
+from lm.report.evaluation_tables import EvaluationResult, print_results
 from lm.runs.evaluations import Axis, Evaluation, Sample, Series
 from lm.runs.loading import load as load_model
 from lm.runs.loading import save_model
@@ -56,7 +56,7 @@ def measured(decoder: Decoder, sample: Batch, queries: list[int] = ALL, shuffle:
     """What concentration's statistics are of one sequence; `shuffle`: of its shuffled scores."""
     heads = decoder.normalizers()[0].layer.n_head
     measures = Measures(families(DiagnosticsConfig()), 2, heads, queries, LENGTH)
-    vectors = measures.of(decoder, sample, order=orders(0, len(queries), LENGTH) if shuffle else None)
+    vectors = measures.vectors(decoder, sample, order=orders(0, len(queries), LENGTH) if shuffle else None)
     return measures.values(vectors[-1][None].numpy(), decoder.seq_len)
 
 
@@ -333,13 +333,13 @@ def test_of_curves_with_many_numbers_the_ends_that_are_defined_are_printed(capsy
         for label, means in (("layer 1", values), ("layer 2", np.full(30, math.nan)))
     )
     evaluation = Evaluation("diagnostics", 8, 256, "", {}, "32", "weights", curves)
-    print_results([Evaluated(Path("runs/one"), evaluation, cached=False)])
+    print_results([EvaluationResult(Path("runs/one"), evaluation, cached=False)])
     output = capsys.readouterr().out
     assert re.search(r"as trained +entropy, layer 1 +1\.0000 \(2 tokens\) +29\.0000 \(30 tokens\)", output)
     assert re.search(r"as trained +entropy, layer 2 *$", output, re.MULTILINE)
     assert "58 more numbers" in output
     assert "runs/one" not in output
-    print_results([Evaluated(Path(name), evaluation, cached=False) for name in ("runs/one", "runs/two")])
+    print_results([EvaluationResult(Path(name), evaluation, cached=False) for name in ("runs/one", "runs/two")])
     output = capsys.readouterr().out
     assert re.search(r"two, 8 +as trained +entropy, layer 1 +1\.0000 \(2 tokens\) +29\.0000 \(30 tokens\)", output)
     assert "116 more numbers" in output
@@ -353,7 +353,7 @@ def test_a_mean_of_too_few_documents_says_why_it_has_no_interval(capsys: pytest.
     )
     axis = Axis("sequence length", "tokens", "in sequences of", (64, 128, 256))
     change = Series("swap", "change of loss", "nats", "lower", 64, np.ones(3), axis=axis, samples=samples, interval="documents")
-    print_results([Evaluated(Path("runs/one"), Evaluation("swap", 8, 256, "", {}, "32", "weights", (change,)), cached=False)])
+    print_results([EvaluationResult(Path("runs/one"), Evaluation("swap", 8, 256, "", {}, "32", "weights", (change,)), cached=False)])
     output = capsys.readouterr().out
     assert "64 tokens " in output
     assert re.search(r"64 tokens +1\.0000 \[-0\.2421, 2\.2421\]", output)

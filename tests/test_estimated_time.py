@@ -21,7 +21,7 @@ from waiting import wait_until
 from lm.errors import ConfigError, RunError
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import start
-from lm.experiments.plan import _timed, costs, plan, run_times, total_seconds
+from lm.experiments.plan import _time_configurations, costs, plan, run_times, total_seconds
 from lm.experiments.procedure import Procedure
 from lm.experiments.slots import Slots
 from lm.machine import born
@@ -44,7 +44,7 @@ def experiment(folder: Path, name: str = "trial", **changes: object) -> Procedur
 
 def took(procedure: Procedure, seconds: float, begin: float, step: int = 0) -> None:
     """Let the finished runs of an experiment have taken so long since their start at a step, and each step 5 s."""
-    for run in procedure.known():
+    for run in procedure.known_runs():
         if run.outcome.ended:
             begun = [(0, begin - 1e6)] * bool(step) + [(step, begin)]
             starts = [
@@ -61,7 +61,7 @@ def took(procedure: Procedure, seconds: float, begin: float, step: int = 0) -> N
 
 def test_time_is_that_of_the_runs_that_have_ended(tmp_path):
     procedure = experiment(tmp_path, sizes={"small": {}, "large": {"trainer.max_steps": 16}})
-    for run in procedure.known():
+    for run in procedure.known_runs():
         if run.size == "small" and run.arm == "softmax":
             finish(run, 5.0)
     procedure = Procedure(procedure.experiment)
@@ -101,7 +101,7 @@ def test_a_pilot_times_every_arm_in_processes_and_is_kept(tmp_path, arguments, m
     assert times.keys() == {("", "softmax"), ("", "ssmax")}
     assert min(times.values()) > 0
     assert [path.name for path in procedure.experiment.folder.iterdir() if path.name not in ("resolved.json", "pilot.json")] == []
-    monkeypatch.setattr("lm.experiments.plan._timed", lambda *_: pytest.fail("timed again"))
+    monkeypatch.setattr("lm.experiments.plan._time_configurations", lambda *_: pytest.fail("timed again"))
     assert run_times(procedure, costs(procedure), Slots(2))[0] == times
 
 
@@ -124,9 +124,9 @@ def pilots(tmp_path, monkeypatch) -> list[str]:
     (tmp_path / "program.py").write_text(PILOT)
     monkeypatch.setattr("lm.experiments.plan.COMMAND", [sys.executable, str(tmp_path / "program.py")])
     monkeypatch.setattr("lm.experiments.plan.open_prepared", lambda _: None)
-    pilot_configs, timed = [], _timed
+    pilot_configs, timed = [], _time_configurations
     monkeypatch.setattr(
-        "lm.experiments.plan._timed", lambda configs, *arguments: pilot_configs.extend(configs) or timed(configs, *arguments)
+        "lm.experiments.plan._time_configurations", lambda configs, *arguments: pilot_configs.extend(configs) or timed(configs, *arguments)
     )
     return pilot_configs
 
@@ -250,4 +250,4 @@ def test_an_arm_that_is_not_trained_has_no_tuning_runs(tmp_path):
     assert "\n12 runs (3 of them are measured without training), " in lines
     times = {("", "softmax"): 60.0, ("", "as-it-is"): 10.0}
     assert total_seconds(procedure, times, Slots(1)) == 9 * 60 + 3 * 10
-    assert len(finish_all(procedure, lambda run: 5 + abs(run.rate - 2e-3)).known()) == 12
+    assert len(finish_all(procedure, lambda run: 5 + abs(run.rate - 2e-3)).known_runs()) == 12

@@ -128,8 +128,8 @@ def test_positions_sequences_and_buckets_agree(tiny):
     curves = [curve for curve in LongContext(config, store).measure(decoder, CPU, lambda units: None) if curve.bins]
     for curve in curves:
         widths = np.diff(curve.axis.values)
-        assert curve.curve.mean() == pytest.approx(curve.whole, abs=1e-4)
-        assert (curve.samples[0].values.mean(0) @ widths / widths.sum()) == pytest.approx(curve.whole, abs=1e-4)
+        assert curve.curve.mean() == pytest.approx(curve.overall_mean, abs=1e-4)
+        assert (curve.samples[0].values.mean(0) @ widths / widths.sum()) == pytest.approx(curve.overall_mean, abs=1e-4)
         assert curve.samples[0].values.mean(0) == pytest.approx(curve.means)
     first, second = curves
     assert not np.array_equal(first.curve, second.curve)
@@ -164,7 +164,7 @@ def test_lm_eval_gives_the_callbacks_numbers_and_takes_overrides(tiny):
     validation, long = (result.evaluation.series[0] for result in evaluate_runs([folder], "8"))
     assert long.samples[0].sha256 == curve.samples[0].sha256
     assert long.curve == pytest.approx(curve.curve, abs=1e-4)
-    assert validation.whole > 0
+    assert validation.overall_mean > 0
     changes = ["eval.long_context.length_factor=8", "eval.long_context.inference=[{rope: {name: theta, factor: 2}}, {rope: yarn}]"]
     longer = [curve for curve in evaluate_runs([folder], "4", overrides=changes)[1].evaluation.series if curve.bins]
     assert [(len(curve.curve), curve.setting) for curve in longer] == [(256, "theta x 2"), (256, "yarn")]

@@ -44,16 +44,16 @@ def test_a_run_is_swapped_trained_and_measured_once(tmp_path, arguments):
     overrides = [*arguments[1:], *steps, "optim.batch_tokens=512", "eval.sequences=64", "eval.long_context.length_factor=0"]
     by_length = {"eval.by_length": {"lengths": [16, 32], "sequences": 8}}
     procedure = experiment(tmp_path, *overrides, evaluate=by_length, primary={"metric": "by_length/loss 16"})
-    softmax, as_it_is, trained = procedure.known()
+    softmax, as_it_is, trained = procedure.known_runs()
     assert (named(softmax), named(as_it_is), named(trained)) == (["train", "eval"], ["swap", "eval"], ["swap", "train", "eval"])
-    for run in procedure.known():
+    for run in procedure.known_runs():
         for command in commands(run, procedure.experiment.folder):
             result = lm(*command)
             assert result.returncode == 0, result.stderr
-    assert [run.outcome.state for run in procedure.known()] == ["finished"] * 3
-    assert [commands(run, procedure.experiment.folder) for run in procedure.known()] == [[]] * 3
+    assert [run.outcome.state for run in procedure.known_runs()] == ["finished"] * 3
+    assert [commands(run, procedure.experiment.folder) for run in procedure.known_runs()] == [[]] * 3
     assert read_config(as_it_is.config.run_folder).model == as_it_is.config.model
-    places = lm_results(*(run.config.run_folder for run in procedure.known()))[["arm", "experiment"]].drop_duplicates()
+    places = lm_results(*(run.config.run_folder for run in procedure.known_runs()))[["arm", "experiment"]].drop_duplicates()
     assert places.to_numpy().tolist() == [[arm, "trial"] for arm in ARMS], "not those of the runs that weights come from"
     assert Path(trained.config.init_from).parent.name == "swapped"
     assert "started_from" in read_json(trained.config.run_folder / "environment.json")
@@ -62,9 +62,9 @@ def test_a_run_is_swapped_trained_and_measured_once(tmp_path, arguments):
 
     other = {"eval.by_length": {"lengths": [8, 32], "sequences": 8}}
     procedure = experiment(tmp_path, *overrides, evaluate=other, primary={"metric": "by_length/loss 8"})
-    assert [named(run) for run in procedure.known()] == [["eval"]] * 3, "measured again, and nothing is trained"
+    assert [named(run) for run in procedure.known_runs()] == [["eval"]] * 3, "measured again, and nothing is trained"
     reopened = experiment(tmp_path, *overrides, primary={"metric": "val/loss"})
-    assert [run.outcome.state for run in reopened.known()] == ["finished"] * 3
+    assert [run.outcome.state for run in reopened.known_runs()] == ["finished"] * 3
 
 
 @pytest.mark.parametrize(
@@ -78,20 +78,20 @@ def test_weights_that_were_swapped_with_other_options_are_not_taken(tmp_path, to
     swapped = {}
     for normalizer in options:
         arms = {"softmax": {}, "more": {"from": "softmax", "swap": {"to": to}, "model.normalizer": normalizer}}
-        swapped[str(normalizer)] = next(run.config.init_from for run in experiment(tmp_path, arms=arms).known() if run.arm == "more")
+        swapped[str(normalizer)] = next(run.config.init_from for run in experiment(tmp_path, arms=arms).known_runs() if run.arm == "more")
     assert len(set(swapped.values())) == len(options), swapped
 
 
 def test_what_was_measured_otherwise_is_measured_again(tmp_path):
     procedure = experiment(tmp_path, evaluate={"eval.sequences": 4})
-    softmax = procedure.known()[0]
+    softmax = procedure.known_runs()[0]
     finish(softmax, 5.0)
-    assert named(procedure.known()[0]) == ["eval"]
-    assert commands(procedure.known()[0], procedure.experiment.folder)[0][2:] == ["eval.sequences=4"]
+    assert named(procedure.known_runs()[0]) == ["eval"]
+    assert commands(procedure.known_runs()[0], procedure.experiment.folder)[0][2:] == ["eval.sequences=4"]
     path = evaluation_path(softmax.config.run_folder, "validation", softmax.outcome.last_step)
-    assert Evaluation.of(read_json(path)).asked == {}, "as older versions wrote it"
+    assert Evaluation.from_plain(read_json(path)).asked == {}, "as older versions wrote it"
     finish(softmax, 5.0, asked={"sequences": 4})
-    assert procedure.known()[0].outcome.state == "unfinished", "long_context was not asked for as it is now"
+    assert procedure.known_runs()[0].outcome.state == "unfinished", "long_context was not asked for as it is now"
 
 
 STARTS = {
@@ -107,30 +107,30 @@ def test_a_moved_experiment_has_the_same_runs(tmp_path, sizes):
     before = finish_all(experiment(tmp_path, arms=STARTS, sizes=sizes), lambda run: 5.0)
     shutil.move(tmp_path / "runs", tmp_path / "elsewhere")
     after = experiment(tmp_path, f"runs={tmp_path / 'elsewhere'}", arms=STARTS, sizes=sizes)
-    assert [run.config.name for run in after.known()] == [run.config.name for run in before.known()]
-    assert all(run.outcome.ended for run in after.known())
-    for run_after, run_before in zip(after.known(), before.known(), strict=True):
+    assert [run.config.name for run in after.known_runs()] == [run.config.name for run in before.known_runs()]
+    assert all(run.outcome.ended for run in after.known_runs())
+    for run_after, run_before in zip(after.known_runs(), before.known_runs(), strict=True):
         metadata = {"step": 4, "phase": 0}
         assert not config_problems(run_after.config, run_before.config, metadata, tmp_path), "an unfinished one goes on"
-    other = replace(after.known()[1].config, init_from=str(tmp_path / "other"))
-    assert [problem.path for problem in config_problems(other, before.known()[1].config, metadata, tmp_path)] == ["init_from"]
+    other = replace(after.known_runs()[1].config, init_from=str(tmp_path / "other"))
+    assert [problem.path for problem in config_problems(other, before.known_runs()[1].config, metadata, tmp_path)] == ["init_from"]
     default = experiment(tmp_path, "runs=runs", arms=STARTS, sizes=sizes)
-    assert all(run.config.name.endswith(config_hash(run.config)) for run in default.known()), "as earlier versions named them"
-    assert [run.config.name for run in default.known()] == [run.config.name for run in before.known()]
+    assert all(run.config.name.endswith(config_hash(run.config)) for run in default.known_runs()), "as earlier versions named them"
+    assert [run.config.name for run in default.known_runs()] == [run.config.name for run in before.known_runs()]
 
 
 def test_swapped_arms_start_from_the_weights_of_their_seed_and_rate(tmp_path):
     procedure = experiment(tmp_path, seeds=[1, 2], tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]})
-    while unfinished := [run for run in procedure.known() if not run.outcome.ended]:
+    while unfinished := [run for run in procedure.known_runs() if not run.outcome.ended]:
         for run in unfinished:
             finish(run, 5 + abs(run.rate - (2e-3 if run.arm == "softmax" else 4e-3)))
     assert procedure.choice("").rates == {"softmax": 2e-3, "as-it-is": 2e-3, "trained": 4e-3}
-    tuned = {(run.arm, run.rate) for run in procedure.known() if run.stage == "tune"}
+    tuned = {(run.arm, run.rate) for run in procedure.known_runs() if run.stage == "tune"}
     assert not {arm for arm, _ in tuned} & {"as-it-is"}
-    final = {(run.arm, run.seed): run for run in procedure.known() if run.stage == "final"}
+    final = {(run.arm, run.seed): run for run in procedure.known_runs() if run.stage == "final"}
     for seed in (1, 2):
-        assert final["trained", seed].before == final["as-it-is", seed].before == final["softmax", seed].config.run_folder
-    folders = [run.config.init_from for run in procedure.known() if run.arm == "trained"]
+        assert final["trained", seed].source_folder == final["as-it-is", seed].source_folder == final["softmax", seed].config.run_folder
+    folders = [run.config.init_from for run in procedure.known_runs() if run.arm == "trained"]
     assert len(set(folders)) == len(folders), "two processes never fill one folder"
 
 
@@ -173,12 +173,12 @@ def test_arms_of_other_lengths_need_something_to_be_compared_on(tmp_path, change
 @pytest.mark.parametrize(("swap", "init"), [({"to": "sink"}, 0.0), ({"to": "sink", "init": -3.0}, -3.0), ({"to": "ssmax"}, "match")])
 def test_swapped_normalizers_start_at_their_default_or_as_said(tmp_path, swap, init):
     arms = {"softmax": {}, "b": {"from": "softmax", "swap": swap}}
-    assert experiment(tmp_path, arms=arms).known()[-1].config.model.normalizer.init == init
+    assert experiment(tmp_path, arms=arms).known_runs()[-1].config.model.normalizer.init == init
 
 
 def test_arms_of_other_lengths_may_be_compared_on_what_evaluate_measures(tmp_path):
     changes = {"evaluate": {"eval.by_length.lengths": [16, 32]}, "primary": {"metric": "by_length/loss 32"}}
-    assert experiment(tmp_path, arms={"softmax": {}, "b": {"data.seq_len": 16}}, **changes).known()
+    assert experiment(tmp_path, arms={"softmax": {}, "b": {"data.seq_len": 16}}, **changes).known_runs()
 
 
 def test_everything_that_is_wrong_is_said_at_once_with_the_file(tmp_path):

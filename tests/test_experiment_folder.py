@@ -34,7 +34,7 @@ def runs(arguments: list[str]) -> str:
 def ended(path: Path, overrides: list[str]) -> Procedure:
     """An experiment all of whose runs have ended."""
     procedure = finish_all(Procedure(read_experiment(path, overrides)), lambda run: 5 + abs((run.rate or 0) - 2e-2))
-    for run in procedure.known():
+    for run in procedure.known_runs():
         (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
     return procedure
 
@@ -52,13 +52,13 @@ def test_overrides_that_are_forgotten_are_said_with_the_command_that_has_them(tm
     monkeypatch.setattr("lm.experiments.engine.Jobs.work", lambda _: pytest.fail("trains"))
     path, data = written(tmp_path, tune=tune), arguments[1:]
     first = ended(path, [*data, *SHORT])
-    count = len(first.known())
+    count = len(first.known_runs())
     message = rf"{count} ended runs here are of another configuration: .*trainer\.max_steps=4 \(asked for: 8\)"
     with pytest.raises(RunError, match=message) as error:
         open_experiment(path, data)
     reopened = open_experiment(path, command(str(error.value)))
-    assert [run.config.run_folder for run in reopened.known()] == [run.config.run_folder for run in first.known()]
-    assert all(run.outcome.ended for run in reopened.known())
+    assert [run.config.run_folder for run in reopened.known_runs()] == [run.config.run_folder for run in first.known_runs()]
+    assert all(run.outcome.ended for run in reopened.known_runs())
     for options in (["--report-only"], [], ["--commands"], ["--submit", "local"]):
         result = lm("compare", str(path), *data, *options)
         assert result.returncode == 1, options
@@ -111,7 +111,7 @@ def test_steps_that_follow_from_tokens_are_those_of_the_first_start(tmp_path, ru
 def test_runs_that_have_not_ended_stop_nothing(tmp_path, runs):
     path = written(tmp_path, tune=None)
     procedure = Procedure(read_experiment(path, ["data.source.paths=[.]", runs, *SHORT]))
-    for run in procedure.known():
+    for run in procedure.known_runs():
         run.config.run_folder.mkdir(parents=True)
         (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
     assert not other_runs(open_experiment(path, ["data.source.paths=[.]", runs]))

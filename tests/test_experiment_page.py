@@ -86,7 +86,7 @@ def losses(run: Run) -> float:
 
 def finish_all(procedure: Procedure, loss=losses, **options: object) -> Procedure:
     """Every run that the experiment asks for, tuning first."""
-    while unfinished := [run for run in procedure.known() if not run.outcome.ended and not run.config.run_folder.exists()]:
+    while unfinished := [run for run in procedure.known_runs() if not run.outcome.ended and not run.config.run_folder.exists()]:
         for run in unfinished:
             finish(run, loss(run), **options)
     return Procedure(procedure.experiment)
@@ -127,7 +127,7 @@ def test_the_question_and_its_answers_come_first_and_every_table_and_picture_is_
     for name, kinds in [*((name, ("csv", "tex")) for name in tables), *((name, ("csv", "svg")) for name in pictures)]:
         assert {f"{name}.{kind}" for kind in kinds} <= links
     assert escape(procedure.experiment.command) in html
-    for run in procedure.final(""):
+    for run in procedure.final_runs(""):
         assert f"{run.label} (finished)" in words
 
 
@@ -137,11 +137,11 @@ def test_numbers_are_those_of_the_documents_that_report(tmp_path, undrawn):
     means = {line["arm"]: line["mean"] for line in summary_lines(procedure)}
     table = [row for row in rows(page.parent / "measured-1.csv") if row["quantity"] == "val loss"]
     assert {row["arm"]: row["value"] for row in table} == {arm: f"{mean:.4f}" for arm, mean in means.items()}
-    run = procedure.known()[0]
+    run = procedure.known_runs()[0]
     evaluation = json.loads(evaluation_path(run.config.run_folder, "validation", STEPS).read_text())["series"][0]
     reporting = ~selects(evaluation["data_fingerprint"], np.array(evaluation["samples"][0]["groups"]))
     assert 0 < sum(reporting) < len(reporting)
-    series = Series.of(evaluation)
+    series = Series.from_plain(evaluation)
     assert series.reporting.means[0] == pytest.approx(series.samples[0].values[reporting, 0].mean())
     assert series.reporting.means[0] != series.means[0]
     selecting = replace(series, samples=(series.samples[0].part(~reporting),))
@@ -151,11 +151,11 @@ def test_numbers_are_those_of_the_documents_that_report(tmp_path, undrawn):
 @pytest.mark.parametrize(("device", "unit"), [("cpu", "GiB, whole process"), ("NVIDIA H100", "GiB, tensors on the GPU")])
 def test_the_peak_of_memory_is_a_cost_where_runs_logged_it(tmp_path, device, unit):
     procedure = finish_all(made(tmp_path, tune=None, seeds=[1]))
-    folders = {run.arm: run.config.run_folder for run in procedure.known()}
+    folders = {run.arm: run.config.run_folder for run in procedure.known_runs()}
 
     def costs() -> dict[Column, list]:
         fresh = Procedure(procedure.experiment)
-        results = SizeResults(fresh, "", fresh.judged())
+        results = SizeResults(fresh, "", fresh.judgement())
         return dict(cost_table(results.comparison.arms, [run.record for run in results.begun]).contents)
 
     assert "peak memory" not in [column.name for column in costs()]
@@ -171,7 +171,7 @@ def test_the_peak_of_memory_is_a_cost_where_runs_logged_it(tmp_path, device, uni
 
 def test_diverged_and_unfinished_runs_are_said_and_in_no_mean(tmp_path, undrawn):
     procedure = made(tmp_path, tune=None)
-    for run in procedure.known():
+    for run in procedure.known_runs():
         if (run.arm, run.seed) != ("log_n", 3):
             diverge(run) if (run.arm, run.seed) == ("ssmax", 2) else finish(run, losses(run))
     page = write_page([Procedure(procedure.experiment)], tmp_path / "out")
@@ -187,16 +187,16 @@ def test_diverged_and_unfinished_runs_are_said_and_in_no_mean(tmp_path, undrawn)
 
 def test_a_baseline_that_diverged_is_no_verdict_on_an_arm_without_runs(tmp_path, undrawn):
     procedure = made(tmp_path, tune=None)
-    for run in procedure.known():
+    for run in procedure.known_runs():
         if run.arm != "log_n":
             diverge(run) if run.arm == "softmax" else finish(run, losses(run))
-    kinds = {arm: verdict.kind for (_, arm), verdict in procedure.judged().verdicts.items()}
+    kinds = {arm: verdict.kind for (_, arm), verdict in procedure.judgement().verdicts.items()}
     assert kinds == {"ssmax": "unstable", "log_n": "incomplete"}
 
 
 def test_what_was_measured_once_has_no_curve(tmp_path, undrawn):
     procedure = finish_all(made(tmp_path, tune=None))
-    for run in procedure.known():
+    for run in procedure.known_runs():
         path = run.config.run_folder / METRICS
         lines = [line for line in path.read_text().splitlines() if "val/loss" not in line or f'"step": {STEPS},' in line]
         path.write_text("\n".join(lines) + "\n")
@@ -216,7 +216,7 @@ def test_the_legend_names_the_arms_that_are_drawn():
 
 def test_what_is_logged_by_layer_is_drawn_for_every_seed(tmp_path, undrawn):
     procedure = finish_all(made(tmp_path, tune=None))
-    for run in procedure.known():
+    for run in procedure.known_runs():
         with (run.config.run_folder / METRICS).open("a") as file:
             for step in (1, STEPS):
                 heads = {f"{name}/layer0/head{head}": head + step for name in ("largest_score", "normalizer/s") for head in range(3)}
@@ -242,7 +242,7 @@ def test_a_page_before_anything_has_ended(tmp_path, undrawn):
 
 def test_while_tuning_goes_on_no_seed_is_compared_with_another(tmp_path, undrawn):
     procedure = made(tmp_path)
-    for run in procedure.known():
+    for run in procedure.known_runs():
         if (run.arm, run.seed) != ("softmax", 101):
             finish(run, losses(run))
     page = write_page([Procedure(procedure.experiment)], tmp_path / "out")
@@ -270,7 +270,7 @@ def sized(tmp_path: Path) -> Procedure:
         return 3.8 - (gains[run.size] + 0.003 * run.seed * (run.size == "c")) * (run.arm != "softmax") + 0.01 * run.seed
 
     finish_all(procedure, loss)
-    for run in procedure.known():
+    for run in procedure.known_runs():
         path = run.config.run_folder / "environment.json"
         environment = json.loads(path.read_text())
         environment["parameters"]["non_embedding"] = {"a": 10**6, "b": 4 * 10**6, "c": 8 * 10**6}[run.size]
@@ -280,7 +280,7 @@ def sized(tmp_path: Path) -> Procedure:
 
 def test_the_trend_over_sizes_is_that_of_the_slopes_of_single_seeds(tmp_path, undrawn):
     procedure = sized(tmp_path)
-    judgement = procedure.judged()
+    judgement = procedure.judgement()
     line, _ = trends(procedure, judgement)
     runs = {(size, arm): [run.value for run in judgement.judged_runs(size, arm)] for size in "abc" for arm in ("softmax", "ssmax")}
     differences = np.array([np.subtract(runs[size, "ssmax"], runs[size, "softmax"]) for size in "abc"])
@@ -298,9 +298,9 @@ def test_the_trend_over_sizes_is_that_of_the_slopes_of_single_seeds(tmp_path, un
 
 def test_sizes_that_are_alike_or_not_trained_have_no_trend(tmp_path):
     procedure = made(tmp_path, tune=None, sizes={"a": {"model.n_embd": 16}, "b": {"model.n_embd": 64}})
-    assert trends(procedure, procedure.judged()) == []
+    assert trends(procedure, procedure.judgement()) == []
     procedure = finish_all(procedure)
-    assert trends(procedure, procedure.judged()) == [], "the records have as many parameters and tokens"
+    assert trends(procedure, procedure.judgement()) == [], "the records have as many parameters and tokens"
 
 
 def test_by_position_arms_of_other_training_lengths_are_paired_where_they_were_measured_alike(tmp_path):
@@ -349,7 +349,7 @@ def test_every_number_of_the_verdicts_follows_from_the_long_table(tmp_path, undr
         assert cells[arm, "seeds"][0] == f"{len(means[arm])} of 3"
         assert cells[arm, "mean val/loss"][0] == f"{means[arm].mean():.4f}"
     assert cells["ssmax", "difference to softmax"] == [signed(differences.mean() + sign * half) for sign in (0, -1, 1)]
-    assert cells["ssmax", "on other text of the kind"] == [signed(value) for value in other.listed()]
+    assert cells["ssmax", "on other text of the kind"] == [signed(value) for value in other.as_list()]
     assert cells["ssmax", "p"][0] == f"{ttest_1samp(differences, 0).pvalue:.2g}"
 
 
@@ -360,7 +360,7 @@ def test_a_report_of_the_same_runs_agrees_to_the_last_digit(tmp_path, undrawn):
         page = write_page([Procedure(procedure.experiment)], tmp_path / "out")
     paths = [path for (path,), _ in first.call_args_list]
     assert sorted(paths) == sorted(tmp_path.glob("runs/**/evaluations/*.json")), "each file once"
-    write_report([run.config.run_folder for run in procedure.final("")], tmp_path / "report")
+    write_report([run.config.run_folder for run in procedure.final_runs("")], tmp_path / "report")
 
     def numbers(path: Path) -> dict[str, dict[str, str]]:
         cells = {

@@ -16,7 +16,7 @@ from lm.errors import ConfigError, RunError
 from lm.experiments.engine import Jobs
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import open_experiment
-from lm.experiments.page import SizeResults, _lost, crossed_table
+from lm.experiments.page import SizeResults, _caveats, crossed_table
 from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, Run, next_look
 from lm.experiments.slots import Slots
@@ -52,7 +52,7 @@ def test_seeds_that_were_added_after_the_first_start_make_it_exploratory(tmp_pat
     resolved = {"data_fingerprint": FINGERPRINT, "precision": 32, "compile": False, "threads": 1}
     write_json(before.experiment.folder / "resolved.json", resolved | {"seeds": [1, 2, 3]})
     procedure = open_experiment(path, overrides)
-    assert procedure.added == (7,)
+    assert procedure.added_seeds == (7,)
     assert summary_lines(procedure)[1]["verdict"] == "exploratory: better"
     assert any(note.startswith("exploratory: seeds 7 were added") for note in procedure.notes())
     assert summary_lines(before)[1]["verdict"] == "better"
@@ -110,7 +110,7 @@ def test_what_is_measured_is_said_with_the_length_where_it_is(tmp_path, metric, 
     base = {"base": str(ROOT / "tests" / "tiny.yaml"), "eval.recall": recall_options}
     primary = {"metric": metric} if metric == "val/loss" else OF_RECALL | {"metric": metric}
     procedure = experiment(tmp_path, base=base, seeds=[1, 2, 3], primary=primary)
-    for run in procedure.known()[:finished]:
+    for run in procedure.known_runs()[:finished]:
         finish(run, 5.0, recall(0.9))
     assert measured_words(procedure) == words
 
@@ -121,14 +121,14 @@ def test_so_do_planned_seeds_that_are_left_out(tmp_path):
     resolved = {"data_fingerprint": FINGERPRINT, "precision": 32, "compile": False, "threads": 1}
     write_json(before.experiment.folder / "resolved.json", resolved | {"seeds": [1, 2, 3, 4]})
     procedure = open_experiment(path, overrides)
-    assert (procedure.added, procedure.left_out) == ((), (4,))
+    assert (procedure.added_seeds, procedure.omitted_seeds) == ((), (4,))
     assert summary_lines(procedure)[1]["verdict"] == "exploratory: better"
     assert "exploratory: seeds 4 were planned at the first start and are left out; p values are too small" in procedure.notes()
 
 
 def test_means_are_over_the_seeds_that_all_arms_have_finished(tmp_path):
     procedure = experiment(tmp_path)
-    for run in procedure.known():
+    for run in procedure.known_runs():
         if (run.arm, run.seed) != ("ssmax", 3):
             finish(run, {1: 5.0, 2: 6.0, 3: 8.0}[run.seed] - 0.1 * (run.arm == "ssmax"))
     soft, scalable = summary_lines(procedure)
@@ -141,7 +141,7 @@ def test_means_are_over_the_seeds_that_all_arms_have_finished(tmp_path):
 def test_the_second_interval_is_over_the_documents_that_report(tmp_path):
     random, procedure = np.random.default_rng(0), experiment(tmp_path)
     by_run = {}
-    for run in procedure.known():
+    for run in procedure.known_runs():
         finish(run, 5.0)
         values = by_run[run.arm, run.seed] = 5 + random.normal(0, 0.1, (40, 1))
         sample = Sample("held-out", values, np.ones(40), np.arange(40))
@@ -150,8 +150,8 @@ def test_the_second_interval_is_over_the_documents_that_report(tmp_path):
     report = np.flatnonzero(~selects(FINGERPRINT, np.arange(40))).tolist()
     differences = np.stack([(by_run["ssmax", seed] - by_run["softmax", seed])[report, 0] for seed in (1, 2, 3)])
     expected = over_seeds_and_documents(differences, np.ones(len(report)), np.array(report)).interval()
-    assert summary_lines(procedure)[1]["over_seeds_and_documents"] == pytest.approx(expected.listed(), abs=1e-5)
-    assert expected.over == f"3 seeds and {len(report)} documents"
+    assert summary_lines(procedure)[1]["over_seeds_and_documents"] == pytest.approx(expected.as_list(), abs=1e-5)
+    assert expected.coverage == f"3 seeds and {len(report)} documents"
 
 
 def test_the_difference_is_shown_at_every_rate(tmp_path):
@@ -167,7 +167,7 @@ ABOVE = "final loss above the unigram cross-entropy (6.2500 > 6.0000)"
 def unlike(folder: Path, *training_losses: float, final: float = 6.25) -> tuple[Procedure, dict]:
     """SSMax's runs log these training losses and end above the unigram cross-entropy, softmax's end below it; and what is said of SSMax."""
     procedure = experiment(folder)
-    for run in procedure.known():
+    for run in procedure.known_runs():
         finish(run, 5.0 + 1e-3 * run.seed if run.arm == "softmax" else final, unigram=6.0)
         logged(run, *(training_losses if run.arm == "ssmax" else (9.0, 5.0)))
     return procedure, summary_lines(procedure)[1]
@@ -176,7 +176,7 @@ def unlike(folder: Path, *training_losses: float, final: float = 6.25) -> tuple[
 @pytest.mark.parametrize("training_losses", [(), (6.3,), (10.8, 6.3), (10.8, 5.9, 6.3), (10.8, float("nan"), 6.3), (8.0, 4.0)])
 def test_runs_that_learned_nothing_have_a_value_and_a_note(tmp_path, training_losses):
     procedure, line = unlike(tmp_path, *training_losses)
-    assert {run.outcome.state for run in procedure.known()} == {"finished"}
+    assert {run.outcome.state for run in procedure.known_runs()} == {"finished"}
     assert (line["verdict"], line["runs"], line["mean"]) == ("worse", 3, 6.25)
     assert f"; did not learn: ssmax seed 1: {ABOVE}; ssmax seed 2: " in line["reason"]
 
@@ -192,11 +192,11 @@ def test_runs_that_learned_nothing_have_a_value_and_a_note(tmp_path, training_lo
 )
 def test_runs_whose_loss_rose_or_is_not_finite_have_diverged(tmp_path, training_losses, final, how):
     procedure, line = unlike(tmp_path, *training_losses, final=final)
-    assert [run.outcome.state for run in procedure.known()] == ["finished", "diverged"] * 3
+    assert [run.outcome.state for run in procedure.known_runs()] == ["finished", "diverged"] * 3
     assert (line["verdict"], line["runs"]) == ("unstable", 0)
     assert line["reason"].startswith(f"3 final runs diverged: ssmax seed 1: {how}"), line["reason"]
     assert "did not learn" not in line["reason"]
-    for run in procedure.known():
+    for run in procedure.known_runs():
         (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
         write_json(run.config.run_folder / ENVIRONMENT, {"starts": [{"step": 0}]})
     states = results(procedure.experiment.folder).groupby("arm")["state"].unique().map(list).to_dict()
@@ -212,7 +212,7 @@ def test_a_loss_that_rose_and_stayed_below_the_unigram_cross_entropy_is_a_loss(t
 def test_an_arm_that_is_measured_as_it_is_can_be_worse_than_single_tokens(tmp_path):
     arms = {"softmax": {}, "as-it-is": {"from": "softmax", "swap": {"to": "ssmax"}, "train": False}}
     procedure = experiment(tmp_path, arms=arms)
-    for run in procedure.known():
+    for run in procedure.known_runs():
         finish(run, 5.0 + 1e-3 * run.seed if run.arm == "softmax" else 7.0, unigram=6.0)
     assert summary_lines(procedure)[1]["verdict"] == "worse"
 
@@ -221,12 +221,12 @@ def test_a_rate_at_which_nothing_is_learned_is_a_bad_rate(tmp_path):
     procedure = experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]})
     finish_all(procedure, lambda run: 9.2 if run.rate == 1e-3 else loss(run) + 50 * abs(run.rate - 2e-3))
     assert procedure.choice("").rates == {"softmax": 2e-3, "ssmax": 2e-3}
-    assert {trial.selection for trial in procedure.tried("") if trial.rate == 1e-3} == {9.2}
+    assert {trial.selection for trial in procedure.tuning_runs("") if trial.rate == 1e-3} == {9.2}
 
 
 def test_an_evaluation_that_is_damaged_says_what_to_do(tmp_path):
     procedure = experiment(tmp_path)
-    run = procedure.known()[0]
+    run = procedure.known_runs()[0]
     finish(run, 5.0)
     path = evaluation_path(run.config.run_folder, "validation", run.outcome.last_step)
     path.write_text('{"series": [')
@@ -253,7 +253,7 @@ def test_where_tuning_chose_different_rates_both_arms_are_trained_at_both(tmp_pa
     choice = procedure.choice("")
     assert choice.final == {"softmax": (2e-3, 4e-3), "ssmax": (4e-3, 2e-3)}
     assert choice.rates == {"softmax": 4e-3, "ssmax": 4e-3}, "by the final seeds, on the selection text"
-    final = [run for run in procedure.known() if run.stage == "final"]
+    final = [run for run in procedure.known_runs() if run.stage == "final"]
     assert len(final) == len({run.config.run_folder for run in final}) == 4 * 5
     assert all(run.outcome.state == "finished" for run in final)
     line = summary_lines(procedure)[1]
@@ -310,10 +310,10 @@ def test_a_run_that_diverges_at_a_rate_neither_chosen_nor_judged_is_left_out(tmp
 
 def test_while_runs_at_the_others_rate_are_missing_nothing_is_claimed(tmp_path):
     procedure = experiment(tmp_path, tune=GRID)
-    for run in procedure.known():
+    for run in procedure.known_runs():
         finish(run, misled(run))
     reopened = Procedure(procedure.experiment)
-    for run in reopened.known():
+    for run in reopened.known_runs():
         if run.stage == "final" and (run.arm, run.rate) != ("softmax", 4e-3):
             finish(run, misled(run))
     line = summary_lines(Procedure(procedure.experiment))[1]
@@ -328,18 +328,18 @@ def noisy(run: Run) -> float:
 
 def test_a_second_look_is_taken_if_the_first_leaves_a_comparison_undecided(tmp_path):
     procedure = experiment(tmp_path, more_seeds=[4, 5, 6, 7, 8, 9, 10])
-    for run in procedure.known():
+    for run in procedure.known_runs():
         assert next_look(procedure) is procedure, "not before all have ended"
         finish(run, noisy(run))
     first = summary_lines(Procedure(procedure.experiment))[1]
     assert (first["verdict"], first["of"]) == ("undecided", 3)
     second = next_look(Procedure(procedure.experiment))
-    assert (second.experiment.seeds, second.added, second.left_out) == (tuple(range(1, 11)), (), ())
+    assert (second.experiment.seeds, second.added_seeds, second.omitted_seeds) == (tuple(range(1, 11)), (), ())
     assert summary_lines(second)[1]["verdict"] == "incomplete"
     assert any(note.startswith("look 2 of 2, each with half of the 5 %: 3 seeds, then 7 more") for note in second.notes())
     line = summary_lines(finish_all(second, noisy))[1]
     assert (line["verdict"], line["runs"]) == ("better", 10)
-    values = [-noisy(run) + 5.0 for run in second.known() if run.arm == "ssmax"]
+    values = [-noisy(run) + 5.0 for run in second.known_runs() if run.arm == "ssmax"]
     half = t.ppf(1 - 0.025 / 2, 9) * np.std(values, ddof=1) / np.sqrt(10)
     assert line["difference"] == pytest.approx([-np.mean(values), -np.mean(values) - half, -np.mean(values) + half], abs=1e-6)
     assert next_look(second) is second
@@ -401,16 +401,16 @@ def test_the_page_of_crossed_rates_has_arms_that_are_not_trained(tmp_path):
     arms = {"softmax": {}, "ssmax": {"model.normalizer": "ssmax"}, "as-it-is": {"from": "softmax", "swap": {"to": "ssmax"}, "train": False}}
     procedure = finish_all(experiment(tmp_path, arms=arms, tune=GRID), lambda run: misled(run) - 0.001 * run.seed)
     assert procedure.choice("").crossed
-    assert "as-it-is" not in str(crossed_table(SizeResults(procedure, "", procedure.judged())).rows)
+    assert "as-it-is" not in str(crossed_table(SizeResults(procedure, "", procedure.judgement())).rows)
 
 
 def test_there_is_a_page_and_a_plan_at_each_step_where_arms_start_from_others_that_are_trained_at_the_rates_of_both(tmp_path):
     arms = {"softmax": {}, "ssmax": {"model.normalizer": "ssmax"}, "more": {"from": "softmax", "trainer.max_steps": 6}}
     procedure, plans = experiment(tmp_path, arms=arms, tune=GRID), []
-    while unfinished := [run for run in procedure.known() if not run.outcome.ended]:
-        choice, results = procedure.choice(""), SizeResults(procedure, "", procedure.judged())
+    while unfinished := [run for run in procedure.known_runs() if not run.outcome.ended]:
+        choice, results = procedure.choice(""), SizeResults(procedure, "", procedure.judgement())
         seeds = [cells for column, cells in crossed_table(results).contents if column.name == "seeds"] if choice.crossed else []
-        plans.append((choice.rates is None, [*map(str, seeds)], _lost(procedure, [results])[0].partition("; ")[2]))
+        plans.append((choice.rates is None, [*map(str, seeds)], _caveats(procedure, [results])[0].partition("; ")[2]))
         assert list(plan(procedure, None, "unknown"))
         for run in unfinished:
             finish(run, misled(run))
@@ -438,16 +438,18 @@ def test_an_arm_is_tuned_that_starts_from_one_without_a_rate_of_its_own(tmp_path
     }
     procedure, trained_folders = experiment(tmp_path, arms=arms, tune={"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]}), set[Path]()
     n_planned = procedure.n_runs("")
-    while unfinished := [run for run in procedure.known() if not run.outcome.ended]:
+    while unfinished := [run for run in procedure.known_runs() if not run.outcome.ended]:
         assert all(
-            run.before is None or run.before in trained_folders or run.before in {source.config.run_folder for source in unfinished}
+            run.source_folder is None
+            or run.source_folder in trained_folders
+            or run.source_folder in {source.config.run_folder for source in unfinished}
             for run in unfinished
         )
         trained_folders |= {run.config.run_folder for run in unfinished}
         for run in unfinished:
             finish(run, 5 + abs((run.rate or 0) - 2e-2) + 0.001 * run.seed)
     assert procedure.choice("").rates == dict.fromkeys(arms, 2e-2)
-    assert {run.arm for run in procedure.tried("")} == {"softmax", "more", "longer"}, "others choose no rate"
+    assert {run.arm for run in procedure.tuning_runs("")} == {"softmax", "more", "longer"}, "others choose no rate"
     assert procedure.n_runs("") == {"softmax": 9, "swapped": 5, "more": 9, "cooled": 5, "longer": 9}
-    assert sum(procedure.n_runs("").values()) == len(procedure.known())
+    assert sum(procedure.n_runs("").values()) == len(procedure.known_runs())
     assert n_planned == procedure.n_runs("")

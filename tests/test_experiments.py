@@ -69,7 +69,7 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
         return here(run) if run.stage == "final" else finish(run, 5.0 + abs(run.rate - 2e-2)) or 0
 
     Jobs(procedure, Slots(1), launch).work()
-    runs = procedure.known()
+    runs = procedure.known_runs()
     assert len(labels) == len(set(labels)) == len(runs)
     assert len({run.rate for run in runs if run.stage == "tune"}) > 2, "one of two rates is at an edge: the grid grows"
     assert sum(run.stage == "final" for run in runs) == 4
@@ -107,7 +107,7 @@ def test_what_was_stopped_goes_on_and_what_failed_is_said(tmp_path, overrides):
     procedure = Procedure(read_experiment(path, overrides))
     with pytest.raises(Stopped, match=r"stopped by SIGINT: .*the same command goes on"):
         Jobs(procedure, Slots(1), lambda run: here(run) if run.arm == "softmax" else interrupt()).work()
-    assert [run.outcome.state for run in procedure.known()] == ["finished", "unfinished", "unfinished", "unfinished"]
+    assert [run.outcome.state for run in procedure.known_runs()] == ["finished", "unfinished", "unfinished", "unfinished"]
     labels = []
     with pytest.raises(RunError, match=r"2 runs failed .*ssmax-seed1-.*status 1: no output.*--retry tries them again"):
         Jobs(procedure, Slots(1), lambda run: labels.append(run.label) or (here(run) if run.arm == "softmax" else 1)).work()
@@ -131,7 +131,7 @@ def test_a_run_that_diverges_is_counted_and_not_trained_again(tmp_path, override
     path = written(tmp_path, tune=None, arms={"softmax": {}, "wild": WILD})
     procedure = Procedure(read_experiment(path, overrides))
     Jobs(procedure, Slots(1), here).work()
-    assert [run.outcome.state for run in procedure.known()] == ["finished", "diverged"] * 2
+    assert [run.outcome.state for run in procedure.known_runs()] == ["finished", "diverged"] * 2
     assert re.search(r"final: wild seed 1: diverged \(\S.*finite.*\), \d+ s; ", capsys.readouterr().out)
     Jobs(procedure, Slots(1), lambda run: pytest.fail(f"{run.label} is trained again")).work()
     _, wild = summary_lines(procedure)
@@ -150,7 +150,7 @@ def test_a_run_has_ended_only_with_its_last_checkpoint_and_the_primary_metric(tm
     experiment = read_experiment(written(tmp_path, tune=None, seeds=[1]), [*overrides, "eval.long_context.length_factor=2"])
     procedure = Procedure(experiment)
     Jobs(procedure, Slots(1), here).work()
-    outcome = next(iter(procedure.known())).outcome
+    outcome = next(iter(procedure.known_runs())).outcome
     assert outcome.state == "finished"
     for evaluation in (evaluation for kind in ("validation", "long_context") for evaluation in evaluations(outcome, kind)):
         for name, score in evaluation.scores.items():
@@ -172,7 +172,7 @@ def test_a_run_has_ended_only_with_its_last_checkpoint_and_the_primary_metric(tm
 
 def evaluations(outcome: Outcome, kind: str) -> tuple[Series, ...]:
     """The series of one kind of evaluation at the last step."""
-    return Evaluation.of(read_evaluation(evaluation_path(outcome.folder, kind, outcome.last_step))).series
+    return Evaluation.from_plain(read_evaluation(evaluation_path(outcome.folder, kind, outcome.last_step))).series
 
 
 def test_a_metric_that_is_not_measured_stops_the_experiment_with_its_first_run(tmp_path, overrides):
@@ -195,7 +195,7 @@ def test_metrics_are_known_before_they_are_measured(tmp_path, overrides):
     ]
     all_overrides = [*overrides, *(f"eval.{setting}" for setting in extra), "eval.sequences=4", "trainer.max_steps=8"]
     procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1]), all_overrides))
-    run = procedure.known()[0]
+    run = procedure.known_runs()[0]
     assert here(run) == 0
     with pytest.raises(ConfigError, match="is not measured by sequence; choose from: ") as error:
         read_experiment(written(tmp_path, tune=None, primary={"metric": "val/zzzzzzzzzzzzzzzzzz"}), all_overrides)
@@ -208,7 +208,7 @@ def test_runs_measured_on_other_sequences_are_not_compared(tmp_path, overrides):
     path = written(tmp_path, tune=None, seeds=[1])
     procedure = Procedure(read_experiment(path, overrides))
     Jobs(procedure, Slots(1), here).work()
-    folder = procedure.known()[0].config.run_folder
+    folder = procedure.known_runs()[0].config.run_folder
     assert lm("eval", str(folder), "eval.sequences=32").returncode == 0
     with pytest.raises(RunError, match="was measured on other sequences than in"):
         summary_lines(Procedure(read_experiment(path, overrides)))
@@ -249,7 +249,7 @@ def test_the_plan_needs_no_text_and_prepares_none(tmp_path, overrides):
 
 def test_the_disk_that_is_planned_is_what_a_run_takes(tmp_path, overrides):
     procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1]), [*overrides, "model.n_embd=128"]))
-    run = procedure.known()[0]
+    run = procedure.known_runs()[0]
     assert here(run) == 0
     sizes = {path.stat().st_ino: path.stat().st_size for path in run.config.run_folder.rglob("*") if path.is_file()}
     assert costs(procedure)["", "softmax"].disk == pytest.approx(sum(sizes.values()), rel=0.15)
@@ -260,7 +260,7 @@ def test_the_disk_that_is_planned_is_of_what_the_optimizer_keeps(tmp_path, overr
     for name in OPTIMIZERS:
         procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1]), [*overrides, f"optim.optimizer={name}"]))
         disks.append(costs(procedure)["", "softmax"].disk)
-        config = procedure.known()[0].config
+        config = procedure.known_runs()[0].config
         with torch.device("meta"):
             decoder = Decoder(config.model, 400, config.data.seq_len, seed=None)
         state = (value for tensors in implied_state(decoder, config).values() for value in tensors.values())
@@ -327,7 +327,7 @@ def test_threads_are_shared_out_of_the_cores_that_the_job_may_use(tmp_path, over
 def test_an_arm_starts_from_another_arm_s_weights_seed_by_seed(tmp_path, overrides):
     arms = {"softmax": {}, "late": {"from": "softmax", "optim.lr": 1e-3}}
     procedure = Procedure(read_experiment(written(tmp_path, tune=None, arms=arms), overrides))
-    runs = {(run.arm, run.seed): run.config for run in procedure.known()}
+    runs = {(run.arm, run.seed): run.config for run in procedure.known_runs()}
     for seed in (1, 2):
         assert runs["late", seed].init_from == str(runs["softmax", seed].run_folder)
     order = []
@@ -339,7 +339,7 @@ def test_an_arm_starts_from_another_arm_s_weights_seed_by_seed(tmp_path, overrid
 def test_changes_of_what_is_trained_give_other_runs_and_changes_of_labels_do_not(tmp_path, overrides):
     def folders(*extra_overrides: str, **changes: object) -> list[str]:
         experiment = read_experiment(written(tmp_path, tune=None, **changes), [*overrides, *extra_overrides])
-        return [run.config.run_folder.name for run in Procedure(experiment).known()]
+        return [run.config.run_folder.name for run in Procedure(experiment).known_runs()]
 
     before = folders()
     assert folders("log.every=7") == before
@@ -361,7 +361,7 @@ def test_a_later_version_s_key_that_is_off_makes_no_other_runs(tmp_path, overrid
 
 def test_each_run_records_its_place_in_the_experiment(tmp_path, overrides):
     procedure = Procedure(read_experiment(written(tmp_path, sizes={"s": {}}), overrides))
-    for run in procedure.known():
+    for run in procedure.known_runs():
         assert run.config.experiment == ExperimentConfig("trial", run.arm, "s", "tune", run.rate)
     assert load([str(dumped(tmp_path, run.config))]) == run.config
     first = procedure.run("s", procedure.experiment.arms[0], "final", 1e-2, 1, {})
@@ -370,14 +370,14 @@ def test_each_run_records_its_place_in_the_experiment(tmp_path, overrides):
 
 def test_a_run_without_its_place_in_the_experiment_stays_usable_and_keeps_its_name(tmp_path, overrides):
     procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1]), overrides))
-    first, _ = procedure.known()
+    first, _ = procedure.known_runs()
     before = replace(first.config, experiment=ExperimentConfig())
     assert config_hash(before) == config_hash(first.config)
     assert train(load([str(dumped(tmp_path, before))])) == 0
     config = before.run_folder / "config.yaml"
     content = {key: value for key, value in yaml.safe_load(config.read_text()).items() if key != "experiment"}
     config.write_text(yaml.safe_dump(content))
-    assert [run.outcome.state for run in procedure.known()] == ["finished", "unfinished"]
+    assert [run.outcome.state for run in procedure.known_runs()] == ["finished", "unfinished"]
     result = lm("eval", str(before.run_folder), "eval.sequences=32")
     assert result.returncode == 0, result.stderr
     assert train(replace(first.config, resume="auto")) == 0, "the command of the experiment takes it up as it is"

@@ -52,7 +52,7 @@ def made(tiny, normalizer: object = None, max_length: int | None = None) -> Harn
         for block in decoder.blocks:
             block.attention.qkv.weight.mul_(8)
         decoder.embedding.weight.mul_(20)
-    return HarnessLM(Loaded(decoder, ModelSpec.of(decoder), store.tokenizer(), store.path), max_length, CPU)
+    return HarnessLM(Loaded(decoder, ModelSpec.from_decoder(decoder), store.tokenizer(), store.path), max_length, CPU)
 
 
 def ask(kind: str, *arguments: tuple) -> list[Instance]:
@@ -262,11 +262,11 @@ def test_a_length_the_model_cannot_take_is_refused(tiny):
         made(tiny, max_length=1)
     source = made(tiny)
     source.decoder.config.position = Learned()
-    copy = Loaded(source.decoder, ModelSpec.of(source.decoder), source.tokenizer, Path())
+    copy = Loaded(source.decoder, ModelSpec.from_decoder(source.decoder), source.tokenizer, Path())
     with pytest.raises(ConfigError, match="learned positions end at 32"):
         HarnessLM(copy, max_length=33)
     with pytest.raises(RunError, match="no tokenizer"):
-        HarnessLM(Loaded(source.decoder, ModelSpec.of(source.decoder), None, Path()))
+        HarnessLM(Loaded(source.decoder, ModelSpec.from_decoder(source.decoder), None, Path()))
 
 
 # ---------------------------------------------------------------- the harness's tasks

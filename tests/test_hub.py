@@ -121,7 +121,7 @@ def test_a_damaged_spool_is_an_error_and_the_next_call_starts_again(hub: Hub, tm
     def train(*arguments):
         (path,) = (tmp_path / "stores").glob(".*.partial/spool-0")
         if damage == "other text":
-            list(build.spooled(iter([(TEXTS[1], 0, 0)]), path))
+            list(build.write_spool(iter([(TEXTS[1], 0, 0)]), path))
         else:
             content = bytearray(path.read_bytes())
             content[len(content) // 2] ^= 1

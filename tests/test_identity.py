@@ -59,7 +59,7 @@ def test_every_start_says_what_it_used(tiny, tmp_path):
     }
     assert first.keys() == second.keys() == keys | {"step", "time"}
     assert {key: environment[key] for key in keys} == {key: second[key] for key in keys}
-    assert record.used(environment, "precision") == "32, from step 4 bf16-mixed"
+    assert record.start_setting(environment, "precision") == "32, from step 4 bf16-mixed"
     assert (
         "its starts differ: precision 32, from step 4 bf16-mixed; max_steps 4, from step 4 8" in read_run(tmp_path / "runs" / "a").missing
     )
@@ -68,7 +68,7 @@ def test_every_start_says_what_it_used(tiny, tmp_path):
 def test_what_was_dropped_by_going_back_does_not_count():
     environment = {"starts": [start(0), start(6, "bf16-mixed"), start(4), start(4, compiled=True)]}
     assert [start_record["step"] for start_record in record.starts(environment)] == [0, 4]
-    assert record.used(environment, "precision") == "32"
+    assert record.start_setting(environment, "precision") == "32"
     assert record.differing(environment) == ["compile false, from step 4 true"]
 
 
@@ -90,9 +90,9 @@ def test_unlike_histories_are_not_compared_as_like(tmp_path):
     assert arms(whole, resumed) == [["whole"], ["resumed"]]
     comparison, _ = compared(whole, resumed)
     assert dict(comparison.config_diff)["trainer.precision"] == ("32", "32, from step 100 bf16-mixed")
-    checks = {fact.what: fact for fact in run_facts(comparison)}
-    assert checks["precision"].same is False
-    assert checks["what each start of a run used"].same is False
+    checks = {fact.name: fact for fact in run_facts(comparison)}
+    assert checks["precision"].agrees is False
+    assert checks["what each start of a run used"].agrees is False
     assert checks["what each start of a run used"].value == "resumed: precision 32, from step 100 bf16-mixed"
     assert "resumed: its starts differ: precision 32, from step 100 bf16-mixed" in notes(comparison), "nothing is missing"
 
@@ -100,7 +100,7 @@ def test_unlike_histories_are_not_compared_as_like(tmp_path):
 def test_a_pattern_of_normalizers_is_shown_by_names_and_options(tmp_path):
     pattern = {"name": "layers", "of": [{"name": "window", "size": 2}, {"name": "ssmax", "bias": False}]}
     comparison, _ = compared(build_run(tmp_path, "both", normalizer=pattern))
-    (value,) = (fact.value for fact in run_facts(comparison) if fact.what.startswith("normalizer: "))
+    (value,) = (fact.value for fact in run_facts(comparison) if fact.name.startswith("normalizer: "))
     assert value.endswith("of=window (size=2), ssmax (scale=learned, bias=false, init=match, n=visible)")
 
 
@@ -133,7 +133,7 @@ def test_runs_from_weights_of_one_arm_are_paired_by_seed(tiny, tmp_path):
             assert train(tiny(f"name={name}-{seed}", *options)) == 0
     folders = [runs / f"{name}-{seed}" for name in ("soft", "scalable") for seed in (1, 2)]
     assert arms(*folders) == [["soft-1", "soft-2"], ["scalable-1", "scalable-2"]]
-    assert compared(*folders)[0].differences[0].interval.over == "2 seeds"
+    assert compared(*folders)[0].differences[0].interval.coverage == "2 seeds"
     sources = [read_json(folder / "environment.json")["started_from"] for folder in folders]
     assert [source["seeds"] for source in sources] == [[1], [2], [1], [2]]
     assert len({source["arm"] for source in sources}) == 2
@@ -171,8 +171,8 @@ def test_seeds_are_those_of_the_weights_and_of_what_followed(tmp_path):
     assert read_run(started_from(tmp_path, "same", 1, 1)).seeds == (1,)
     b_runs = [started_from(tmp_path, f"b{source}", 7, source, "other") for source in (2, 3, 4)]
     comparison, differences = compared(*a_runs, *b_runs)
-    assert differences[()].interval.over == "2 seeds"
-    (seeds,) = [fact for fact in run_facts(comparison) if fact.what == "seeds"]
+    assert differences[()].interval.coverage == "2 seeds"
+    (seeds,) = [fact for fact in run_facts(comparison) if fact.name == "seeds"]
     assert "7 after 1, 7 after 2, 7 after 3" in seeds.value
     assert [arm.label for arm in comparison.arms] == ["softmax, init_from=abc-1", "softmax, init_from=other-2"]
     assert arms(*a_runs, started_from(tmp_path, "again", 7, 1)) == [["a1", "a2", "a3"], ["again"]]
@@ -186,7 +186,7 @@ def test_what_the_starts_do_not_record_is_missing(tmp_path):
     rewrite(folder, starts=[{"step": 0, "time": "t"}, {"step": 50, "time": "t"}], started_from={"path": "p", "step": 1, "tokens": 2})
     run = read_run(folder)
     assert sum("does not say" in lack for lack in run.missing) == 2
-    assert (run.used("precision"), run.arm_definition["init_from"]) == (None, "runs/somewhere")
+    assert (run.setting("precision"), run.arm_definition["init_from"]) == (None, "runs/somewhere")
     run_folder = build_run(tmp_path, "once")
     environment = json.loads((run_folder / "environment.json").read_text())
     del environment["starts"]

@@ -182,7 +182,7 @@ def test_a_length_that_no_data_has_is_refused(tmp_path: Path):
 def test_windows_without_a_size_are_those_of_transformers(kinds: list[str] | None, tmp_path: Path):
     """A `sliding_window` of null is no window; absent, it is 4096."""
     fields = {"use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 2, "layer_types": kinds}
-    assert ARCHITECTURES["qwen2"].read(Fields(fields, tmp_path)).model.normalizer.of_layer(1).size == 4096
+    assert ARCHITECTURES["qwen2"].read(Fields(fields, tmp_path)).model.normalizer.layer_option(1).size == 4096
     if kinds is None:
         config = Qwen2Config(**fields, sliding_window=None)
         assert config.layer_types == ["full_attention"] * 2

@@ -62,7 +62,7 @@ def ours(model: PreTrainedModel, kind: str, folder: Path) -> tuple[Decoder, dict
     decoder = Decoder(replace(spec.model, normalizer=KINDS[kind]), V, spec.seq_len)
     state, names = model.state_dict(), {}
     for part in architecture.placed(spec, fields, architecture.base):
-        names[part.ours] = tuple(name for name, _ in part.theirs)
+        names[part.name] = tuple(name for name, _ in part.tensors)
     for name in decoder.state_dict():
         if ".normalizer." in name:
             layer, parameter = name.split(".")[1], name.partition(".normalizer.")[2].replace(".", "_")

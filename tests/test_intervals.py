@@ -114,7 +114,7 @@ def test_an_interval_over_seeds_and_documents_holds_the_mean_over_both():
             hits[name] += interval.low <= 0.1 <= interval.high
     assert 0.93 <= hits["both"] / trials <= 0.98
     assert hits["seeds alone"] / trials < 0.93
-    assert over_both.over == "5 seeds and 20 documents"
+    assert over_both.coverage == "5 seeds and 20 documents"
 
 
 def test_seeds_and_documents_take_enough_of_both():
@@ -169,8 +169,8 @@ def fraction_interval(values: np.ndarray, weights: np.ndarray, groups: np.ndarra
 @pytest.mark.parametrize("right", range(12))
 def test_with_one_question_in_each_sequence_it_is_wilsons(right: int):
     interval = fraction_interval(np.arange(11) < right, np.ones(11), np.arange(11))
-    assert interval.over == "questions, 1 seed"
-    assert interval.listed() == pytest.approx(wilson(right, 11).listed(), rel=1e-12)
+    assert interval.coverage == "questions, 1 seed"
+    assert interval.as_list() == pytest.approx(wilson(right, 11).as_list(), rel=1e-12)
 
 
 @pytest.mark.parametrize("fraction", [0, 1])
@@ -178,8 +178,8 @@ def test_with_one_question_in_each_sequence_it_is_wilsons(right: int):
 def test_all_right_or_all_wrong_are_as_many_trials_as_sequences(fraction: int, as_units: bool):
     units = (np.ones(72), np.repeat(np.arange(9), 8)) if as_units else (np.full(9, 8), np.arange(9))
     interval = fraction_interval(np.full(len(units[0]), fraction), *units)
-    assert interval.over == "sequences, 1 seed"
-    assert interval.listed() == pytest.approx(wilson(9 * fraction, 9).listed(), rel=1e-12)
+    assert interval.coverage == "sequences, 1 seed"
+    assert interval.as_list() == pytest.approx(wilson(9 * fraction, 9).as_list(), rel=1e-12)
 
 
 @given(data=st.data(), sequences=st.integers(1, 20), size=st.integers(1, 8))
@@ -209,4 +209,4 @@ def test_intervals_over_sequences_hold_the_chance_where_those_over_questions_do_
 
 def test_a_fraction_that_is_not_finite_has_no_interval():
     interval = fraction_interval(np.array([1, np.nan]), np.full(2, 4), np.arange(2))
-    assert np.isnan(interval.listed()).all()
+    assert np.isnan(interval.as_list()).all()

@@ -42,7 +42,7 @@ def overrides(arguments: list[str]) -> list[str]:
 def with_one_run_left(file: Path, overrides: list[str]) -> Procedure:
     """An experiment all runs of which but the first are finished."""
     procedure = Procedure(read_experiment(file, overrides))
-    for run in procedure.known()[1:]:
+    for run in procedure.known_runs()[1:]:
         finish(run, 5.0)
     return procedure
 
@@ -69,7 +69,7 @@ def test_a_run_killed_between_its_first_checkpoint_and_the_link_to_it_goes_on(ti
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT, signal.SIGBUS])
 def test_a_run_that_crashes_twice_at_the_same_place_has_failed(file, overrides, number):
     procedure = with_one_run_left(file, overrides)
-    run, numbers = procedure.known()[0], []
+    run, numbers = procedure.known_runs()[0], []
 
     def crash(_: Run) -> int:
         numbers.append(number)
@@ -109,15 +109,15 @@ def test_a_run_that_is_stopped_has_not_failed_however_often(file, overrides, sta
 @pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_last_checkpoint(file, overrides):
     procedure = with_one_run_left(file, overrides)
-    folder = procedure.known()[0].config.run_folder
+    folder = procedure.known_runs()[0].config.run_folder
     killer = threading.Thread(target=lambda: os.kill(child_of(folder, 5), signal.SIGKILL))
     killer.start()
     with pytest.raises(RunError, match=r"1 runs failed \(softmax-seed1-.*killed by SIGKILL.*the same command goes on"):
         Jobs(procedure, Slots(1)).work()
     killer.join()
-    assert not procedure.known()[0].outcome.ended
+    assert not procedure.known_runs()[0].outcome.ended
     Jobs(procedure, Slots(1)).work()
-    assert procedure.known()[0].outcome.state == "finished"
+    assert procedure.known_runs()[0].outcome.state == "finished"
     assert len(losses(folder)) == 60
     starts = json.loads((folder / "environment.json").read_text())["starts"]
     assert len(starts) == 2
@@ -127,7 +127,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(file, overrides):
 @pytest.mark.slow  # 10 s
 def test_a_stopped_experiment_saves_its_runs(file, overrides):
     procedure = with_one_run_left(file, [*overrides, "trainer.max_steps=3000", "trainer.checkpoint_every=500"])
-    folder = procedure.known()[0].config.run_folder
+    folder = procedure.known_runs()[0].config.run_folder
 
     def stop() -> None:
         wait_until(lambda: logged_steps(folder) >= 3, folder.parent)
@@ -177,7 +177,7 @@ def logged_steps(folder: Path) -> int:
 def test_killed_at_random_the_same_work_ends_with_the_same_numbers(file, overrides, tmp_path):
     rng, kills, first_starts = random.Random(0), {"experiment": 0, "run": 0}, {}
     undisturbed = Procedure(read_experiment(file, [*overrides, f"runs={tmp_path / 'undisturbed'}"]))
-    for run in undisturbed.known():
+    for run in undisturbed.known_runs():
         assert train(run.config) == 0
     own_overrides = [*overrides, f"runs={tmp_path / 'killed'}"]
     killed = Procedure(read_experiment(file, own_overrides))
@@ -200,7 +200,7 @@ def test_killed_at_random_the_same_work_ends_with_the_same_numbers(file, overrid
 
     def starts() -> dict[Path, list[int]]:
         """The steps at which each run has been started."""
-        files = {run: run / "environment.json" for run in (run.config.run_folder for run in killed.known())}
+        files = {run: run / "environment.json" for run in (run.config.run_folder for run in killed.known_runs())}
         return {run: [start["step"] for start in read_json(path)["starts"]] for run, path in files.items() if path.exists()}
 
     for _ in range(3):
@@ -213,7 +213,7 @@ def test_killed_at_random_the_same_work_ends_with_the_same_numbers(file, overrid
             process.kill()
             kills["experiment"] += 1
         process.wait()
-        ended_folders = [run.config.run_folder for run in Procedure(killed.experiment).known() if run.outcome.ended]
+        ended_folders = [run.config.run_folder for run in Procedure(killed.experiment).known_runs() if run.outcome.ended]
         first_starts |= {run: steps for run, steps in starts().items() if run in ended_folders and run not in first_starts}
     process = work()
     wait_until(lambda: process.poll() is not None, tmp_path)
@@ -223,8 +223,8 @@ def test_killed_at_random_the_same_work_ends_with_the_same_numbers(file, overrid
     at_the_end = starts()
     assert all(at_the_end[run] == steps for run, steps in first_starts.items()), "what has ended is not started again"
     assert all(steps == sorted(steps) for steps in at_the_end.values()), "each start goes on"
-    assert [run.outcome.state for run in Procedure(killed.experiment).known()] == ["finished"] * 4
-    for killed_run, undisturbed_run in zip(Procedure(killed.experiment).known(), undisturbed.known(), strict=True):
+    assert [run.outcome.state for run in Procedure(killed.experiment).known_runs()] == ["finished"] * 4
+    for killed_run, undisturbed_run in zip(Procedure(killed.experiment).known_runs(), undisturbed.known_runs(), strict=True):
         assert metrics_but_times(killed_run.config.run_folder) == metrics_but_times(undisturbed_run.config.run_folder)
         assert same(weights(killed_run.config.run_folder), weights(undisturbed_run.config.run_folder))
     assert summary_lines(Procedure(killed.experiment)) == summary_lines(Procedure(undisturbed.experiment))

@@ -44,7 +44,7 @@ def test_committed_results_give_their_committed_verdicts(shown):
         line = line_of["" if shown.tuned else f"steps-{row}" if by_size else f"rate {row}, x {length}", arm]
         assert (line["verdict"], line["reason"], line["p"]) == (verdict.kind, verdict.reason, verdict.p)
         assert line["words"] == verdict.words
-        assert line["difference"] == [value if np.isfinite(value) else None for value in verdict.interval.listed()]
+        assert line["difference"] == [value if np.isfinite(value) else None for value in verdict.interval.as_list()]
         assert by_size or line["rate"] == (row if shown.tuned else None)
 
 

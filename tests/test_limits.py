@@ -16,7 +16,7 @@ from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
 from lm.diagnostics import lemmas
 from lm.diagnostics.attention_rows import AttentionRows, Measures, Values
-from lm.diagnostics.limits import family, few, many, means, octaves
+from lm.diagnostics.limits import family, few_key_counts, many_key_counts, means, octaves
 from lm.evaluation.diagnostic_pictures import diagnostics
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
@@ -39,14 +39,17 @@ def batch(index: int = 0) -> Batch:
 def rows_of(normalizer: Options, queries: list[int] = QUERIES, block: str = "attention") -> list[AttentionRows]:
     """Of each layer."""
     model, sample = decoder(normalizer, block), batch()
-    return [AttentionRows.of(block, model.embedding(sample.tokens), 0) for block in attention_blocks(model, sample, queries, inputs=True)]
+    return [
+        AttentionRows.from_block(block, model.embedding(sample.tokens), 0)
+        for block in attention_blocks(model, sample, queries, inputs=True)
+    ]
 
 
 def measured(normalizer: Options, sequences: int = 2, block: str = "attention", **options: object) -> tuple[Values, list]:
     """Values of some sequences, and what is derived of them."""
     statistics, model = family(LimitsConfig(temperatures=[0.1, 10.0], directions=2, **options), every=1), decoder(normalizer, block)
     measures = Measures((statistics,), LAYERS, model.normalizers()[0].layer.n_head, QUERIES, LENGTH)
-    vectors = np.stack([measures.of(model, batch(index), index)[0].numpy() for index in range(sequences)])
+    vectors = np.stack([measures.vectors(model, batch(index), index)[0].numpy() for index in range(sequences)])
     values = measures.values(vectors, model.seq_len)
     return values, statistics.derive(values)
 
@@ -145,7 +148,7 @@ SLOW = [(entry(), block, {}) for entry in catalogue.ENTRIES.values() for block i
 )
 def test_sums_are_those_of_plain_loops(options: Options, block: str, asked: dict[str, object]):
     values, _ = measured(options, 1, block, **asked)
-    counts, numbers = many(LENGTH), few(LENGTH)
+    counts, numbers = many_key_counts(LENGTH), few_key_counts(LENGTH)
     distances = means(values.sums["distances"][0])
     separable = means(values.sums["separability"][0])
     first = 0 if asked.get("first_token", True) else 1
@@ -172,7 +175,7 @@ def test_sums_are_those_of_plain_loops(options: Options, block: str, asked: dict
 
 def test_a_key_is_separable_by_at_least_as_many_heads_together():
     _, derived = measured(opt.Softmax())
-    curves = {(curve.name, curve.what): curve.values for curve in derived}
+    curves = {(curve.name, curve.label): curve.values for curve in derived}
     shares = curves["keys that at least one head separates", "measured"]
     assert bool((shares >= curves["N_s / N", "N_s / N"] - 1e-6).all())
     assert bool(((curves["heads that choose a key", ""] >= 1) & (curves["heads that choose a key", ""] <= HEADS)).all())
@@ -180,7 +183,7 @@ def test_a_key_is_separable_by_at_least_as_many_heads_together():
 
 def test_what_is_derived_has_a_value_for_each_point_of_its_axis():
     _, derived = measured(opt.Softmax(), sample_size=6)
-    assert len({(curve.name, curve.what) for curve in derived}) == len(derived)
+    assert len({(curve.name, curve.label) for curve in derived}) == len(derived)
     for curve in derived:
         assert curve.values.shape == ((len(curve.axis.values),) if curve.axis else (1,)), curve.name
     assert {"d~", "critical N / visible keys", "N_s / N", "change of weights"} <= {curve.name for curve in derived}
@@ -188,7 +191,7 @@ def test_what_is_derived_has_a_value_for_each_point_of_its_axis():
 
 def test_finite_differences_of_softmax_stay_below_their_ceiling():
     _, derived = measured(opt.Softmax())
-    changes = {curve.what: curve.values for curve in derived if curve.name == "change of weights"}
+    changes = {curve.label: curve.values for curve in derived if curve.name == "change of weights"}
     for step in (0.001, 0.1, 10.0):
         for temperature, value in zip((0.1, 10.0), changes[f"largest of all directions, step {step:g}"], strict=True):
             assert 0 < value <= min(1 / (2 * temperature), math.sqrt(2) / step)
@@ -209,9 +212,9 @@ def test_rows_without_weight_and_with_negative_weights_give_numbers_or_nan(name:
 def test_scores_that_are_not_finite_leave_the_others_alone():
     model, statistics = decoder(opt.Softmax()), family(LimitsConfig(temperatures=[1.0], directions=1), every=1)
     measures = Measures((statistics,), LAYERS, HEADS, QUERIES, LENGTH)
-    before = measures.values(measures.of(model, batch())[0].numpy()[None], 64)
+    before = measures.values(measures.vectors(model, batch())[0].numpy()[None], 64)
     model.blocks[1].attention.qkv.weight[0] = math.nan  # of the last layer's first head
-    after = measures.values(measures.of(model, batch())[0].numpy()[None], 64)
+    after = measures.values(measures.vectors(model, batch())[0].numpy()[None], 64)
     for name, sums in after.sums.items():
         assert np.isfinite(sums).all()
         assert np.array_equal(sums[:, 0], before.sums[name][:, 0])

@@ -38,7 +38,7 @@ def work(tmp_path: Path):
         jobs = Jobs(
             Procedure(read_experiment(path, ["data.source.paths=[.]", f"runs={tmp_path / 'runs'}", f"log.progress={progress}"])), Slots(2)
         )
-        jobs.known = jobs.procedure.known()
+        jobs.known_runs = jobs.procedure.known_runs()
         return jobs
 
     return make
@@ -61,10 +61,10 @@ def text(table: LiveTable, height: int = 50, width: int = 160) -> list[str]:
 
 def test_every_run_has_a_line_with_its_state_and_the_time_that_is_left_stands_below(work):
     jobs = work()
-    runs = {(run.arm, run.rate, run.seed): run for run in jobs.known}
+    runs = {(run.arm, run.rate, run.seed): run for run in jobs.known_runs}
     first, second, third, fourth = (runs["softmax", rate, seed] for rate in (1e-2, 2e-2) for seed in (101, 102))
     finish(first, 5.0)
-    jobs.known = jobs.procedure.known()
+    jobs.known_runs = jobs.procedure.known_runs()
     jobs.pending = {Future(): (second, ()), Future(): (third, ())}
     jobs.failed[fourth.config.run_folder] = Failure(3, "out of memory", "log")
     table = LiveTable(jobs, {("", "softmax"): 60.0, ("", "ssmax"): 80.0})
@@ -97,11 +97,11 @@ def test_times_of_runs_that_ended_here_come_before_the_plan_s(work):
 
 def test_many_runs_are_shown_in_groups_that_fit(work):
     jobs = work(sizes={"small": {}, "large": {"trainer.max_steps": 16}}, seeds=[1, 2, 3])
-    for run in jobs.known[:3]:
+    for run in jobs.known_runs[:3]:
         finish(run, 5.0 + run.seed / 100)
-    jobs.known = jobs.procedure.known()
-    jobs.pending = {Future(): (jobs.known[3], ())}
-    logged(jobs.known[3].config.run_folder, {"step": 4, "tokens": 0})
+    jobs.known_runs = jobs.procedure.known_runs()
+    jobs.pending = {Future(): (jobs.known_runs[3], ())}
+    logged(jobs.known_runs[3].config.run_folder, {"step": 4, "tokens": 0})
     table = LiveTable(jobs, {})
     heading, *lines, footer = text(table, height=14)
     assert heading == "size  arm  rate  stage  runs  state  step  mean val/loss"
@@ -121,16 +121,16 @@ def test_many_runs_are_shown_in_groups_that_fit(work):
 def test_arms_that_start_from_others_wait_for_them(work):
     jobs = work(arms={"softmax": {}, "more": {"from": "softmax"}}, seeds=[1], tune=None)
     assert [line.note for line in LiveTable(jobs, {}).lines()] == ["", "for the run it starts from"]
-    finish(jobs.known[0], 5.0)
-    jobs.known = jobs.procedure.known()
+    finish(jobs.known_runs[0], 5.0)
+    jobs.known_runs = jobs.procedure.known_runs()
     assert [(line.state, line.note) for line in LiveTable(jobs, {}).lines()] == [("finished", ""), ("waiting", "")]
 
 
 def test_a_grid_that_has_grown_is_said(work):
     jobs = work()
-    for run in jobs.known:
+    for run in jobs.known_runs:
         finish(run, 5.0 + run.rate)
-    jobs.known = jobs.procedure.known()
+    jobs.known_runs = jobs.procedure.known_runs()
     assert "tuning, whose grid has grown by 1: 4 runs left" in text(LiveTable(jobs, {}))[-1]
 
 

@@ -278,7 +278,7 @@ def test_the_validation_of_a_mixture_tells_its_sources_apart(tmp_path: Path):
     store = prepare(data)
     decoder = Decoder(config.model, store.vocab_size, 32)
     loss, _, *sources = Validation(config, store).measure(decoder, Device(torch.device("cpu"), bf16=False), lambda sequences: None)
-    losses_by_source = {curve.what: (len(curve.samples[0].values), curve.whole) for curve in sources}
+    losses_by_source = {curve.what: (len(curve.samples[0].values), curve.overall_mean) for curve in sources}
     assert set(losses_by_source) == {"letters", "texts"}
     losses = loss.samples[0].values[:, 0]
     first = losses_by_source["letters"][0]

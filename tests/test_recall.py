@@ -62,7 +62,7 @@ def test_answers_equal_the_full_computation(task: Task, length: int, monkeypatch
         whole += [hits[start - 1 : stop - 1].all() for start, stop in sequence.questions]
     assert np.allclose(answers.nll, nll, atol=1e-5)
     assert answers.right.tolist() == right
-    assert answers.whole(answers.right).tolist() == whole
+    assert answers.whole_answers(answers.right).tolist() == whole
     assert answers.sequence.tolist() == np.repeat(np.arange(7), len(nll) // 7).tolist()
 
 
@@ -125,8 +125,8 @@ def test_a_wrong_answer_stays_in_the_sequence():
     task = MQAR(keys=4, values=4, filler=4, pairs=4, queries=4)
     decoder = Chained(task, mistaken=2)
     answers = read_answers(decoder, sequences(task, 24, 3), CPU)
-    assert answers.whole(answers.right).tolist() == [True, True, False, True] * 3
-    assert answers.whole(answers.rolled_out).tolist() == [True, True, False, False] * 3
+    assert answers.whole_answers(answers.right).tolist() == [True, True, False, True] * 3
+    assert answers.whole_answers(answers.rolled_out).tolist() == [True, True, False, False] * 3
 
 
 @pytest.mark.parametrize("task", [MQAR(pairs=8, queries=8), MQAR(pairs=8, queries=3), Maximum(items=5), Needle(needles=2, distractors=3)])
@@ -225,7 +225,7 @@ def test_a_whole_answer_needs_each_of_its_tokens(tiny):
     (sample,) = whole.samples
     assert sample.values[:, 0].tolist() == [0, 1, 1, 0, 1, 1, 1, 1, 1, 1]
     assert sample.weights.tolist() == [1] * 10
-    assert interval_of(whole, 0).listed() == pytest.approx([0.8, 0.490162, 0.943318], abs=1e-5)
+    assert interval_of(whole, 0).as_list() == pytest.approx([0.8, 0.490162, 0.943318], abs=1e-5)
     assert (whole.axis.values, whole.what) == ((32,), "copy")
 
 
@@ -391,9 +391,9 @@ def test_validation_sequences_follow_the_weights_of_tasks_over_symbols(tiny):
     assert (held_out.sequences[37] == sequence.tokens).all()
     assert (held_out.counts[37] == sequence.answers).all()
     counts = held_out.counts.sum(1)
-    assert np.average(whole.samples[0].values[:, 0], weights=counts) == pytest.approx(whole.whole, abs=1e-5)
+    assert np.average(whole.samples[0].values[:, 0], weights=counts) == pytest.approx(whole.overall_mean, abs=1e-5)
     weights = [counts[:30].sum(), counts[30:38].sum(), counts[38:].sum()]
-    assert np.average([result.whole for result in sources], weights=weights) == pytest.approx(whole.whole, abs=1e-5)
+    assert np.average([result.overall_mean for result in sources], weights=weights) == pytest.approx(whole.overall_mean, abs=1e-5)
 
 
 def test_a_run_learns_several_tasks_over_symbols(tiny):
@@ -461,5 +461,5 @@ def test_a_swap_is_measured_on_the_answers(tiny, tmp_path: Path):
     curves = {result.metric: result for result in series(tmp_path / "runs" / "a", "swap", 4)}
     assert curves["change of loss"].axis.values == (32,), "longer sequences need text"
     before = [loss for step, loss in curve(tmp_path / "runs" / "a", "val/loss") if step == 4]
-    assert curves["loss before"].whole == pytest.approx(before[0], abs=1e-5)
+    assert curves["loss before"].overall_mean == pytest.approx(before[0], abs=1e-5)
     assert curves["loss before"].axis is None, "a mean over answers, not over positions"

@@ -135,8 +135,8 @@ def test_the_readme_says_what_its_first_experiment_found():
         "metric == 'mqar accuracy' and setting == 'as trained' and x == 2048"
     )
     accuracies = {arm: lines.sort_values("seed")["value"].to_numpy() for arm, lines in runs.groupby("arm")}
-    (verdict,) = verdicts({"cooler": Comparison(accuracies["cooler"] - accuracies["softmax"], higher=True)}, 0.3).values()
-    mean, low, high = verdict.interval.listed()
+    (verdict,) = verdicts({"cooler": Comparison(accuracies["cooler"] - accuracies["softmax"], higher_is_better=True)}, 0.3).values()
+    mean, low, high = verdict.interval.as_list()
     sentence = f"`cooler` is {verdict.statement}: a difference of {mean:.2f} [{low:.2f}, {high:.2f}]"
     assert sentence in (ROOT / "README.md").read_text()
 

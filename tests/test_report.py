@@ -61,7 +61,7 @@ def test_keys_that_differ_besides_the_normalizer_are_shouted(tmp_path):
     assert diff["model.normalizer.name"] == ("softmax", "ssmax")
     assert diff["model.normalizer.scale"] == ("-", "learned")
     assert diff["log.every"] == ("10", "5")
-    assert [fact.what for fact in run_facts(comparison) if fact.condition and not fact.same] == ["learning rate and schedule"]
+    assert [fact.name for fact in run_facts(comparison) if fact.condition and not fact.agrees] == ["learning rate and schedule"]
     assert comparison.warning in write_report(folders, tmp_path / "out").html.read_text()
 
 
@@ -156,7 +156,7 @@ def test_the_baseline_is_chosen_by_run_arm_or_normalizer(pair):
 def test_buckets_that_miss_the_range_say_their_own_positions(tmp_path):
     folders = [build_run(tmp_path, "soft", align=False), build_run(tmp_path, "scalable", "ssmax", align=False)]
     difference = compare_runs([read_run(folder) for folder in folders]).differences[1]
-    assert re.search(r"positions 282-512", difference.what)
+    assert re.search(r"positions 282-512", difference.subject)
     assert difference.interval
 
 

@@ -38,16 +38,18 @@ def test_answers_have_intervals_and_paired_differences_at_the_longest_sequences(
     folders = [build_run(tmp_path, "soft", asked={64: 0.9, 512: 0.3}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9, 512: 0.8})]
     comparison, differences = compared(*folders)
     assert asked(comparison) == [RECALL, ROLLED_OUT, NEEDLE, CONTROL]
-    assert fraction_right(comparison, 0, RECALL, 512).listed() == pytest.approx(of_sequences(0.3).listed())
-    assert fraction_right(comparison, 1, NEEDLE, 512).listed() == pytest.approx(wilson(7, 10).listed()), "not 14 of 20: depths ask the same"
+    assert fraction_right(comparison, 0, RECALL, 512).as_list() == pytest.approx(of_sequences(0.3).as_list())
+    assert fraction_right(comparison, 1, NEEDLE, 512).as_list() == pytest.approx(wilson(7, 10).as_list()), (
+        "not 14 of 20: depths ask the same"
+    )
     assert fraction_right(comparison, 1, CONTROL, 64).mean == 0
-    assert CONTROL not in {difference.line.of for difference in comparison.differences}, "a control says nothing about an arm"
+    assert CONTROL not in {difference.line.labels for difference in comparison.differences}, "a control says nothing about an arm"
     assert differences[RECALL].interval is None, "all sequences differ by the same"
     edit(folders[1], "recall", lambda result: first_sample(result, 1)["values"].reverse())
     differences = compared(*folders)[1]
     assert differences[RECALL].interval.mean == pytest.approx(0.5)
     assert differences[RECALL].interval.low < 0.49
-    assert "accuracy, mqar in sequences of 512" in differences[RECALL].what
+    assert "accuracy, mqar in sequences of 512" in differences[RECALL].subject
     assert differences[RECALL].note.startswith("paired by sequence, Student t over 16 sequences")
     assert differences[NEEDLE].note.startswith("paired by sequence, Student t over 10 sequences")
     files = write_report(folders, tmp_path / "out")
@@ -99,10 +101,10 @@ def test_answers_of_several_seeds_have_the_wider_interval(tmp_path):
         return fraction_right(compared(*folders)[0], 0, RECALL, 64)
 
     spread = arm("spread", 0.6875, 0.8125, 0.75)
-    assert spread.listed() == pytest.approx([0.75, 0.75 - 4.302653 * 0.0625 / 3**0.5, 0.75 + 4.302653 * 0.0625 / 3**0.5])
+    assert spread.as_list() == pytest.approx([0.75, 0.75 - 4.302653 * 0.0625 / 3**0.5, 0.75 + 4.302653 * 0.0625 / 3**0.5])
     assert arm("wide", 0.8, 0.8, 0.2).high == 1
-    assert arm("equal", 0.75, 0.75).listed() == pytest.approx(of_sequences(0.75).listed()), "seeds that agree are no certainty"
-    assert arm("first", 0.6, 0.62, 0.64).listed() == pytest.approx(arm("last", 0.64, 0.62, 0.6).listed()), "no seed stands for the others"
+    assert arm("equal", 0.75, 0.75).as_list() == pytest.approx(of_sequences(0.75).as_list()), "seeds that agree are no certainty"
+    assert arm("first", 0.6, 0.62, 0.64).as_list() == pytest.approx(arm("last", 0.64, 0.62, 0.6).as_list()), "no seed stands for the others"
 
 
 def test_sequences_with_more_answers_weigh_more(tmp_path):
@@ -125,7 +127,7 @@ def test_answers_to_other_questions_are_not_subtracted(tmp_path):
     assert differences[RECALL].interval is None
     assert "not measured on the same tokens" in differences[RECALL].note
     assert differences[NEEDLE].interval is not None
-    assert [fact.same for fact in run_facts(comparison) if fact.what == "sequences with questions (sha256)"] == [False]
+    assert [fact.agrees for fact in run_facts(comparison) if fact.name == "sequences with questions (sha256)"] == [False]
 
 
 def test_differences_are_at_the_longest_sequences_that_both_were_asked_in(tmp_path):
@@ -133,7 +135,7 @@ def test_differences_are_at_the_longest_sequences_that_both_were_asked_in(tmp_pa
     edit(folders[1], "recall", lambda result: first_sample(result)["values"].reverse())
     difference = compared(*folders)[1][RECALL]
     assert difference.interval.mean == pytest.approx(-0.4)
-    assert "in sequences of 64" in difference.what
+    assert "in sequences of 64" in difference.subject
     table = write_report(folders, tmp_path / "out").markdown.read_text()
     assert "difference to softmax, 64" in table
     assert "difference to softmax, 512" not in table
@@ -154,7 +156,7 @@ def test_answers_of_other_steps_are_said(tmp_path):
     edit(folders[1], "needle", lambda result: result.update(step=100, tokens_seen=1000))
     comparison, _ = compared(*folders)
     assert "measured on sequences with questions after different numbers of tokens: softmax: 1,638,400; ssmax: 1,000" in comparison.warning
-    assert [fact.same for fact in run_facts(comparison) if fact.what == "tokens seen, sequences with questions"] == [False]
+    assert [fact.agrees for fact in run_facts(comparison) if fact.name == "tokens seen, sequences with questions"] == [False]
     assert any("the recall evaluation of step 100" in lack for lack in comparison.missing)
 
 

@@ -285,8 +285,8 @@ def test_colours_are_told_apart_and_seen_on_light_and_dark_pages(dark: bool, eye
 def test_every_colour_of_a_picture_has_its_counterpart_on_dark_pages():
     x, kinds = np.array([1.0, 2.0]), ("seed", "mean", "dots", "interval", "diverged", "bars")
     traces = [Trace(arm, kind, x, x + arm, kind, x + arm - 0.5, x + arm + 0.5) for arm, kind in enumerate(kinds)]
-    traces += [Trace(arm, "keyed", x, x, "mean", keyed=True) for arm in (6, -1)]
-    panel = Panel("title", "x", "y", traces, zero=True, small=0.1, marks={1.5: "mark"}, levels={1.0: "level"}, rings=[(1.0, 1.0, 0)])
+    traces += [Trace(arm, "keyed", x, x, "mean", in_legend=True) for arm in (6, -1)]
+    panel = Panel("title", "x", "y", traces, zero_line=True, margin=0.1, marks={1.5: "mark"}, levels={1.0: "level"}, rings=[(1.0, 1.0, 0)])
     svg = Picture([panel], ["name"] * 7).svg
     head, body = svg.split("</style>", 1)
     assert {*re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", body)} <= DARK.keys()

@@ -50,11 +50,11 @@ def test_a_made_up_kind_of_evaluation_is_reported(folders, tmp_path):
     comparison, _ = compared(*folders)
     titles = [table.title for table in comparison_tables(comparison)]
     assert {"Sparsity of attention", "Sparsity of attention in training lengths", "Reach by depth"} < set(titles)
-    intervals = {difference.what: difference.interval for difference in comparison.differences}
+    intervals = {difference.subject: difference.interval for difference in comparison.differences}
     for label in ("sparsity, as trained", "sparsity at positions 128-256, as trained", "reach, books at depth 0.5, as trained"):
         assert intervals[label].mean == pytest.approx(1, abs=0.2)
         assert intervals[label].low > 0.5
-    checks = {fact.what: fact.same for fact in run_facts(comparison)}
+    checks = {fact.name: fact.agrees for fact in run_facts(comparison)}
     for measured_on in ("probe sequences", "long probe sequences", "deep probe sequences"):
         assert checks[f"{measured_on} (sha256)"] is checks[f"tokens seen, {measured_on}"] is True
     files = write_report(folders, tmp_path / "out")

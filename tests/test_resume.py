@@ -200,11 +200,11 @@ def test_a_complete_run_resumed_does_nothing_but_missing_evaluations(tiny):
     train(config)
     before = (config.run_folder / "metrics.jsonl").read_bytes()
     evaluation = config.run_folder / "evaluations" / "validation.step-000008.json"
-    loss = series(config.run_folder, "validation", 8)[0].whole
+    loss = series(config.run_folder, "validation", 8)[0].overall_mean
     evaluation.unlink()
     assert train(tiny("name=done", "resume=auto")) == 0
     assert (config.run_folder / "metrics.jsonl").read_bytes() == before
-    assert series(config.run_folder, "validation", 8)[0].whole == pytest.approx(loss, abs=1e-6)
+    assert series(config.run_folder, "validation", 8)[0].overall_mean == pytest.approx(loss, abs=1e-6)
 
 
 @pytest.mark.parametrize("cut", ["before", "while", "after"])
@@ -272,7 +272,7 @@ def test_more_steps_may_be_asked_for_when_resuming(tiny, capsys: pytest.CaptureF
 def validations(folder: Path) -> dict[int, Series]:
     """The validation of each step."""
     files = {step: path for (kind, step), path in evaluation_files(folder).items() if kind == "validation"}
-    return {step: Evaluation.of(read_json(path)).series[0] for step, path in files.items()}
+    return {step: Evaluation.from_plain(read_json(path)).series[0] for step, path in files.items()}
 
 
 def selection_losses(folder: Path) -> dict[int, float]:

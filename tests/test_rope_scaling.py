@@ -73,7 +73,7 @@ def test_listed_layers_rotate_and_the_others_have_no_positions():
         attention.load_state_dict(mixed.blocks[layer].attention.state_dict())
         _, context = single.embed(tokens)
         captured = []
-        attention(block.inputs.x, replace(context, captured=captured))
+        attention(block.inputs.x, replace(context, layer_inputs=captured))
         torch.testing.assert_close(captured[0].q, block.inputs.q)
         torch.testing.assert_close(captured[0].k, block.inputs.k)
 

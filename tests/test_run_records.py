@@ -48,7 +48,7 @@ def test_evaluations_of_different_steps_are_said(pair):
     path.unlink()
     run = read_run(pair[0])
     assert run.missing == ("the validation evaluation is of step 200, the long-context evaluation of step 90",)
-    checks = {fact.what: fact.same for fact in run_facts(compare_runs([run, read_run(pair[1])]))}
+    checks = {fact.name: fact.agrees for fact in run_facts(compare_runs([run, read_run(pair[1])]))}
     assert checks["tokens seen"] is True
     assert checks["tokens seen, long-context sequences"] is False
 
@@ -155,11 +155,11 @@ def test_a_field_of_another_type_in_a_result_is_one_line_or_harmless(pair, value
         node = reduce(lambda part, name: part[name], inner, copied)
         node[last] = value
         with contextlib.suppress(KeyError, ValueError):  # what readers turn into a line that names the file
-            Evaluation.of(copied)
+            Evaluation.from_plain(copied)
         if isinstance(node, dict) and last not in ("options", "references", UNIGRAM) and not {"asked", "code"} & {*inner, last}:
             del node[last]
             with pytest.raises((KeyError, ValueError)):
-                Evaluation.of(copied)
+                Evaluation.from_plain(copied)
 
 
 def test_training_time_is_over_all_starts_or_after_a_step():

@@ -34,7 +34,7 @@ def finished(folder: Path, **changes: object) -> Procedure:
     path.write_text(yaml.safe_dump({"base": str(ROOT / "tests" / "tiny.yaml"), "arms": ARMS, **changes}, sort_keys=False))
     procedure = Procedure(read_experiment(path, ["data.source.paths=[.]", f"runs={folder / 'runs'}"]))
     finish_all(procedure, lambda run: 5 - 0.1 * (run.arm == "ssmax") + 0.001 * run.seed)
-    for run in procedure.known():
+    for run in procedure.known_runs():
         lines = [{"step": step, "tokens": step, "val/loss": loss} for step, loss in ((4, 6.0), (8, 5.0))]
         (run.config.run_folder / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
         validate(run, 4, 6.0)
@@ -43,7 +43,7 @@ def finished(folder: Path, **changes: object) -> Procedure:
 
 
 def ours(procedure: Procedure, arm: str = "ssmax") -> Run:
-    return next(run for run in procedure.known() if run.arm == arm)
+    return next(run for run in procedure.known_runs() if run.arm == arm)
 
 
 def file_of(run: Run, step: int | None = None) -> Path:

@@ -35,8 +35,8 @@ def by_length() -> Series:
 @pytest.mark.parametrize("made", [by_position, scalar, by_length])
 def test_json_and_back_is_the_same(made: Callable[[], Series]):
     text = json.dumps(made().plain(), allow_nan=False)
-    assert json.dumps(Series.of(json.loads(text)).plain()) == text
-    for before, after in zip(made().samples, Series.of(json.loads(text)).samples, strict=True):
+    assert json.dumps(Series.from_plain(json.loads(text)).plain()) == text
+    for before, after in zip(made().samples, Series.from_plain(json.loads(text)).samples, strict=True):
         np.testing.assert_array_equal(before.values, after.values)
 
 
@@ -65,12 +65,12 @@ def test_parts_that_do_not_fit_together_are_refused(change: dict, message: str):
 def test_what_is_no_series_is_refused():
     content = scalar().plain()
     with pytest.raises(ValueError, match="a series has no colour"):
-        Series.of(content | {"colour": "red"})
+        Series.from_plain(content | {"colour": "red"})
     with pytest.raises(ValueError, match="metric must be a text"):
-        Series.of(content | {"metric": 3})
+        Series.from_plain(content | {"metric": 3})
     del content["means"]
     with pytest.raises(KeyError, match="means"):
-        Series.of(content)
+        Series.from_plain(content)
 
 
 def test_about_a_third_of_the_documents_select_and_always_the_same():

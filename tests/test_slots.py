@@ -90,7 +90,7 @@ def replayed(slots: Slots, runs: list[tuple[str, str]], ending: list[int]) -> li
         counts = Counter(gpu for devices in under_way for gpu in devices)
         assert max(counts.values(), default=0) <= slots.per_gpu, counts
         assert sum(max(1, len(devices)) for devices in under_way) <= slots.jobs
-        assert len(set(devices)) == len(devices) == slots.wanted.get(place, 0)
+        assert len(set(devices)) == len(devices) == slots.gpus_per_run.get(place, 0)
     return placed
 
 
@@ -101,7 +101,7 @@ def test_no_gpu_is_given_more_often_at_a_time_than_was_asked_for(gpus, tmp_path,
     experiment = opened(tmp_path, arms=WIDE).experiment
     slots = slots_of(experiment, jobs, per_gpu)
     assert slots.jobs == (jobs or 4 * per_gpu)
-    assert slots.wanted == {("", "softmax"): 1, ("", "wide"): 2, ("", "ssmax"): 1, ("", "cpu"): 0}
+    assert slots.gpus_per_run == {("", "softmax"): 1, ("", "wide"): 2, ("", "ssmax"): 1, ("", "cpu"): 0}
     places = [("", arm) for arm in WIDE] * 20
     placed = replayed(slots, places, [7 * number**2 for number in range(len(places))])
     assert {gpu for devices in placed for gpu in devices} <= {*slots.gpus[: slots.jobs]}
@@ -250,8 +250,8 @@ def test_plan_and_table_say_on_which_device_a_run_is(gpus, tmp_path):
     assert str(Slots(3, ("1", "2"), 2, {("", "softmax"): 1})) == "3 at a time on GPU 1, 2, 2 on each GPU"
     procedure = opened(tmp_path)
     jobs = Jobs(procedure, slots_of(procedure.experiment, None, 1))
-    jobs.known = procedure.known()
-    jobs.pending = {Future(): (jobs.known[0], ("1", "3")), Future(): (jobs.known[1], ())}
+    jobs.known_runs = procedure.known_runs()
+    jobs.pending = {Future(): (jobs.known_runs[0], ("1", "3")), Future(): (jobs.known_runs[1], ())}
     for height, words in ((50, ("running GPU 1, 3", "running  ")), (7, ("2 running GPU 1, 3",))):
         out = io.StringIO()
         Console(file=out, width=140, force_terminal=False).print(LiveTable(jobs, {}).render(height))

@@ -38,7 +38,7 @@ def measured(decoder: Decoder, sequences: int = 1, isolated: bool = False, shuff
     heads = decoder.normalizers()[0].layer.n_head
     measures = Measures(families(DiagnosticsConfig(statistics=["sparsity"])), LAYERS, heads, QUERIES, LENGTH)
     order = [orders(index, len(QUERIES), LENGTH) if shuffle else None for index in range(sequences)]
-    vectors = [measures.of(decoder, batch(index, isolated), order=order[index])[-1] for index in range(sequences)]
+    vectors = [measures.vectors(decoder, batch(index, isolated), order=order[index])[-1] for index in range(sequences)]
     return measures.values(torch.stack(vectors).numpy(), decoder.seq_len)
 
 

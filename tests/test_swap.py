@@ -20,7 +20,7 @@ from lm.cli import main
 from lm.data.batches import Batch
 from lm.errors import ConfigError, RunError
 from lm.evaluation.held_out import HeldOut
-from lm.evaluation.swap import attention_drift, compared, swap_run
+from lm.evaluation.swap import attention_drift, swap_run, token_losses_and_kl
 from lm.model.cross_entropy import Head, token_kl
 from lm.model.decoder import Decoder, is_normalizer
 from lm.model.device import Device
@@ -194,13 +194,13 @@ def test_a_swap_is_measured_on_identical_tokens(tiny):
     old = decoder(tiny)
     for length in (32, 64):
         tokens = torch.from_numpy(held_out(length).sequences)
-        before, after, kl = compared(old, swapped(old, opt.SSMax()), held_out(length), HERE)
+        before, after, kl = token_losses_and_kl(old, swapped(old, opt.SSMax()), held_out(length), HERE)
         with torch.no_grad():
             expected = float(old.loss(Batch.of(tokens))) / (3 * length)
         assert before.mean() == pytest.approx(expected, abs=1e-5)
         assert after.mean() != pytest.approx(expected, abs=1e-5)
         assert kl.mean() > 0
-    before, after, kl = compared(old, swapped(old, SSMAX_BIAS), held_out(32), HERE)
+    before, after, kl = token_losses_and_kl(old, swapped(old, SSMAX_BIAS), held_out(32), HERE)
     assert (before == after).all()
     assert not kl.any()
 
@@ -229,7 +229,7 @@ def test_a_swap_is_measured_by_the_divergence_of_the_new_distribution_from_the_o
     p, q = (log_p(model, batch) for model in (old, new))
     losses = [-x.gather(2, batch.targets.unsqueeze(-1)).squeeze(-1) for x in (p, q)]
     kl, other = (p.exp() * (p - q)).sum(-1), (q.exp() * (q - p)).sum(-1)
-    results = compared(old, new, sequences, HERE)
+    results = token_losses_and_kl(old, new, sequences, HERE)
     for numbers, expected in zip(results, (*losses, kl), strict=True):
         np.testing.assert_allclose(numbers, expected.numpy(), rtol=1e-3, atol=1e-5)
     assert abs(float(kl.mean() - other.mean())) > 0.02 * float(kl.mean())
@@ -282,11 +282,11 @@ def test_lm_swap_makes_a_run_folder_of_its_own_and_leaves_the_source_alone(train
     assert "softmax -> ssmax, step 40" in result.stdout
     assert before == {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
     curves = series(out, "swap", 40)
-    means = {(result.metric, result.what): result.whole for result in curves}
+    means = {(result.metric, result.what): result.overall_mean for result in curves}
     assert {result.what for result in curves if result.metric == "loss before"} == {f"sequences of {length}" for length in (32, 64, 128)}
     model = load(out)
     assert (model.config.name, model.config.model.normalizer, model.metadata["step"]) == ("out", opt.SSMax(), 40)
-    validation = series(trained, "validation", 40)[0].whole
+    validation = series(trained, "validation", 40)[0].overall_mean
     assert means["loss before", "sequences of 32"] == pytest.approx(validation, abs=1e-5)
     (change,) = (result for result in curves if result.metric == "change of loss")
     assert change.axis.values == (32, 64, 128)
@@ -295,7 +295,7 @@ def test_lm_swap_makes_a_run_folder_of_its_own_and_leaves_the_source_alone(train
         assert mean == pytest.approx(means["loss after", label] - means["loss before", label], abs=1e-5)
     evaluated = command("eval", str(out))
     assert evaluated.returncode == 0, evaluated.stderr
-    after = series(out, "validation", 40)[0].whole
+    after = series(out, "validation", 40)[0].overall_mean
     assert after == pytest.approx(means["loss after", "sequences of 32"], abs=1e-5)
     assert command("report", str(trained), str(out), "-o", str(tmp_path / "report")).returncode == 0
     assert (
@@ -528,5 +528,5 @@ def test_a_report_says_what_was_swapped_and_what_weights_had_seen(trained: Path,
     assert labels[2].startswith("ssmax")
     assert "unit" not in labels[2]  # the weights it started from have replaced that
     assert "started from weights that had seen different numbers of tokens" in comparison.warning
-    checks = {fact.what: fact.same for fact in run_facts(comparison)}
+    checks = {fact.name: fact.agrees for fact in run_facts(comparison)}
     assert checks["tokens in the weights started from"] is False

@@ -55,8 +55,8 @@ def test_a_run_learns_and_leaves_a_complete_run_folder(tiny, capsys: pytest.Capt
     assert load_checkpoint(folder / "checkpoints" / "last.ckpt")["lm"]["step"] == 40
     loss, bits = series(folder, "validation", 40)
     assert bits.metric == "bits per byte"
-    assert loss.whole == pytest.approx(loss.samples[0].values.mean(), abs=1e-5)
-    assert loss.whole < loss.references["unigram cross-entropy"] + 0.5
+    assert loss.overall_mean == pytest.approx(loss.samples[0].values.mean(), abs=1e-5)
+    assert loss.overall_mean < loss.references["unigram cross-entropy"] + 0.5
     long = [curve_of_loss for curve_of_loss in series(folder, "long_context", 40) if curve_of_loss.bins]
     assert [curve_of_loss.setting for curve_of_loss in long] == ["as trained", "theta x 50"]
     assert all(len(curve_of_loss.curve) == 4 * 32 for curve_of_loss in long)

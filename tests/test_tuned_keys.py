@@ -63,14 +63,14 @@ def given(folder: Path) -> list[str]:
 def on_a_grid(tmp_path_factory) -> Procedure:
     """An experiment that was tuned on a grid of 3 rates and 4 weight decays."""
     procedure = finish_all(experiment(tmp_path_factory.mktemp("grid")), loss)
-    for run in procedure.known():
+    for run in procedure.known_runs():
         (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
     return procedure
 
 
 def test_each_arm_is_judged_at_its_best_pair(on_a_grid):
     assert on_a_grid.choice("").rates == BEST
-    tuning = [run for run in on_a_grid.known() if run.stage == "tune"]
+    tuning = [run for run in on_a_grid.known_runs() if run.stage == "tune"]
     assert len(tuning) == 2 * 3 * 4 * 2
     assert {(run.config.optim.lr, run.config.optim.optimizer.weight_decay) for run in tuning} == {run.rate for run in tuning}
     softmax, ssmax = summary_lines(on_a_grid)
@@ -93,8 +93,8 @@ def test_the_table_of_tuning_has_both_keys_and_chooses_the_same_pairs(tmp_path, 
     (tmp_path / "rates.csv").write_text(csv_text(table))
     by_table = finish_all(experiment(tmp_path, tune={"key": TUNE["key"], "table": "rates.csv"}), loss)
     assert by_table.choice("").rates == BEST
-    assert {run.stage for run in by_table.known()} == {"final"}
-    assert (by_table.tried(""), tuning_means(by_table)) == (on_a_grid.tried(""), tuning_means(on_a_grid))
+    assert {run.stage for run in by_table.known_runs()} == {"final"}
+    assert (by_table.tuning_runs(""), tuning_means(by_table)) == (on_a_grid.tuning_runs(""), tuning_means(on_a_grid))
     assert not [note for note in by_table.notes() if "another configuration" in note]
 
 
@@ -119,7 +119,7 @@ def test_a_wrong_table_of_two_keys_is_refused(tmp_path, on_a_grid, change, messa
 def test_the_grid_grows_where_the_second_key_is_best_at_its_edge(tmp_path):
     procedure = finish_all(experiment(tmp_path), lambda run: loss(run, BEST | {"ssmax": (2e-2, 0.8)}))
     assert procedure.choice("").rates == BEST | {"ssmax": (2e-2, 0.8)}
-    tried = {run.rate for run in procedure.known() if (run.arm, run.stage) == ("softmax", "tune")}
+    tried = {run.rate for run in procedure.known_runs() if (run.arm, run.stage) == ("softmax", "tune")}
     assert {decay for _, decay in tried} == {0.05, 0.1, 0.2, 0.4, 0.8, 1.6}, "for every arm"
     assert {rate for rate, _ in tried} == {1e-2, 2e-2, 4e-2}
 
@@ -133,11 +133,11 @@ def test_an_arm_that_stays_at_the_edge_of_the_second_key_is_not_tuned(tmp_path):
 def test_a_grid_that_changed_keeps_the_runs_that_it_still_has(tmp_path, on_a_grid):
     folder = tmp_path / "runs"
     folder.symlink_to(on_a_grid.experiment.folder.parent)
-    before = {run.config.name for run in on_a_grid.known() if run.outcome.ended}
+    before = {run.config.name for run in on_a_grid.known_runs() if run.outcome.ended}
     coarser = experiment(tmp_path, tune=TUNE | {"grid": [[1e-2, 2e-2, 4e-2], [0.1, 0.2, 0.3]]})
-    unfinished = {run.rate for run in coarser.known() if not run.outcome.ended}
+    unfinished = {run.rate for run in coarser.known_runs() if not run.outcome.ended}
     assert unfinished == {(rate, 0.3) for rate in (1e-2, 2e-2, 4e-2)}, "the others were trained"
-    assert {run.config.name for run in coarser.known() if run.outcome.ended} < before
+    assert {run.config.name for run in coarser.known_runs() if run.outcome.ended} < before
     assert not other_runs(coarser), "another rate is no other configuration"
     with pytest.raises(RunError, match=r"\d+ ended runs here are of another configuration: trainer.max_steps=8 \(asked for: 6\)"):
         open_experiment(tmp_path / "trial.yaml", [*given(tmp_path), "trainer.max_steps=6"])
@@ -146,7 +146,7 @@ def test_a_grid_that_changed_keeps_the_runs_that_it_still_has(tmp_path, on_a_gri
 def test_a_changed_grid_is_said_beside_the_verdicts(tmp_path, arguments):
     procedure = start(written(tmp_path), arguments[1:])
     finish_all(procedure, loss)
-    for run in procedure.known():
+    for run in procedure.known_runs():
         (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
     other_tune = TUNE | {"grid": [[1e-2, 2e-2, 4e-2], [0.05, 0.1, 0.2]]}
     (departure,) = open_experiment(written(tmp_path, tune=other_tune), arguments[1:]).experiment.departures
@@ -160,9 +160,9 @@ def test_an_arm_without_parameters_of_a_normalizer_has_one_run_for_all_their_rat
     procedure = experiment(tmp_path, tune=tune)
     tuning = {arm: count - 2 * len(procedure.experiment.seeds) for arm, count in procedure.n_runs("").items()}
     assert tuning == {"softmax": 3 * 2, "ssmax": 3 * 3 * 2}, "the final seeds are counted at two rates"
-    names = {arm: {run.config.name for run in procedure.known() if run.arm == arm} for arm in BEST}
+    names = {arm: {run.config.name for run in procedure.known_runs() if run.arm == arm} for arm in BEST}
     assert {arm: len(runs) for arm, runs in names.items()} == tuning
-    factors = {arm: {run.config.optim.groups.normalizer.lr_factor for run in procedure.known() if run.arm == arm} for arm in BEST}
+    factors = {arm: {run.config.optim.groups.normalizer.lr_factor for run in procedure.known_runs() if run.arm == arm} for arm in BEST}
     assert factors == {"softmax": {1.0}, "ssmax": {1.0, 10.0, 100.0}}
     finish_all(
         procedure, lambda run: 5 + abs(math.log(run.config.optim.groups.normalizer.lr_factor / 10)) + abs(run.config.optim.lr - 2e-2)
@@ -174,7 +174,7 @@ def test_runs_of_other_tuned_keys_are_no_error(tmp_path):
     rate_only = {"key": "optim.lr", "grid": TUNE["grid"][0], "seeds": TUNE["seeds"]}
     for before, after in ((rate_only, TUNE), (TUNE, rate_only)):
         (folder := tmp_path / str(after is rate_only)).mkdir()
-        for run in experiment(folder, tune=before).known():
+        for run in experiment(folder, tune=before).known_runs():
             finish(run, 5.0)
             (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
         assert other_runs(open_experiment(written(folder, tune=after), [*given(folder), "trainer.max_steps=6"], anew=True)) == ""
@@ -182,7 +182,7 @@ def test_runs_of_other_tuned_keys_are_no_error(tmp_path):
 
 def test_runs_of_an_arm_that_lacks_a_tuned_key_are_of_another_configuration_too(tmp_path):
     tune = TUNE | {"key": ["optim.lr", "optim.groups.normalizer.lr_factor"], "grid": [[1e-2, 2e-2], [1, 10]]}
-    for run in experiment(tmp_path, tune=tune).known():
+    for run in experiment(tmp_path, tune=tune).known_runs():
         finish(run, 5.0)
         (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
     reopened = open_experiment(written(tmp_path, tune=tune), [*given(tmp_path), "trainer.max_steps=6"], anew=True)

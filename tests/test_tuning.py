@@ -6,15 +6,15 @@ import pytest
 
 from lm.statistics.tuning import (
     best_rate,
-    chosen,
     crossed_rates,
     mean_loss,
     rate_cell,
+    rate_choice,
     rate_differences,
     rate_words,
     rates_of,
     read_rate,
-    tuned,
+    tuning_outcome,
 )
 
 GRID = (1e-3, 2e-3, 4e-3)
@@ -26,31 +26,31 @@ def bowl(best: float, rates: tuple[float, ...] = GRID) -> dict[float, list[float
 
 
 def test_each_arm_gets_the_rate_of_its_lowest_mean_loss():
-    result = tuned([(1e-3, 2e-3, 4e-3, 8e-3)], {"a": bowl(2e-3, (*GRID, 8e-3)), "b": bowl(4e-3, (*GRID, 8e-3))})
+    result = tuning_outcome([(1e-3, 2e-3, 4e-3, 8e-3)], {"a": bowl(2e-3, (*GRID, 8e-3)), "b": bowl(4e-3, (*GRID, 8e-3))})
     assert (result.rates, result.missing, result.at_edge) == ({"a": 2e-3, "b": 4e-3}, (), ())
 
 
 def test_what_is_not_measured_is_asked_for_before_anything_is_chosen():
-    result = tuned([GRID], {"a": bowl(2e-3), "b": bowl(2e-3, (1e-3,))})
+    result = tuning_outcome([GRID], {"a": bowl(2e-3), "b": bowl(2e-3, (1e-3,))})
     assert (result.rates, result.missing) == ({}, (2e-3, 4e-3))
 
 
 def test_one_arm_at_the_edge_grows_the_grid_for_all():
     losses = {"a": bowl(2e-3), "b": bowl(8e-3)}
-    assert tuned([GRID], losses).missing == (8e-3,)
+    assert tuning_outcome([GRID], losses).missing == (8e-3,)
     grid = (*GRID, 8e-3)
-    assert tuned([GRID], {"a": bowl(2e-3, grid), "b": bowl(8e-3, grid)}).missing == (16e-3,)
+    assert tuning_outcome([GRID], {"a": bowl(2e-3, grid), "b": bowl(8e-3, grid)}).missing == (16e-3,)
     longest = (*grid, 16e-3)
-    assert tuned([GRID], {"a": bowl(2e-3, longest), "b": bowl(8e-3, longest)}).rates == {"a": 2e-3, "b": 8e-3}
+    assert tuning_outcome([GRID], {"a": bowl(2e-3, longest), "b": bowl(8e-3, longest)}).rates == {"a": 2e-3, "b": 8e-3}
 
 
 def test_both_edges_grow_at_once():
-    assert tuned([GRID], {"a": bowl(0.5e-3), "b": bowl(8e-3)}).missing == (0.5e-3, 8e-3)
+    assert tuning_outcome([GRID], {"a": bowl(0.5e-3), "b": bowl(8e-3)}).missing == (0.5e-3, 8e-3)
 
 
 def test_after_two_extensions_an_arm_at_the_edge_has_no_rate():
     most = (*GRID, 8e-3, 16e-3)
-    result = tuned([GRID], {"a": bowl(2e-3, most), "b": bowl(1.0, most)})
+    result = tuning_outcome([GRID], {"a": bowl(2e-3, most), "b": bowl(1.0, most)})
     assert (result.rates, result.at_edge, result.missing) == ({"a": 2e-3}, ("b",), ())
 
 
@@ -58,20 +58,20 @@ def test_a_rate_at_which_one_seed_diverged_is_not_chosen():
     losses = bowl(4e-3, (*GRID, 8e-3))
     losses[4e-3][1] = math.inf
     losses[8e-3][0] = math.nan
-    assert tuned([(*GRID, 8e-3)], {"a": losses}).rates == {"a": 2e-3}
+    assert tuning_outcome([(*GRID, 8e-3)], {"a": losses}).rates == {"a": 2e-3}
     assert mean_loss([4.0, math.nan]) == math.inf
 
 
 def test_an_arm_that_diverges_everywhere_has_no_rate():
     diverged = {rate: [math.inf, math.inf] for rate in GRID}
-    result = tuned([GRID], {"a": bowl(2e-3), "b": diverged})
+    result = tuning_outcome([GRID], {"a": bowl(2e-3), "b": diverged})
     assert (result.rates, result.missing, result.at_edge) == ({"a": 2e-3}, (), ("b",)), "a grid does not grow for it"
 
 
 @pytest.mark.parametrize(("grid", "losses"), [((), {"a": {}}), (GRID, {}), ((0.0, 1e-3), {"a": {}}), (GRID, {"a": {1e-3: [4.0]}})])
 def test_what_can_t_be_tuned_is_refused(grid, losses):
     with pytest.raises(ValueError, match="needs"):
-        tuned([grid], losses)
+        tuning_outcome([grid], losses)
 
 
 def test_differences_are_at_the_rates_of_both_infinite_where_one_diverged_and_none_where_both_did():
@@ -95,7 +95,7 @@ def bowl_of_two(best: tuple[float, float], axes: tuple[tuple[float, ...], ...] =
 
 
 def test_two_keys_are_tuned_together():
-    result = tuned([GRID, DECAYS], {"a": bowl_of_two((2e-3, 0.4)), "b": bowl_of_two((2e-3, 0.2))})
+    result = tuning_outcome([GRID, DECAYS], {"a": bowl_of_two((2e-3, 0.4)), "b": bowl_of_two((2e-3, 0.2))})
     assert (result.rates, result.missing, result.at_edge) == ({"a": (2e-3, 0.4), "b": (2e-3, 0.2)}, (), ())
     assert crossed_rates("a", result.rates) == {"a": ((2e-3, 0.4), (2e-3, 0.2)), "b": ((2e-3, 0.2), (2e-3, 0.4))}
 
@@ -112,19 +112,19 @@ def test_two_keys_are_tuned_together():
 )
 def test_a_grid_of_two_keys_grows_where_the_best_is_at_the_edge_of_one(best, missing):
     losses = {"a": bowl_of_two((2e-3, 0.2)), "b": bowl_of_two(best)}
-    assert set(tuned([GRID, DECAYS], losses).missing) == set(missing)
+    assert set(tuning_outcome([GRID, DECAYS], losses).missing) == set(missing)
 
 
 def test_an_arm_at_the_edge_of_the_second_key_has_no_rate():
     most = [GRID, (*DECAYS, 1.6, 3.2)]
-    result = tuned([GRID, DECAYS], {"a": bowl_of_two((2e-3, 0.2), most), "b": bowl_of_two((2e-3, 100.0), most)})
+    result = tuning_outcome([GRID, DECAYS], {"a": bowl_of_two((2e-3, 0.2), most), "b": bowl_of_two((2e-3, 100.0), most)})
     assert (result.rates, result.at_edge, result.missing) == ({"a": (2e-3, 0.2)}, ("b",), ())
-    assert chosen({"a": bowl_of_two((2e-3, 0.8))}).at_edge == ("a",), "as of a table"
+    assert rate_choice({"a": bowl_of_two((2e-3, 0.8))}).at_edge == ("a",), "as of a table"
 
 
 def test_a_key_that_may_not_have_the_value_ends_its_own_growth_alone():
     losses = {"a": bowl_of_two((8e-3, 0.8))}
-    assert set(tuned([GRID, DECAYS], losses, lambda rate: rate[1] <= 1).missing) == {(8e-3, decay) for decay in DECAYS}
+    assert set(tuning_outcome([GRID, DECAYS], losses, lambda rate: rate[1] <= 1).missing) == {(8e-3, decay) for decay in DECAYS}
 
 
 def test_of_equal_means_the_middle_of_both_keys_wins():

@@ -54,10 +54,10 @@ def test_a_table_chooses_the_rates_that_the_grid_chose(tmp_path, table, on_a_gri
     assert on_a_grid.choice("").rates == BEST
     by_table = finish_all(experiment(tmp_path, tune={"table": "rates.csv"}), loss)
     assert by_table.choice("").rates == BEST
-    assert by_table.tried("") == on_a_grid.tried("")
+    assert by_table.tuning_runs("") == on_a_grid.tuning_runs("")
     assert tuning_means(by_table) == tuning_means(on_a_grid)
-    assert {run.stage for run in by_table.known()} == {"final"}
-    assert {run.config.name for run in by_table.known()} < {run.config.name for run in on_a_grid.known()}
+    assert {run.stage for run in by_table.known_runs()} == {"final"}
+    assert {run.config.name for run in by_table.known_runs()} < {run.config.name for run in on_a_grid.known_runs()}
     assert summary_lines(by_table) == summary_lines(on_a_grid)
     assert by_table.notes() == on_a_grid.notes()
     assert {line["seed"] for line in tuning_table(on_a_grid)} == {101, 102}
@@ -136,13 +136,13 @@ def test_whole_numbers_are_tuned_as_whole_numbers(tmp_path):
     procedure = experiment(tmp_path, tune={"key": "trainer.max_steps", "grid": [8, 16, 32], "seeds": [101, 102]})
     finish_all(procedure, lambda run: 0.01 * abs(run.rate - 64) + 1e-3 * run.seed)
     assert procedure.choice("").rates == dict.fromkeys(BEST, 64)
-    assert {type(run.rate) for run in procedure.known()} == {int}
+    assert {type(run.rate) for run in procedure.known_runs()} == {int}
 
 
 def test_a_grid_that_would_leave_the_key_s_range_ends_not_tuned(tmp_path):
     procedure = experiment(tmp_path, tune={"key": "optim.optimizer.beta1", "grid": [0.3, 0.6], "seeds": [101, 102]})
     finish_all(procedure, lambda run: 2 - run.rate)
-    assert {run.rate for run in procedure.known()} == {0.3, 0.6}
+    assert {run.rate for run in procedure.known_runs()} == {0.3, 0.6}
     assert [line["verdict"] for line in summary_lines(procedure)[1:]] == ["not tuned"] * 2
 
 

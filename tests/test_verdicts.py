@@ -38,7 +38,7 @@ def kind(*comparisons: Comparison) -> str:
     ("one", "expected"),
     [
         (Comparison(spread(-0.03, 0.005, 3)), "better"),
-        (Comparison(spread(-0.03, 0.005, 3), planned=5), "incomplete"),  # a look before the end decides nothing
+        (Comparison(spread(-0.03, 0.005, 3), n_planned_seeds=5), "incomplete"),  # a look before the end decides nothing
         (Comparison(spread(0.03, 0.005, 3)), "worse"),
         (Comparison(spread(-0.03, 0.005, 2)), "incomplete"),
         (Comparison([-0.03]), "incomplete"),
@@ -50,8 +50,8 @@ def kind(*comparisons: Comparison) -> str:
         (Comparison(spread(0.01, 0.03, 5)), "undecided"),
         (Comparison(spread(-0.03, 0.005, 5), diverged=1), "unstable"),
         (Comparison([-0.03, -0.03, np.inf]), "unstable"),
-        (Comparison(spread(-0.03, 0.005, 5), tuned=False), "not tuned"),
-        (Comparison(spread(-0.03, 0.005, 5), unreached="1 of 5 runs did not reach it"), "not reached"),
+        (Comparison(spread(-0.03, 0.005, 5), is_tuned=False), "not tuned"),
+        (Comparison(spread(-0.03, 0.005, 5), unreached_runs="1 of 5 runs did not reach it"), "not reached"),
     ],
 )
 def test_each_verdict_follows_from_what_it_says(one: Comparison, expected: str):
@@ -75,44 +75,44 @@ def at_rates(*means: float) -> np.ndarray:
 )
 def test_an_arm_is_better_if_it_beats_the_baseline_at_each_of_its_rates(means: tuple[float, ...], every: bool, expected: str):
     by_rates = at_rates(*means)
-    assert kind(Comparison(by_rates, (1, 0), every=every)) == expected
-    mirrored = Comparison(-by_rates, (1, 0), every=every, higher=True)
+    assert kind(Comparison(by_rates, (1, 0), all_pairs=every)) == expected
+    mirrored = Comparison(-by_rates, (1, 0), all_pairs=every, higher_is_better=True)
     assert kind(mirrored) == expected, "the best rate of a metric of which more is better is that of its highest value"
     of_the_other = -by_rates.swapaxes(0, 1)
-    assert kind(Comparison(of_the_other, (0, 1), every=every)) == expected.replace("better", "worse")
+    assert kind(Comparison(of_the_other, (0, 1), all_pairs=every)) == expected.replace("better", "worse")
 
 
 def test_an_arm_is_worse_only_against_the_baseline_at_a_rate_of_both():
     by_rates = at_rates(0.0, 0.03, 0.0, 0.03)  # the baseline is better at its second rate, at which the arm was not trained
     comparison = Comparison(by_rates, (0, 1))
     assert kind(comparison) == "worse"
-    separate = replace(comparison, shared=1)
+    separate = replace(comparison, n_shared_rates=1)
     assert kind(separate) == "undecided"
     assert separate.interval().low < 0 < comparison.interval().low
     assert separate.interval().high == comparison.interval().high
-    turned = replace(separate, by_rates=-by_rates, place=(0, 0))
+    turned = replace(separate, by_rates=-by_rates, judged_pair=(0, 0))
     assert kind(turned) == "no difference above margin", "better only if it is so against each"
     by_rates = at_rates(0.03, 0.03, 0.03, 0.03)
-    assert kind(Comparison(by_rates, shared=1)) == "worse"
-    assert kind(Comparison(-by_rates, shared=1)) == "better"
+    assert kind(Comparison(by_rates, n_shared_rates=1)) == "worse"
+    assert kind(Comparison(-by_rates, n_shared_rates=1)) == "better"
 
 
 def test_the_interval_is_that_of_both_arms_at_their_best():
     by_rates = at_rates(0.03, 0.0, -0.01, -0.04)
     comparison = Comparison(by_rates, (1, 0))
     verdict = verdicts({"a": comparison}, MATTERS)["a"]
-    assert verdict.alone == verdict.interval
+    assert verdict.single_interval == verdict.interval
     half, half_alone = (t.ppf(1 - 0.025 / family, 4) * 0.005 / np.sqrt(5) for family in (2, 1))
-    assert verdict.interval.listed() == pytest.approx([-0.01, min(-0.01 - half, -0.01 - half_alone), -0.01 + half])
-    widest = verdicts({"a": replace(comparison, every=True)}, MATTERS)["a"].interval
-    assert widest.listed() == pytest.approx([-0.01, -0.04 - half_alone, 0.03 + half_alone])
+    assert verdict.interval.as_list() == pytest.approx([-0.01, min(-0.01 - half, -0.01 - half_alone), -0.01 + half])
+    widest = verdicts({"a": replace(comparison, all_pairs=True)}, MATTERS)["a"].interval
+    assert widest.as_list() == pytest.approx([-0.01, -0.04 - half_alone, 0.03 + half_alone])
 
 
 @pytest.mark.parametrize("every", [False, True])
 @pytest.mark.parametrize("lost", [np.nan, np.inf])
 def test_nothing_is_claimed_where_a_rate_that_is_not_judged_has_a_difference_that_is_not_finite(lost: float, every: bool):
     by_rates = at_rates(-0.03, -0.03, -0.03, -0.03)
-    comparison = Comparison(by_rates, (1, 0), every=every)
+    comparison = Comparison(by_rates, (1, 0), all_pairs=every)
     assert kind(comparison) == "better"
     by_rates[0, 1, 2] = lost
     comparison = replace(comparison)
@@ -142,10 +142,10 @@ def test_a_difference_that_hangs_on_one_rate_says_so():
         (Comparison(spread(-0.019, 0.005, 10)), "better, perhaps by less than 0.02 (10 seeds)", "the interval leaves out 0 (p ="),
         (Comparison([0.0] * 3), "undecided: all seeds agree, and are too few (3 seeds)", "all 3 seeds differ by the same"),
         (Comparison(spread(0.0, 0.1, 2)), "incomplete: a verdict takes 3 seeds", "2 seeds in common"),
-        (Comparison(spread(0.0, 0.1, 3), planned=5), "incomplete: 3 of 5 seeds have ended", "3 of 5 seeds have ended"),
-        (Comparison((), tuned=False), "not tuned: no best learning rate inside the grid", "the best learning rate is at the edge"),
+        (Comparison(spread(0.0, 0.1, 3), n_planned_seeds=5), "incomplete: 3 of 5 seeds have ended", "3 of 5 seeds have ended"),
+        (Comparison((), is_tuned=False), "not tuned: no best learning rate inside the grid", "the best learning rate is at the edge"),
         (Comparison(spread(0.0, 0.1, 3), diverged=1), "unstable: 1 final run diverged", "1 final run diverged"),
-        (Comparison(spread(0.0, 0.1, 3), unreached="1 of a"), "not reached: runs have no number of tokens", "1 of a"),
+        (Comparison(spread(0.0, 0.1, 3), unreached_runs="1 of a"), "not reached: runs have no number of tokens", "1 of a"),
     ],
 )
 def test_words_hold_for_one_situation_and_name_the_margin(comparison: Comparison, words: str, reason: str):
@@ -160,7 +160,7 @@ def test_seeds_that_agree_are_not_called_too_few_where_another_rate_leaves_it_op
     by_rates = np.array([[[0.1] * 8], [[0.1, -0.5, 0.3, 0.2, -0.4, 0.6, 0.1, -0.2]]])
     verdict = verdicts({"a": Comparison(by_rates)}, 0.05)["a"]
     assert (verdict.kind, verdict.interval.high) == ("undecided", 0.1)
-    assert verdict.open == "the interval is too wide"
+    assert verdict.open_reason == "the interval is too wide"
     assert verdict.reason == "the interval, over all rates that the arms were trained at, holds 0, and differences of more than 0.05"
 
 
@@ -170,11 +170,11 @@ def test_words_of_a_ratio_name_the_factor():
 
 
 def test_a_metric_of_which_more_is_better_turns_the_words():
-    assert kind(Comparison(spread(0.03, 0.005, 3), higher=True)) == "better"
+    assert kind(Comparison(spread(0.03, 0.005, 3), higher_is_better=True)) == "better"
 
 
 def test_one_of_many_comparisons_needs_more_evidence():
-    comparison, nothing = Comparison(spread(-0.03, 0.01, 3)), Comparison((), tuned=False)
+    comparison, nothing = Comparison(spread(-0.03, 0.01, 3)), Comparison((), is_tuned=False)
     assert p_difference(comparison) < 0.05 < 5 * p_difference(comparison)
     assert kind(comparison) == "better"
     assert kind(comparison, *[nothing] * 4) == "undecided", "what can't be tested counts in the family"
@@ -186,7 +186,7 @@ def test_a_reason_says_how_many_seeds_a_difference_of_interest_takes():
     ends = [0.03 * np.sqrt(4 / chi2.ppf(tail, 4)) for tail in (0.975, 0.025)]
     assert [*verdict.seeds_needed[1:]] == [seeds_needed(end, MATTERS) for end in ends] == [9, 148]
     assert verdict.reason.endswith("to find one of 0.02 4 times in 5 takes 20 seeds (9 to 148, as the spread itself is known from few)")
-    assert verdict.interval.over == "5 seeds"
+    assert verdict.interval.coverage == "5 seeds"
     verdict_of_few = verdicts({"a": Comparison(spread(0.01, 0.3, 3))}, MATTERS)["a"]
     assert verdict_of_few.reason.endswith("takes more than 1,000 seeds (481 to more than 1,000, as the spread itself is known from few)")
 
@@ -227,7 +227,7 @@ def test_without_spread_the_sign_flip_test_decides(values: list[float], expected
 def test_a_tie_at_one_pair_of_rates_is_not_said_of_the_seeds_that_are_shown():
     by_rates = np.zeros((1, 2, 5))
     by_rates[0, 0], by_rates[0, 1] = [0.05, 0.06, 0.04, 0.05, 0.07], 0.2
-    verdict = verdicts({"a": Comparison(by_rates, every=True)}, MATTERS)["a"]
+    verdict = verdicts({"a": Comparison(by_rates, all_pairs=True)}, MATTERS)["a"]
     assert (verdict.kind, "the same" in verdict.reason, verdict.interval.bounded) == ("undecided", False, False)
 
 
@@ -262,7 +262,7 @@ def test_no_word_contradicts_the_interval_beside_it(family: list[list[float]], l
         }  # fmt: skip
         assert verdict.kind in expected[without_0, is_within]
         assert (verdict.p <= 0.05) == without_0 or abs(verdict.p - 0.05) < 1e-6
-        assert not verdict.alone.bounded or (low <= verdict.alone.low and verdict.alone.high <= high)
+        assert not verdict.single_interval.bounded or (low <= verdict.single_interval.low and verdict.single_interval.high <= high)
 
 
 def test_intervals_of_a_family_are_each_longer_so_that_all_hold_together():
@@ -270,7 +270,7 @@ def test_intervals_of_a_family_are_each_longer_so_that_all_hold_together():
     for comparisons, looks in ((1, 1), (4, 1), (3, 2)):
         verdict = verdicts({n: Comparison(values) for n in range(comparisons)}, MATTERS, looks=looks)[0]
         half = t.ppf(1 - 0.025 / comparisons / looks, 4) * 0.03 / np.sqrt(5)
-        assert verdict.interval.listed() == pytest.approx([0.01, 0.01 - half, 0.01 + half])
+        assert verdict.interval.as_list() == pytest.approx([0.01, 0.01 - half, 0.01 + half])
         assert verdict.p == pytest.approx(min(1, comparisons * looks * ttest_1samp(values, 0).pvalue))
 
 

@@ -41,17 +41,21 @@ def test_intervals_are_clopper_and_pearsons():
 @pytest.mark.parametrize(
     ("one", "kind", "reason"),
     [
-        (LearnedCounts([(5, 0)], 5, planned=5), "better", "5 of 5 have learned, 0 of 5 of the baseline; Fisher's exact test: p = 0.0079"),
-        (LearnedCounts([(0, 5)], 5, planned=5), "worse", "p = 0.0079"),
-        (LearnedCounts([(5, 5)], 5, planned=5), "undecided", "p = 1"),
-        (LearnedCounts([(3, 0)], 3, planned=3), "undecided", "can show a difference from 4 seeds on"),
-        (LearnedCounts([(4, 0)], 4, planned=4), "better", "p = 0.029"),
-        (LearnedCounts([(4, 0)], 4, planned=5), "incomplete", "4 of 5 seeds have ended"),
-        (LearnedCounts([(5, 0)], 5, diverged=2, planned=5), "better", "2 diverged, and count as not learned"),
-        (LearnedCounts([(0, 0)], 0, tuned=False), "not tuned", "edge"),
-        (LearnedCounts([(5, 0), (5, 5)], 5, planned=5), "undecided", "not so at the other rates that the arms were trained at"),
-        (LearnedCounts([(5, 0), (5, 1)], 5, planned=5), "better", "p = 0.048"),
-        (LearnedCounts([(3, 0), (3, 3)], 3, planned=3), "undecided", "can show a difference from 4 seeds on"),
+        (
+            LearnedCounts([(5, 0)], 5, n_planned_seeds=5),
+            "better",
+            "5 of 5 have learned, 0 of 5 of the baseline; Fisher's exact test: p = 0.0079",
+        ),
+        (LearnedCounts([(0, 5)], 5, n_planned_seeds=5), "worse", "p = 0.0079"),
+        (LearnedCounts([(5, 5)], 5, n_planned_seeds=5), "undecided", "p = 1"),
+        (LearnedCounts([(3, 0)], 3, n_planned_seeds=3), "undecided", "can show a difference from 4 seeds on"),
+        (LearnedCounts([(4, 0)], 4, n_planned_seeds=4), "better", "p = 0.029"),
+        (LearnedCounts([(4, 0)], 4, n_planned_seeds=5), "incomplete", "4 of 5 seeds have ended"),
+        (LearnedCounts([(5, 0)], 5, diverged=2, n_planned_seeds=5), "better", "2 diverged, and count as not learned"),
+        (LearnedCounts([(0, 0)], 0, is_tuned=False), "not tuned", "edge"),
+        (LearnedCounts([(5, 0), (5, 5)], 5, n_planned_seeds=5), "undecided", "not so at the other rates that the arms were trained at"),
+        (LearnedCounts([(5, 0), (5, 1)], 5, n_planned_seeds=5), "better", "p = 0.048"),
+        (LearnedCounts([(3, 0), (3, 3)], 3, n_planned_seeds=3), "undecided", "can show a difference from 4 seeds on"),
     ],
 )
 def test_each_verdict_follows_from_what_it_says(one: LearnedCounts, kind: str, reason: str):
@@ -60,7 +64,7 @@ def test_each_verdict_follows_from_what_it_says(one: LearnedCounts, kind: str, r
 
 
 def test_one_of_two_comparisons_needs_more_seeds():
-    counts = {"a": LearnedCounts([(4, 0)], 4, planned=4), "b": LearnedCounts([(0, 0)], 4, planned=4)}
+    counts = {"a": LearnedCounts([(4, 0)], 4, n_planned_seeds=4), "b": LearnedCounts([(0, 0)], 4, n_planned_seeds=4)}
     assert learned_verdicts(counts)["a"].kind == "undecided"
     assert "from 5 seeds on" in learned_verdicts(counts)["a"].reason
     assert (fewest_seeds(0.05), fewest_seeds(0.025)) == (4, 5)
@@ -106,7 +110,7 @@ def experiment(folder: Path, **primary: object) -> Procedure:
 
 def test_recall_is_judged_by_the_runs_that_have_learned_it(tmp_path):
     procedure = experiment(tmp_path, learned=0.9)
-    for run in procedure.known():
+    for run in procedure.known_runs():
         finish(run, 5.0, recall({"softmax": 0.1, "ssmax": 0.95}[run.arm]))
     soft, scalable = summary_lines(procedure)
     assert (soft["learned"], scalable["learned"], scalable["verdict"]) == (0, 5, "better")
@@ -116,7 +120,7 @@ def test_recall_is_judged_by_the_runs_that_have_learned_it(tmp_path):
 
 def test_a_diverged_run_has_not_learned(tmp_path):
     procedure = experiment(tmp_path, learned=0.9)
-    for run in procedure.known():
+    for run in procedure.known_runs():
         finish(run, 5.0, recall(0.95))
         folder = run.config.run_folder
         if run.arm == "ssmax":
@@ -128,7 +132,7 @@ def test_a_diverged_run_has_not_learned(tmp_path):
 
 def test_recall_s_mean_accuracy_is_a_metric_as_any_other(tmp_path):
     procedure = experiment(tmp_path, matters=0.05)
-    for run in procedure.known():
+    for run in procedure.known_runs():
         finish(run, 5.0, recall({"softmax": 0.1, "ssmax": 0.8}[run.arm] + 0.01 * run.seed * (run.arm == "ssmax")))
     _, scalable = summary_lines(procedure)
     assert (scalable["verdict"], scalable["difference"][0]) == ("better", pytest.approx(0.73))
@@ -136,7 +140,7 @@ def test_recall_s_mean_accuracy_is_a_metric_as_any_other(tmp_path):
 
 def test_the_wrong_direction_is_said(tmp_path):
     procedure = experiment(tmp_path, learned=0.9, better="lower")
-    for run in procedure.known():
+    for run in procedure.known_runs():
         finish(run, 5.0, recall(0.5))
     with pytest.raises(RunError, match="higher is better; correct the experiment"):
         summary_lines(procedure)

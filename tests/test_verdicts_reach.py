@@ -13,7 +13,7 @@ from fabricated import finish, validate
 
 from lm.errors import ConfigError
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.page import SizeResults, _lost, answers, differences_picture, question, rates_picture, seeds_table
+from lm.experiments.page import SizeResults, _caveats, answers, differences_picture, question, rates_picture, seeds_table
 from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_lines, summary_table, tuning_table
@@ -76,26 +76,26 @@ def reached(run: Run) -> float:
 
 def test_the_verdict_is_on_the_ratio_of_tokens_paired_by_seed(tmp_path):
     procedure = experiment(tmp_path)
-    for run in procedure.known():
+    for run in procedure.known_runs():
         trained(run, reached(run))
     soft, scalable = summary_lines(procedure)
     logs = np.log([0.7 * (1 + 0.013 * seed) / (1 + 0.01 * seed) for seed in (1, 2, 3)])
-    expected = np.exp(over_seeds(logs).interval().listed())
+    expected = np.exp(over_seeds(logs).interval().as_list())
     assert scalable["verdict"] == "better"
     assert scalable["factor"] == pytest.approx(expected, abs=1e-4)
     assert soft["mean"] == pytest.approx(np.exp(np.log([1010, 1020, 1030]).mean()), rel=1e-4)
     assert (soft["reached"], "difference" in scalable, scalable["over_seeds_and_documents"]) == (3, False, None)
-    sizes = [SizeResults(procedure, "", procedure.judged())]
+    sizes = [SizeResults(procedure, "", procedure.judgement())]
     (answer,) = answers(sizes)
     assert (answer.effect, answer.value, answer.ends) == ("Factor: tokens, of those of softmax", "0.70", "[0.70, 0.71]")
-    assert (answer.over, answer.verdict[-9:]) == ("", "(3 seeds)"), "said once"
+    assert (answer.coverage, answer.verdict[-9:]) == ("", "(3 seeds)"), "said once"
     mean, low, high, zero, least, most = answer.place
     assert low < mean < high < least < zero < most
-    assert answer.because.startswith("The interval leaves out 0")
+    assert answer.reason.startswith("The interval leaves out 0")
     assert question(procedure.experiment) == (
         "Does ssmax take fewer or more tokens to reach val/loss 4.6 than softmax, by more than a factor of 1.1?"
     )
-    headings = [column.name for column in summary_table(sizes[0].judged, [soft, scalable]).columns]
+    headings = [column.name for column in summary_table(sizes[0].judgement, [soft, scalable]).columns]
     assert headings[2:5] == ["geometric mean, tokens to val/loss 4.6", "have reached it", "factor to softmax"]
     cells = [[cell for _, cell in row] for row in seeds_table(sizes[0]).rows]
     assert cells[0] == ["1", "1,010", "709", "0.702"]
@@ -103,25 +103,25 @@ def test_the_verdict_is_on_the_ratio_of_tokens_paired_by_seed(tmp_path):
 
 def test_a_run_that_never_reaches_the_value_is_counted_and_said(tmp_path):
     procedure = experiment(tmp_path, seeds=[1, 2, 3, 4, 5])
-    for run in procedure.known():
+    for run in procedure.known_runs():
         trained(run, 10_000 if run.arm == "ssmax" and run.seed > 3 else 100 if run.arm == "softmax" and run.seed == 1 else reached(run))
     soft, scalable = summary_lines(procedure)
     expected = "2 of 5 runs of ssmax did not reach val/loss 4.6; 1 of 5 runs of softmax had reached 4.6 at the first evaluation"
     assert (scalable["verdict"], scalable["reason"]) == ("not reached", expected)
     assert (scalable["factor"], scalable["reached"], scalable["mean"], soft["mean"]) == (None, 3, None, None)
-    cells = [[cell for _, cell in row] for row in seeds_table(SizeResults(procedure, "", procedure.judged())).rows]
+    cells = [[cell for _, cell in row] for row in seeds_table(SizeResults(procedure, "", procedure.judgement())).rows]
     assert cells[0][1:] == ["at the first evaluation", "709", None]
     assert cells[4][2:] == ["not reached", None]
 
 
 def test_evaluations_on_other_sequences_than_the_last_are_left_out(tmp_path, monkeypatch):
     procedure = experiment(tmp_path)
-    run = procedure.known()[0]
+    run = procedure.known_runs()[0]
     trained(run, 1000.0)
     monkeypatch.setattr("fabricated.DOCUMENTS", 25)
     monkeypatch.setattr("fabricated.FINGERPRINT", "another")
     validate(run, 2, 4.0)
-    assert procedure.known()[0].outcome.tokens_to_reach(LEVEL, "lower", selection=False) == pytest.approx(1000, rel=1e-3)
+    assert procedure.known_runs()[0].outcome.tokens_to_reach(LEVEL, "lower", selection=False) == pytest.approx(1000, rel=1e-3)
 
 
 def test_a_metric_of_no_better_direction_reaches_a_value_in_that_of_the_experiment(tmp_path, monkeypatch):
@@ -129,11 +129,11 @@ def test_a_metric_of_no_better_direction_reaches_a_value_in_that_of_the_experime
     monkeypatch.setattr(
         "fabricated.validation_series", lambda *arguments: [replace(curve, better="none") for curve in validation_series(*arguments)]
     )
-    for run in procedure.known():
+    for run in procedure.known_runs():
         trained(run, reached(run))
-    assert procedure.judged().verdicts["", "ssmax"].kind == "better"
+    assert procedure.judgement().verdicts["", "ssmax"].kind == "better"
     upwards = experiment(tmp_path, primary={"reach": LEVEL, "matters": 0.1, "better": "higher"})
-    assert "had reached 4.6 at the first evaluation" in upwards.judged().verdicts["", "ssmax"].reason
+    assert "had reached 4.6 at the first evaluation" in upwards.judgement().verdicts["", "ssmax"].reason
 
 
 def test_other_rates_are_shown_by_tokens_on_the_selection_text(tmp_path, monkeypatch):
@@ -141,12 +141,12 @@ def test_other_rates_are_shown_by_tokens_on_the_selection_text(tmp_path, monkeyp
     tune = {"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]}
     procedure = experiment(tmp_path, tune=tune)
     by_rate = {1e-3: (900, 1400), 2e-3: (700, 600), 4e-3: (900, 1400)}  # softmax, ssmax
-    while unfinished := [run for run in procedure.known() if not run.outcome.ended]:
+    while unfinished := [run for run in procedure.known_runs() if not run.outcome.ended]:
         for run in unfinished:
             trained(run, by_rate[run.rate][run.arm == "ssmax"] * (1 + 0.01 * (run.seed % 3) * (run.arm == "ssmax")))
     _, scalable = summary_lines(procedure)
     assert scalable["factors_by_rate"]["0.001"] > 1 > scalable["factors_by_rate"]["0.002"]
-    results = SizeResults(procedure, "", procedure.judged())
+    results = SizeResults(procedure, "", procedure.judgement())
     at_end, at_rates = (
         [line for line in csv.DictReader(picture.csv.splitlines()) if line["of"].startswith("ssmax")]
         for picture in (differences_picture([results]), rates_picture(results))
@@ -190,14 +190,14 @@ def test_the_plan_counts_seeds_for_a_factor(tmp_path):
 def test_a_tuning_run_that_did_not_reach_the_value_did_not_diverge(tmp_path):
     tune = {"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102], "metric": "primary"}
     procedure = experiment(tmp_path, tune=tune)
-    for run in procedure.known():
+    for run in procedure.known_runs():
         trained(run, 1000.0 if run.rate == 2e-2 else 1e6)
     table = tuning_table(procedure)
     assert {line["tokens to val/loss 4.6"] for line in table if line["rate"] != 2e-2} == {"not reached"}
-    lines = _lost(procedure, [SizeResults(procedure, "", procedure.judged())])
+    lines = _caveats(procedure, [SizeResults(procedure, "", procedure.judgement())])
     runs = ", ".join(f"{arm} at {rate} seed {seed}" for arm in ("softmax", "ssmax") for rate in (0.01, 0.04) for seed in (101, 102))
     assert f"tuning runs that did not reach val/loss 4.6: {' and '.join(runs.rsplit(', ', 1))}" in lines
     assert not any("diverged" in line for line in lines)
     (tmp_path / "rates.csv").write_text(csv_text(table))
     by_table = experiment(tmp_path, tune={"table": "rates.csv", "metric": "primary"})
-    assert by_table.tried("") == procedure.tried("")
+    assert by_table.tuning_runs("") == procedure.tuning_runs("")

@@ -84,7 +84,7 @@ def test_a_job_lets_its_run_save_and_is_the_same_when_it_is_started_again(file, 
     procedure = start(file, arguments[1:])
     monkeypatch.setattr(slots.sys, "executable", str(program))
     monkeypatch.setattr(Training, "_is_waited_for", lambda _: True)
-    job, resubmitted = Training(procedure.known()[0], procedure.experiment.folder), []
+    job, resubmitted = Training(procedure.known_runs()[0], procedure.experiment.folder), []
 
     def requeue(number: int, frame: object) -> None:
         resubmitted.append(job.checkpoint())
@@ -107,7 +107,7 @@ def test_a_job_lets_its_run_save_and_is_the_same_when_it_is_started_again(file, 
 @INSTALLED
 def test_a_job_that_nobody_waits_for_trains_nothing(file, arguments, monkeypatch):
     procedure = start(file, arguments[1:])
-    folder, run = procedure.experiment.folder, procedure.known()[0]
+    folder, run = procedure.experiment.folder, procedure.known_runs()[0]
     monkeypatch.setattr("submitit.JobEnvironment", lambda: type("Environment", (), {"job_id": "7"}))
     monkeypatch.setattr(engine, "RECORD_SECONDS", 0.0)
     monkeypatch.setattr(slots.Children, "train", lambda *_: (0, 1.0))
@@ -118,13 +118,13 @@ def test_a_job_that_nobody_waits_for_trains_nothing(file, arguments, monkeypatch
 
 def test_runs_that_jobs_train_are_left_to_them(file, arguments):
     procedure = start(file, arguments[1:])
-    path = log_path(procedure.experiment.folder, procedure.known()[1], "job.json")
+    path = log_path(procedure.experiment.folder, procedure.known_runs()[1], "job.json")
     write_json(path, {"engine": "slurm", "id": "42", "born": ""})
     remedy = "add --submit slurm to wait for it, or delete this file once the job is gone"
     for options in ([], ["--commands"]):
         result = lm("compare", str(file), *arguments[1:], *options)
         assert (result.returncode, result.stderr.splitlines()[-1]) == (1, f"error: {path}: job 42 of slurm trains this run; {remedy}")
-    finish(procedure.known()[1], 5.0)
+    finish(procedure.known_runs()[1], 5.0)
     assert len(lm("compare", str(file), *arguments[1:], "--commands").stdout.splitlines()) == 3
     assert not path.exists(), "its run has ended"
 
@@ -205,7 +205,7 @@ def test_what_the_lock_s_file_says(tmp_path, monkeypatch, locks, changes, said):
 
 def test_commands_are_printed_of_the_runs_that_nobody_works_on(file, arguments):
     procedure = start(file, arguments[1:])
-    runs = procedure.known()
+    runs = procedure.known_runs()
     finish(runs[0], 5.0)
     lines = lm("compare", str(file), *arguments[1:], "--commands").stdout.splitlines()
     files = [shlex.split(line)[shlex.split(line).index("train") + 1] for line in lines]
@@ -238,7 +238,7 @@ def test_a_killed_compare_finds_its_jobs_again_and_none_is_trained_twice(file, a
     third = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert third.returncode == 0, third.stderr
     assert (folder / "verdicts.json").exists()
-    runs = open_experiment(file, arguments[1:]).known()
+    runs = open_experiment(file, arguments[1:]).known_runs()
     assert [run.outcome.ended for run in runs] == [True] * 4
     assert [len(read_json(run.config.run_folder / "environment.json")["starts"]) for run in runs] == [1] * 4, "none is trained twice"
 
@@ -262,7 +262,7 @@ def test_a_job_that_meets_its_time_limit_goes_on(file, arguments, tmp_path):
         "timeout_min=1",
     ]
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
-    run = open_experiment(file, [*arguments[1:], *steps]).known()[0].config.run_folder
+    run = open_experiment(file, [*arguments[1:], *steps]).known_runs()[0].config.run_folder
 
     def starts() -> list[dict]:
         return read_json(run / "environment.json")["starts"] if (run / "environment.json").exists() else []

@@ -55,7 +55,7 @@ SINGLE = Table(NORMALIZERS, ENTRIES)  # options of one layer's normalizer
 
 @dataclass
 class Layers(Options):
-    """Another normalizer in each layer: the list, over and over, from the first layer to the last. A bare list stands for it."""
+    """A normalizer for each layer: the list, repeated from the first layer to the last. A bare list stands for this block."""
 
     name = "layers"
     full_formula = "layers"
@@ -67,10 +67,10 @@ class Layers(Options):
         return [] if self.of else [Problem("of", [], "no normalizers given", "list one or more")]
 
     def layer_options(self) -> list[Options]:
-        """The options in the list that could be read: others are problems already."""
+        """The options in the list that could be read; the problems of the others have been reported."""
         return [options for options in self.of if isinstance(options, Options)]
 
-    def of_layer(self, layer: int) -> Options:
+    def layer_option(self, layer: int) -> Options:
         return self.of[layer % len(self.of)]
 
     def with_changes(self, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> "Layers":
@@ -91,7 +91,7 @@ OPTIONS = Table(NORMALIZERS, {**SINGLE, Layers.name: Layers})
 
 
 def misplaced(normalizer: type, schema: type[Options]) -> tuple[str, type] | None:
-    """An attribute that one class sets, though it has an effect on the other alone, with the other class; None: there is none."""
+    """An attribute that one class sets although it acts in the other class only, and that other class; None: there is no such attribute."""
     option_attributes = ["full_formula", "sums_to_one", "over_sum", "fixed_by_training", "formula", "problems"]
     normalizer_attributes = [
         "score_map",
@@ -130,7 +130,7 @@ def read(plain: Mapping[str, Plain]) -> Options | None:
 
 
 def label(plain: Mapping[str, Plain]) -> str:
-    """The label of options that a run folder holds; of those that aren't known here with all options."""
+    """The label of the options that a run folder holds; options that this version of lm can't read are labelled with all values."""
     if plain["name"] == Layers.name:
         return _listed(map(label, plain["of"]))
     options = read(plain)

@@ -80,7 +80,7 @@ def assert_close(actual: Tensor, expected: Tensor, name: str, atol: float = 1e-1
 
 
 def _entry(index: int, tensor: Tensor, axes: tuple[str, ...]) -> str:
-    """The entry of a tensor at an index of it flattened, in words if its axes are `axes`."""
+    """Words for the entry of a tensor at an index of the flattened tensor; they name the axes, if the tensor has the `axes`."""
     place = [int(coordinate) for coordinate in torch.unravel_index(torch.tensor(index), tensor.shape)]
     coordinates = zip(axes, place, strict=True) if len(place) == len(axes) else []
     return ", ".join(f"{axis} {coordinate}" for axis, coordinate in coordinates) or f"entry {place}"

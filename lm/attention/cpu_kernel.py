@@ -75,7 +75,7 @@ def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
 
 @cache
 def _unusable() -> str:
-    """The reason that keeps this machine from running the kernel, empty if nothing; what goes wrong is a warning, too."""
+    """The reason why this machine can't run the kernel, empty if it can; a failure is also given as a warning."""
     flags = cpu_flags()
     if "avx512_bf16" not in flags:
         return "the CPU has no avx512_bf16"
@@ -98,7 +98,7 @@ def _unusable() -> str:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The compiled kernel, made unless this machine's cache has it. Raises OSError or subprocess.SubprocessError."""
+    """The kernel, compiled unless this machine's cache holds it. Raises OSError or subprocess.SubprocessError."""
     command = [cpp_compiler(), "-O3", "-std=c++17", "-march=native", "-shared", "-fPIC", "-pthread"]
     command += [f"-D{name}={value}" for name, value in (("ROWS", ROWS), ("WIDTH", WIDTH), ("LARGEST_WIDTH", LARGEST_WIDTH))]
     identity = hashlib.sha256(f"{command} {SOURCE.read_text()}".encode()).hexdigest()[:16]

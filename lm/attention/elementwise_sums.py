@@ -164,7 +164,7 @@ def why_tiles(device: torch.device, dtype: torch.dtype, size: int) -> str:
 
 @cache
 def _unusable(device: torch.device) -> str:
-    """The reason that keeps this machine's Triton, or this device, from running the kernel; empty if nothing."""
+    """The reason why this machine's Triton, or this device, can't run the kernel; empty if it can."""
     if not find_spec("triton"):
         return "triton is not installed"
     import triton

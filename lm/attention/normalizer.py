@@ -22,12 +22,12 @@ from lm.attention.options import Options
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The layer a normalizer is made for.
+    """The layer that a normalizer is made for.
 
     Attributes:
         n_head: heads H.
         head_size: dimensions D of each head's queries and keys.
-        width: of the layer's input, C.
+        width: width C of the layer's input.
         train_length: tokens in a training sequence, for initial values and bases "at the training length".
     """
 
@@ -42,7 +42,7 @@ class Normalizer(ABC, Module):
 
     Args:
         options: the entry's options, of the class `schema`.
-        layer: the layer it is made for.
+        layer: the layer that the normalizer is made for.
     """
 
     schema: ClassVar[type[Options]]
@@ -70,7 +70,7 @@ class Normalizer(ABC, Module):
     def init_from(self, source: Normalizer) -> None:
         """Set the parameters so that the weights stay as near as may be to those of `source`, which this one replaces.
 
-        The closed form over sequences of the training length, where there is one; the initial values stay otherwise.
+        Where the best values over sequences of the training length have a closed form, it is used; otherwise the initial values stay.
         """
 
     def query_features(self, x: Tensor) -> Tensor | None:
@@ -89,7 +89,7 @@ class Normalizer(ABC, Module):
         return q, k if key_features is None else torch.cat((k, key_features), -1)
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Features of queries and keys whose products, but for a decay, are the scores, (B, H, T, F) and (B, H, S, F); None: none are."""
+        """Features of queries (B, H, T, F) and keys (B, H, S, F) whose products, but for a decay, are the scores; None: there are none."""
         return None
 
     def log_decay(self, reference: Tensor) -> Tensor:
@@ -101,8 +101,8 @@ class Normalizer(ABC, Module):
         return {}
 
     def scale_by_position(self) -> Tensor | None:
-        """The factor c of the scores c q.k / sqrt(D) at each position of a training sequence: (H, L) float64; None: they are no such
-        multiple."""
+        """The factor c of the scores c q.k / sqrt(D) at each position of a training sequence: (H, L) float64; None: the
+        scores are no such multiple."""
         return None
 
     def row_length(self, layout: AttentionLayout) -> Tensor:
@@ -152,7 +152,7 @@ class Normalizer(ABC, Module):
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor | None:
         """ln Z, (B, H, T): Z is the sum of a row's unnormalized weights over the keys that a query sees, whether or not they are divided by
-        it. None: the weights are no such function of each score, as those of a threshold. NaN where the sum is negative."""
+        it. None: the weights are no such function of each score, such as weights by a threshold. NaN where the sum is negative."""
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
@@ -164,18 +164,18 @@ class Normalizer(ABC, Module):
         return routes.by_query_blocks(self, q, k, v, layout)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        """`forward`; of all queries of whole sequences document by document, where a sequence holds several."""
+        """Weights x values as `forward` gives them; whole sequences that hold several documents are computed document by document."""
         is_whole = q.size(2) == k.size(2)
         return layouts.by_documents(self, q, k, v, layout) if is_whole and layout.documents is not None else self(q, k, v, layout)
 
     def fused_inputs(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor] | None:
-        """Queries and keys of which plain softmax of q.k / sqrt(D) gives the weights, q in fp32 or wider; None: there are no such."""
+        """Queries and keys of which plain softmax of q.k / sqrt(D) gives the weights, q in fp32 or wider; None: there are none."""
         return None
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: object) -> tuple[Tensor, object]:
         """`forward` for tokens that go on from earlier ones: (weights x values, state).
 
-        q, k, v: of the new tokens, k and v as `expand_kv_heads` takes them; queries may be of the last tokens alone;
+        q, k, v: queries, keys and values of the new tokens, k and v as `expand_kv_heads` takes them; q may be of the last tokens alone;
         layout: `AttentionLayout.continuing`;
         state: from the call before, None at first. The default state is all keys and values; a family that needs fewer keeps the latest.
         """
@@ -185,7 +185,7 @@ class Normalizer(ABC, Module):
         return self(q, *self.expand_kv_heads(k, v), layout), (k, v)
 
     def expand_kv_heads(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys (B, H, S, D + F) and values (B, H, S, E) from those that heads of queries share in groups: (B, K, S, .), H / K heads each.
+        """Keys (B, H, S, D + F) and values (B, H, S, E) from keys and values (B, K, S, .), each of which H / K heads of queries share.
 
         The features of a key, F for each head of queries, lie side by side behind it (`group_key_features`).
         """
@@ -202,7 +202,7 @@ class Normalizer(ABC, Module):
 
 @cache
 def _as_module(definition: type[Normalizer]) -> type[Normalizer]:
-    """The class that `definition` is with `torch.nn.Module` as its base."""
+    """The class `definition` with `torch.nn.Module` as its base."""
     if issubclass(definition, torch.nn.Module):
         return definition
     attributes = {
@@ -222,7 +222,7 @@ class SoftmaxNormalizer(Normalizer):
         return scores.masked_fill(~self.visible(layout), -math.inf).softmax(-1)
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        """ln of the sum of e^score over the keys that are seen."""
+        """ln of the sum of e^score over the keys that each query sees."""
         return scores.masked_fill(~self.visible(layout), -math.inf).logsumexp(-1)
 
 

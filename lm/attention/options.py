@@ -20,10 +20,10 @@ class Options:
     """Base of a normalizer's options. A subclass is a dataclass of keys (`lm.schema.key`).
 
     Attributes:
-        name: in `model.normalizer`.
+        name: the name in `model.normalizer`.
         full_formula: the weights, with all that options can add.
         learned: the parameters.
-        source: where the function is from.
+        source: the paper or code that the function comes from.
         known: published figures, with their source.
         sums_to_one: each row of weights sums to 1, whatever the options.
         over_sum: `n` may be `sum`: each row is divided by its sum.
@@ -57,14 +57,14 @@ class Options:
 
     @classmethod
     def first_init(cls) -> Plain:
-        """The initial values of its parameters unless `init` says others; None: it has no `init`."""
+        """The initial values of the parameters unless the option `init` sets others; None: there is no such option."""
         return next((spec.default for spec in fields(cls) if spec.name == "init"), None)
 
     def layer_options(self) -> list["Options"]:
-        """The options of single normalizers: themselves."""
+        """The options of the single normalizers: these options themselves."""
         return [self]
 
-    def of_layer(self, layer: int) -> "Options":
+    def layer_option(self, layer: int) -> "Options":
         """The options of one layer's normalizer."""
         return self
 

@@ -18,7 +18,7 @@ from lm.schema import key
 
 
 class FusedSoftmax(SoftmaxNormalizer):
-    """softmax that the fused kernel computes of other queries and keys, `fused_inputs`."""
+    """softmax that the fused kernel computes from the changed queries and keys of `fused_inputs`."""
 
     kernel = "fused softmax"
     change: ClassVar[str]  # of the queries, in the kernel's description

@@ -26,7 +26,7 @@ _counted: torch.device | None = None
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
-    """A context in which the dtypes of operands alone decide what is computed in."""
+    """A context without autocast: the dtypes of operands alone decide the dtype of a computation."""
     return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
 
 
@@ -37,7 +37,7 @@ def executing_device(tensor: Tensor) -> torch.device:
 
 @contextmanager
 def counted_on(device: torch.device) -> Iterator[None]:
-    """Take the routes and blocks of another device than the tensors', to count on fake CPU tensors what that device would keep."""
+    """Take the routes and block sizes of `device`, so that fake CPU tensors show how much memory that device would hold."""
     global _counted
     _counted = device
     try:
@@ -50,9 +50,9 @@ def counted_on(device: torch.device) -> Iterator[None]:
 
 
 def divided(rows: Tensor, total: Tensor, factor: Tensor | None) -> Tensor:
-    """Rows (B, H, T, X) by their `factor` (broadcastable to B, H, T), or, if it is None, over their `total` (B, H, T, 1); fp32 or wider.
+    """Rows (B, H, T, X) times `factor`, broadcastable to (B, H, T), or, if it is None, divided by `total` (B, H, T, 1); fp32 or wider.
 
-    A row whose total is below `SMALLEST_SUM` has weights 0: of relu^2 one whose scores are all negative, or below 1e-12.
+    A row whose total is below `SMALLEST_SUM` has weights 0, such as a row of relu^2 whose scores are all negative, or below 1e-12.
     """
     wide = torch.promote_types(rows.dtype, torch.float32)
     if factor is None:
@@ -85,7 +85,7 @@ def fused_softmax(
     """softmax(q.k scale) v by the fastest route, (B, H, T, E) in the dtype of `v`; `scale`: 1 / sqrt(D) unless given.
 
     The fused kernel wants values as wide as keys: wider ones are cut into pieces that are heads of their own.
-    `mask`: another than that of `layout`.
+    `mask`: a mask in place of the mask of `layout`.
     """
     size, width = q.size(-1), v.size(-1)
     scale = scale or 1 / math.sqrt(size)
@@ -182,14 +182,14 @@ MEMORY_PART = 16  # a block takes at most this part of a GPU's free memory: most
 
 def block_weights(device: torch.device) -> int:
     """Weights that a block holds on a device: by the memory that a GPU has free at the first call in this process, a power of two."""
-    return _of_gpu(device.index) if device.type == "cuda" and torch.cuda.is_available() else BLOCK_WEIGHTS
+    return _gpu_block_weights(device.index) if device.type == "cuda" and torch.cuda.is_available() else BLOCK_WEIGHTS
 
 
 @cache
-def _of_gpu(index: int | None) -> int:
-    """`block_weights` of a GPU, cached: blocks of other sizes would round sums otherwise. None: the current GPU."""
+def _gpu_block_weights(index: int | None) -> int:
+    """`block_weights` of a GPU, cached, since blocks of another size would round sums differently. None: the current GPU."""
     if index is None:
-        return _of_gpu(torch.cuda.current_device())
+        return _gpu_block_weights(torch.cuda.current_device())
     free_bytes, _ = torch.cuda.mem_get_info(index)
     weights = free_bytes // (MEMORY_PART * WEIGHT_BYTES)
     return min(max(2 ** (weights.bit_length() - 1) if weights else 0, BLOCK_WEIGHTS), MOST_WEIGHTS)
@@ -209,7 +209,8 @@ def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, in
 class _ByQueryBlocks(torch.autograd.Function):
     """Forward block by block without a graph; the backward pass builds each block's graph again.
 
-    Both without autocast, which does not reach the backward pass: the dtypes given decide alone, so that it recomputes the same function.
+    Both run without autocast, which does not reach the backward pass: the inputs' dtypes decide alone, so that it recomputes the same
+    function.
     """
 
     @staticmethod

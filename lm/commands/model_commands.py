@@ -12,7 +12,7 @@ from lm.commands.arguments import AllowPlugin, Checkpoint, New, Results, Source,
 from lm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lm.report.evaluation_tables import Evaluated
+    from lm.report.evaluation_tables import EvaluationResult
 
 RunsAndOverrides = Annotated[
     list[str],
@@ -67,7 +67,7 @@ def evaluate(
     _print_evaluations(results, out, as_json)
 
 
-def _print_evaluations(results: list["Evaluated"], out: Path | None, as_json: bool = False) -> None:
+def _print_evaluations(results: list["EvaluationResult"], out: Path | None, as_json: bool = False) -> None:
     """Print tables of evaluations, or their numbers as JSON, and write all numbers to the file `out`."""
     from lm.files import write_together
     from lm.report.evaluation_tables import print_results, results_bytes
@@ -140,12 +140,12 @@ def swap(
     Writes the new model as a run folder of its own, and measures how far its outputs differ from the old model's.
     """
     from lm.evaluation.swap import swap_run
-    from lm.report.evaluation_tables import Evaluated, print_results
+    from lm.report.evaluation_tables import EvaluationResult, print_results
 
     files, overrides = split_overrides(arguments or [])
     result = swap_run(source, checkpoint, to, init, out, overrides, files)
     print(*result.models, sep="\n")
-    print_results([Evaluated(out, result.evaluation, cached=False)], result.path)
+    print_results([EvaluationResult(out, result.evaluation, cached=False)], result.path)
     print(*result.notes, sep="\n")
     if result.warning:
         print(result.warning, file=sys.stderr)

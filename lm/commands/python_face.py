@@ -24,7 +24,7 @@ from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.experiments.compare import REPORT, VERDICTS, Work, compare_experiments
 from lm.experiments.experiment import Experiment, Primary
 from lm.experiments.experiment_folder import open_experiment
-from lm.experiments.judging import INTERVALS, Judged
+from lm.experiments.judging import INTERVALS, Judgement
 from lm.experiments.run_table import judge_table
 from lm.report.frame import evaluation_blocks, frame, results, run_columns
 from lm.report.html import PAGE
@@ -169,8 +169,8 @@ def judge(
 
 def judged_table(
     table: str | os.PathLike | pd.DataFrame, question: dict[str, Plain], baseline: str | None, where: str, by: Sequence[str]
-) -> Judged:
-    """The verdicts on a table, with the arguments and errors of `judge`; `question`: keys of `primary` and their values."""
+) -> Judgement:
+    """The judgement of a table, with the arguments and errors of `judge`; `question`: keys of `primary` and their values."""
     problems: list[Problem] = []
     primary = build(Primary, question, "", problems)
     if problems:

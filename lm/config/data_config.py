@@ -19,17 +19,17 @@ class SequenceLengths:
     """Options that give each step a length, for all sequences of the step; the tokens of a step stay `optim.batch_tokens`.
 
     Attributes:
-        shorter: true if sequences may be shorter than `data.seq_len`.
+        allows_shorter: true if sequences may be shorter than `data.seq_len`.
     """
 
     name: ClassVar[str]
-    shorter: ClassVar[bool] = True
+    allows_shorter: ClassVar[bool] = True
 
-    def begins(self, seq_len: int, max_steps: int) -> dict[int, int]:
+    def length_by_step(self, seq_len: int, max_steps: int) -> dict[int, int]:
         """The lengths one after the other, by the step at which each begins; empty if lengths do not follow each other."""
         return {}
 
-    def drawn(self) -> dict[int, float]:
+    def weights_by_length(self) -> dict[int, float]:
         """The weights of lengths that are drawn for each step; empty if no length is drawn."""
         return {}
 
@@ -55,9 +55,9 @@ class FullLength(SequenceLengths):
     """`data.seq_len` at every step."""
 
     name: ClassVar[str] = "full"
-    shorter: ClassVar[bool] = False
+    allows_shorter: ClassVar[bool] = False
 
-    def begins(self, seq_len: int, max_steps: int) -> dict[int, int]:
+    def length_by_step(self, seq_len: int, max_steps: int) -> dict[int, int]:
         return {0: seq_len}
 
 
@@ -68,7 +68,7 @@ class FixedLength(SequenceLengths):
     name: ClassVar[str] = "fixed"
     length: int | None = key(None, "tokens in each sequence, a divisor of data.seq_len", ge=2)
 
-    def begins(self, seq_len: int, max_steps: int) -> dict[int, int]:
+    def length_by_step(self, seq_len: int, max_steps: int) -> dict[int, int]:
         return {0: self.length}
 
     def problems(self) -> list[Problem]:
@@ -86,7 +86,7 @@ class MixedLengths(SequenceLengths):
     name: ClassVar[str] = "mixed"
     weights: dict[int, float] = key({}, "{length: weight}: divisors of data.seq_len, weights that sum to 1, e.g. {64: 0.5, 128: 0.5}", gt=0)
 
-    def drawn(self) -> dict[int, float]:
+    def weights_by_length(self) -> dict[int, float]:
         return self.weights
 
     def problems(self) -> list[Problem]:
@@ -113,7 +113,7 @@ class Curriculum(SequenceLengths):
     name: ClassVar[str] = "curriculum"
     starts: dict[float, int] = key({}, "{fraction of the run: length}, from 0.0 on, divisors of data.seq_len, e.g. {0.0: 64, 0.5: 256}")
 
-    def begins(self, seq_len: int, max_steps: int) -> dict[int, int]:
+    def length_by_step(self, seq_len: int, max_steps: int) -> dict[int, int]:
         return {round(fraction * max_steps): length for fraction, length in sorted(self.starts.items())}
 
     def problems(self) -> list[Problem]:
@@ -128,7 +128,7 @@ class Curriculum(SequenceLengths):
         if self.problems():
             return []
         problems = _divisors(list(self.starts.values()), "starts", seq_len)
-        if len(self.begins(seq_len, max_steps)) < len(self.starts):
+        if len(self.length_by_step(seq_len, max_steps)) < len(self.starts):
             reason = f"leaves a length no step of trainer.max_steps = {max_steps}"
             problems.append(Problem("data.lengths.starts", self.starts, reason, "move the starts apart, or train for more steps"))
         return problems

@@ -81,13 +81,13 @@ class EvaluationConfig(Timing, ABC):
         return {}
 
 
-def out_of_reach(path: str, value: Plain, longest_factor: float, sequences: int, data: DataConfig, ends: bool) -> list[Problem]:
+def out_of_reach(path: str, value: Plain, longest_factor: float, sequences: int, data: DataConfig, has_last: bool) -> list[Problem]:
     """Problems at `path` if `sequences` of `longest_factor` training lengths have too many tokens, or more positions than the model."""
     problems, tokens = [], longest_factor * data.seq_len
     if sequences * tokens > MOST_TOKENS:
         reason = f"makes {sequences:,} sequences of {tokens:,.0f} tokens, more than {MOST_TOKENS:,} tokens in all"
         problems.append(Problem(path, value, reason, "measure fewer or shorter sequences"))
-    if ends and longest_factor > 1:
+    if has_last and longest_factor > 1:
         reason, remedy = "learned positions end at the training length", "leave longer sequences out, or train with model.position=rope"
         problems.append(Problem(path, value, reason, remedy))
     return problems
@@ -144,7 +144,7 @@ class LongContextConfig(EvaluationConfig):
             remedy = "set it to 0; eval.recall has longer sequences of the tasks"
             problems.append(Problem("length_factor", self.length_factor, reason, remedy))
         problems += empty_sequences("length_factor", [self.longest_factor], data)
-        ends = model.position.ends and self.length_factor != "auto"  # `auto` keeps within learned positions
+        ends = model.position.has_last and self.length_factor != "auto"  # `auto` keeps within learned positions
         return problems + out_of_reach("length_factor", self.length_factor, self.longest_factor, self.sequences, data, ends)
 
     def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
@@ -184,7 +184,7 @@ class ByLengthConfig(EvaluationConfig):
         if data.symbolic:
             remedy = "leave it out; eval.recall has tasks of several lengths"
             problems.append(Problem("lengths", self.lengths, "there is no text to cut into sequences", remedy))
-        return problems + out_of_reach("lengths", self.lengths, longest_factor, self.sequences, data, model.position.ends)
+        return problems + out_of_reach("lengths", self.lengths, longest_factor, self.sequences, data, model.position.has_last)
 
 
 @dataclass
@@ -212,7 +212,7 @@ class TextsConfig(EvaluationConfig):
         return [self.metric(name) for name in self.of]
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
-        problems = out_of_reach("sequences", self.sequences, 1, self.sequences, data, model.position.ends)
+        problems = out_of_reach("sequences", self.sequences, 1, self.sequences, data, model.position.has_last)
         if data.symbolic:
             problems.append(Problem("of", list(self.of), "needs a model of text", "leave it out"))
         return problems
@@ -256,7 +256,7 @@ class RecallConfig(EvaluationConfig):
             elif task.vocab_size and task.vocab_size > (n_symbols := max(weighted.task.vocab_size for weighted in data.tasks)):
                 reason = f"has {task.vocab_size} symbols, the model {n_symbols}"
                 problems.append(Problem(path, task.name, reason, "set its options as in data.tasks"))
-        longest_factor, ends = max(self.length_factors), model.position.ends
+        longest_factor, ends = max(self.length_factors), model.position.has_last
         return problems + out_of_reach("length_factors", self.length_factors, longest_factor, self.sequences, data, ends)
 
 
@@ -305,10 +305,10 @@ class NeedleConfig(EvaluationConfig):
         if data.symbolic:
             problems.append(Problem("length_factors", self.length_factors, "needs a model of text", "set it to []"))
         longest_factor = max(*self.length_factors, self.heads_at or 0)
-        return problems + out_of_reach("length_factors", self.length_factors, longest_factor, self.trials, data, model.position.ends)
+        return problems + out_of_reach("length_factors", self.length_factors, longest_factor, self.trials, data, model.position.has_last)
 
     def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
-        is_possible = not data.symbolic and not model.position.ends
+        is_possible = not data.symbolic and not model.position.has_last
         return {"length_factors": [1, 2, 4, 8, 16], "heads_at": 4.0, "finetune": {"steps": 300}} if is_possible else {}
 
 
@@ -386,7 +386,7 @@ class DiagnosticsConfig(EvaluationConfig):
         if data.symbolic and self.length_factor != 1:
             problems.append(Problem("length_factor", self.length_factor, "there is no text to read at other lengths", "set it to 1"))
         factor = self.length_factor
-        return problems + out_of_reach("length_factor", factor, factor, self.sequences, data, model.position.ends)
+        return problems + out_of_reach("length_factor", factor, factor, self.sequences, data, model.position.has_last)
 
 
 EVALUATION = Kind("lm.evaluations", "evaluation", EvaluationConfig, ("wanted",))
@@ -419,35 +419,35 @@ class EvalConfig:
 
     @classmethod
     @cache
-    def known(cls) -> list[str]:
+    def kind_names(cls) -> list[str]:
         """All kinds of evaluation, the validation first."""
         return ["validation", *(spec.name for spec in fields(cls) if (block := block_of(spec)) and issubclass(block, EvaluationConfig))]
 
     @property
-    def _outside(self) -> list[EvaluationConfig]:
+    def _outside_evaluations(self) -> list[EvaluationConfig]:
         """The evaluations of `others` that could be read: each of the rest has its problem already."""
         return [evaluation for evaluation in self.others if isinstance(evaluation, EvaluationConfig)]
 
     @property
     def kinds(self) -> dict[str, EvaluationConfig]:
         """The options of each kind of evaluation beside the validation, without kinds that are null."""
-        blocks = {name: getattr(self, name) for name in self.known()[1:]}
+        blocks = {name: getattr(self, name) for name in self.kind_names()[1:]}
         return {kind: options for kind, options in blocks.items() if options is not None} | {
-            options.kind: options for options in self._outside
+            options.kind: options for options in self._outside_evaluations
         }
 
     def problems(self) -> list[Problem]:
         """Problems of evaluations from outside with the same kind, or with a kind that lm has."""
-        kinds = [*self.known(), *(evaluation.kind for evaluation in self._outside)]
+        kinds = [*self.kind_names(), *(evaluation.kind for evaluation in self._outside_evaluations)]
         duplicates = [kind for kind in dict.fromkeys(kinds) if kinds.count(kind) > 1]
         return [Problem("others", kind, "is the kind of two evaluations", "give one of them another `kind`") for kind in duplicates]
 
-    def wanted(self, data: DataConfig) -> dict[str, str]:
+    def measurement_classes(self, data: DataConfig) -> dict[str, str]:
         """The measurement (`module:Class`) of each kind that is wanted of a model trained on `data`, the validation first."""
         measurements = {kind: options.measurement for kind, options in self.kinds.items() if options.wanted(data)}
         return {"validation": "lm.evaluation.held_out:Validation"} | measurements
 
-    def asked(self, kind: str) -> dict[str, Plain]:
+    def measured_options(self, kind: str) -> dict[str, Plain]:
         """The keys that determine what a kind of evaluation measures, without null ones and without the keys of `Timing`."""
         if kind == "validation":
             return {"sequences": self.sequences}

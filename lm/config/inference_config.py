@@ -25,10 +25,10 @@ class RopeScaling:
         return getattr(self, "factor", None) or max(1.0, length / trained_length)
 
     def theta(self, theta: float, head_size: int, s: float) -> float:
-        """Base of the periods, from the base in training, `theta`."""
+        """The base of the periods, from `theta`, the base in training."""
         return theta
 
-    def slowed(self, frequencies: "Tensor", turns: "Tensor", s: float) -> "Tensor":
+    def scaled_frequencies(self, frequencies: "Tensor", turns: "Tensor", s: float) -> "Tensor":
         """Radians per token of each pair (pairs,), from the `frequencies` that theta gives; `turns`: its periods in the training length."""
         return frequencies
 
@@ -62,7 +62,7 @@ class Interpolation(RopeScaling):
     name: ClassVar[str] = "interpolation"
     factor: float | None = key(None, S_HELP, ge=1, le=1e6)
 
-    def slowed(self, frequencies: "Tensor", turns: "Tensor", s: float) -> "Tensor":
+    def scaled_frequencies(self, frequencies: "Tensor", turns: "Tensor", s: float) -> "Tensor":
         return frequencies / s
 
 
@@ -87,7 +87,7 @@ class YaRNScaling(RopeScaling):
     slow: float = key(1.0, "pairs with at most so many periods are interpolated by s", ge=0, le=1e9)
     temperature: bool = key(True, "multiply logits by (0.1 ln s + 1)^2")
 
-    def slowed(self, frequencies: "Tensor", turns: "Tensor", s: float) -> "Tensor":
+    def scaled_frequencies(self, frequencies: "Tensor", turns: "Tensor", s: float) -> "Tensor":
         return divided_below(frequencies, turns, self.slow, self.fast, s)
 
     def logit_factor(self, s: float) -> float:
@@ -124,7 +124,7 @@ class InferenceSetting:
         return ", ".join([words, *options, *(f"{name}={yaml_scalar(value)}" for name, value in self.normalizer.items())])
 
     def normalizers(self, trained_normalizers: list[Options], path: str) -> tuple[list[Options], list[Problem]]:
-        """The options of a model's normalizers under this setting, and the setting's problems; `path`: of its `normalizer`."""
+        """The options of a model's normalizers under this setting, and the setting's problems; `path`: the path of its `normalizer`."""
         problems: list[Problem] = []
         normalizers = [options.with_changes(self.normalizer, path, problems) for options in trained_normalizers]
         names = {spec.name for options in trained_normalizers for layer in options.layer_options() for spec in fields(layer)}

@@ -16,7 +16,7 @@ from lm.config.model_config import ModelConfig
 from lm.config.training_config import WSD
 from lm.config.tree import Config
 from lm.config.yaml_text import MAX_BYTES, MAX_DEPTH, dump_yaml, interpolated, parse_yaml
-from lm.errors import ConfigError, Problem, abbreviated, one_line, shown
+from lm.errors import ConfigError, Problem, abbreviated, as_written, one_line
 from lm.plugins import PLUGINS
 from lm.schema import (
     Effect,
@@ -55,7 +55,7 @@ def check(config: Config) -> list[Problem]:
     )  # fmt: skip
     problems += check_phases(config)
     problem(
-        model.position.ends and data.lengths.shorter,
+        model.position.has_last and data.lengths.allows_shorter,
         "data.lengths", data.lengths.name, "short sequences train the first learned positions only", "set model.position=rope",
     )  # fmt: skip
 
@@ -311,7 +311,7 @@ def _read(path: Path, heirs: tuple[Path, ...], cache: dict[Path, dict[str, Plain
         raise ConfigError(f"{error}{hint}") from None
     plain = {} if plain is None else plain
     if not isinstance(plain, dict):
-        raise ConfigError(f"{path}: must hold keys and values, not {abbreviated(shown(plain), 40)}{hint}")
+        raise ConfigError(f"{path}: must hold keys and values, not {abbreviated(as_written(plain), 40)}{hint}")
     parents = plain.pop("base", [])
     bases = parents if isinstance(parents, list) else [parents]
     if not all(isinstance(base, str) for base in bases):
@@ -368,7 +368,7 @@ def acting_in(command: str, schema: type = Config, block_effect: Effect | None =
 
 
 def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -> dict[str, Plain]:
-    """`changes` laid on `base`, both keys of the block `prefix` (such as `optim.`).
+    """`base` overridden by `changes`; both are keys of the block `prefix` (such as `optim.`).
 
     A block whose `name` changes replaces the old block whole, so that options of one normalizer are never applied to another. Of two
     ALTERNATIVES the key in `changes` stays.

@@ -20,7 +20,7 @@ class TrainedScaling:
 
     name: ClassVar[str]
 
-    def rescaled(self, frequencies: "Tensor", theta: float, head_size: int) -> "Tensor":
+    def rescaled_frequencies(self, frequencies: "Tensor", theta: float, head_size: int) -> "Tensor":
         """Radians per token of each pair (pairs,), from the `frequencies` that an unscaled theta gives; `theta`: the base in training."""
         return frequencies
 
@@ -44,7 +44,7 @@ class LinearScaling(TrainedScaling):
     name: ClassVar[str] = "linear"
     factor: float = key(2.0, "divides all frequencies", gt=0, le=1e6)
 
-    def rescaled(self, frequencies: "Tensor", theta: float, head_size: int) -> "Tensor":
+    def rescaled_frequencies(self, frequencies: "Tensor", theta: float, head_size: int) -> "Tensor":
         return frequencies / self.factor
 
 
@@ -61,7 +61,7 @@ class Llama3Scaling(TrainedScaling):
     fast: float = key(4.0, "pairs with at least so many periods stay as they are", gt=0, le=1e9)
     original: int = key(8192, ORIGINAL_HELP, ge=1, le=10**9)
 
-    def rescaled(self, frequencies: "Tensor", theta: float, head_size: int) -> "Tensor":
+    def rescaled_frequencies(self, frequencies: "Tensor", theta: float, head_size: int) -> "Tensor":
         periods = self.original * frequencies / (2 * math.pi)
         return divided_below(frequencies, periods, self.slow, self.fast, self.factor)
 
@@ -85,7 +85,7 @@ class YarnScaling(TrainedScaling):
     attention_factor: float | None = key(None, "multiplies cos and sin; null: 0.1 ln(factor) + 1", gt=0, le=1e6)
     whole_pairs: bool = key(True, "the first and the last pair of the transition are rounded outwards")
 
-    def rescaled(self, frequencies: "Tensor", theta: float, head_size: int) -> "Tensor":
+    def rescaled_frequencies(self, frequencies: "Tensor", theta: float, head_size: int) -> "Tensor":
         # The indices of the pairs with `fast` and `slow` periods, as real numbers.
         ends = [head_size * math.log(self.original / (periods * 2 * math.pi)) / (2 * math.log(theta)) for periods in (self.fast, self.slow)]
         if self.whole_pairs:
@@ -125,12 +125,12 @@ class Position:
 
     Attributes:
         rotates: queries and keys are rotated by angles that can be rescaled.
-        ends: positions beyond the training length have no encoding.
+        has_last: positions beyond the training length have no encoding.
     """
 
     name: ClassVar[str]
     rotates: ClassVar[bool] = False
-    ends: ClassVar[bool] = False
+    has_last: ClassVar[bool] = False
 
     @property
     def label(self) -> str:
@@ -182,7 +182,7 @@ class Learned(Position):
     """A learned vector per position; can't be evaluated beyond the training length."""
 
     name: ClassVar[str] = "learned"
-    ends: ClassVar[bool] = True
+    has_last: ClassVar[bool] = True
 
 
 @dataclass

@@ -25,7 +25,7 @@ class Chance:
     rollout: float  # the picks themselves stand there instead (greedy decoding)
 
     @classmethod
-    def among(cls, candidates: int, questions: int) -> "Chance | None":
+    def for_questions(cls, candidates: int, questions: int) -> "Chance | None":
         """Chance for `questions`, each on another candidate, without repeated picks; None for one candidate, which the task is to find.
 
         Under teacher forcing question i has `candidates` - i answers left; with questions on all k candidates, chance is H_k / k. In a
@@ -109,7 +109,7 @@ class MQAR(Task):
 
     @property
     def chance(self) -> Chance | None:
-        return Chance.among(self.pairs, self.queries)
+        return Chance.for_questions(self.pairs, self.queries)
 
     def entropy(self, length: int) -> float:
         """Entropy of the pairs and the filler, without places and queries."""
@@ -205,7 +205,7 @@ class Maximum(Task):
 
     @property
     def chance(self) -> Chance | None:
-        return Chance.among(self.items, 1)
+        return Chance.for_questions(self.items, 1)
 
     def entropy(self, length: int) -> float:
         """Entropy of the items and the filler, without places."""
@@ -265,7 +265,7 @@ class Needle(Task):
 
     @property
     def chance(self) -> Chance | None:
-        return None if self.absent else Chance.among(self.needles + self.distractors, self.needles)
+        return None if self.absent else Chance.for_questions(self.needles + self.distractors, self.needles)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from lm.config.data_config import SHORTEST_PIECE, DataConfig, SequenceLengths
 from lm.config.task_config import Task
 from lm.config.tree import Config
 from lm.data.store import Split, Store
-from lm.data.tasks import TaskError, Text, example, fold
+from lm.data.tasks import TaskError, Text, example, integer_hash
 from lm.errors import ConfigError, Problem
 
 T = TypeVar("T")
@@ -127,9 +127,9 @@ def lengths_of(
 
     Raises NoFullStep: of no length do the documents' pieces fill a step.
     """
-    if length_by_step := options.begins(seq_len, max_steps):
+    if length_by_step := options.length_by_step(seq_len, max_steps):
         return StepwiseLengths(length_by_step)
-    if weights := options.drawn():
+    if weights := options.weights_by_length():
         return DrawnLengths(weights, seed_words)
     return DocumentPieces(split, seq_len, seq_len * batch_slots, seed_words)
 
@@ -235,7 +235,7 @@ class DocumentPieces(Lengths):
         """The same as `lm.data.batches.Stream.read`, for slots of one step, whose sequences have `length` tokens."""
         slots_per_step = self.step_tokens // self.longest
         starts = self.sequence_starts(int(slots[0]) // slots_per_step).reshape(slots_per_step, -1)[slots % slots_per_step]
-        return self.split.around(starts.ravel(), length, 0, self.split.n_tokens), None
+        return self.split.circular_windows(starts.ravel(), length, 0, self.split.n_tokens), None
 
     def sequence_starts(self, step: int) -> np.ndarray:
         """The first tokens of a step's sequences, by index: int64 (step_tokens / length,)."""
@@ -339,7 +339,7 @@ class TextStream:
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
         """The same as `Stream.read`. A slot has the same tokens for every length."""
         starts = self.starts(slots)[:, None] + length * np.arange(self.seq_len // length)
-        return self.split.around(starts.ravel(), length, self.first, self.n_tokens), None
+        return self.split.circular_windows(starts.ravel(), length, self.first, self.n_tokens), None
 
 
 class TaskStream:
@@ -383,7 +383,7 @@ class TrainSequences:
         weights, streams, text_weight = [weighted.weight for weighted in self.data.tasks], [], self.data.text_weight
         text = Text(self.store) if any(task.vocab_size is None for task in tasks) else None
         for number, task in enumerate(tasks):
-            streams.append(TaskStream(task, fold((seed, number)) % 2**32, self.seq_len, self.length.shortest, text))
+            streams.append(TaskStream(task, integer_hash((seed, number)) % 2**32, self.seq_len, self.length.shortest, text))
         if text_weight < 1e-6:  # tasks alone, of which the store may hold sequences as its parts
             return weights, streams
         split, first = self.store.train, 0

@@ -108,7 +108,7 @@ class Restart(DataError):
     """The parts that an interrupted preparation kept can't be continued; it is deleted, and the next call starts again."""
 
 
-def spooled(texts: Iterator[tuple[str, int, int]], path: Path) -> Iterator[tuple[str, int, int]]:
+def write_spool(texts: Iterator[tuple[str, int, int]], path: Path) -> Iterator[tuple[str, int, int]]:
     """The items of `texts`, whose first fields are written to `path` (compressed). The file appears after the last item."""
     import pyarrow
 
@@ -124,7 +124,7 @@ def spooled(texts: Iterator[tuple[str, int, int]], path: Path) -> Iterator[tuple
 
 
 def read_spool(path: Path) -> Iterator[str]:
-    """The texts that `spooled` wrote. Raises Restart if the file is damaged."""
+    """The texts that `write_spool` wrote. Raises Restart if the file is damaged."""
     import pyarrow
 
     try:
@@ -168,7 +168,7 @@ class Scan:
 ARRAYS = tuple(field.name for field in fields(Scan)[:5])
 
 
-class LeftOut:
+class OmissionCounts:
     """Counts of documents that a pass leaves out, by reason, and of unreadable ones, which `data.on_error` may refuse."""
 
     def __init__(self, on_error: str):
@@ -368,14 +368,14 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
     validation split, this split is held out, whole; without `data.deduplicate`, its training split stays whole, too. A text that is
     read for evaluation alone (`data.val_fraction` is 1, which no run can have) is held out whole.
     """
-    hashes, sizes, ends, omissions = array("Q"), array("q"), [], LeftOut(data.on_error)
+    hashes, sizes, ends, omissions = array("Q"), array("q"), [], OmissionCounts(data.on_error)
     with progress.bytes("scan", None) as advance:
         readings = _readings(data, folder)
         for reading in readings:
             if reading.spool:
                 reading.spool.unlink(missing_ok=True)
             accepted = _accepted(data, reading, omissions)
-            for _, digest, n_bytes in spooled(accepted, reading.spool) if reading.spool else accepted:
+            for _, digest, n_bytes in write_spool(accepted, reading.spool) if reading.spool else accepted:
                 hashes.append(digest)
                 sizes.append(n_bytes)
                 advance(n_bytes)
@@ -448,7 +448,7 @@ def _readings(data: DataConfig, folder: Path) -> list[Reading]:
     return readings
 
 
-def _accepted(data: DataConfig, reading: Reading, omissions: LeftOut) -> Iterator[tuple[str | np.ndarray, int, int]]:
+def _accepted(data: DataConfig, reading: Reading, omissions: OmissionCounts) -> Iterator[tuple[str | np.ndarray, int, int]]:
     """(text or ids, 64 bits of the hash, UTF-8 bytes) of a source's documents, without blank, too short and too long ones."""
     spool, vocabulary = reading.spool, reading.vocabulary
     for document in (
@@ -472,7 +472,7 @@ def _documents_from(data: DataConfig, folder: Path, scan: Scan, n_skipped: int) 
     """The scan's documents after the first `n_skipped`, without copies. Raises DataError if the sources changed since the scan."""
     n_read = 0
     for reading, end in zip(_readings(data, folder), scan.ends, strict=True):
-        for content, digest, n_bytes in _accepted(data, reading, LeftOut(data.on_error)):
+        for content, digest, n_bytes in _accepted(data, reading, OmissionCounts(data.on_error)):
             if n_read == end or digest != scan.hashes[n_read]:
                 raise _changed(data, n_read)
             n_read += 1

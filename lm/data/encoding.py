@@ -42,7 +42,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedBatch:
     """A batch of documents, or of pieces, and their tokens. A document's tokens begin with the end-of-text token."""
 
     documents: list[Document]
@@ -125,7 +125,7 @@ def pieces(text: str) -> Iterator[str]:
     yield text[begin:]
 
 
-def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_text: str, workers: int) -> Iterator[Encoded]:
+def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_text: str, workers: int) -> Iterator[EncodedBatch]:
     """The documents in batches, in order, encoded by `workers` processes; one worker is this process itself.
 
     Long documents are cut into pieces, if each piece decodes to bytes by itself: memory holds the tokens of a few pieces only.
@@ -136,7 +136,7 @@ def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_tex
     if workers == 1:
         encoder = Encoder(json, end_of_text)
         for batch in batches:
-            yield Encoded(batch, *encoder(*_contents(batch)))
+            yield EncodedBatch(batch, *encoder(*_contents(batch)))
         return
     context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of the tokenizer and pyarrow may hold
     executor = ProcessPoolExecutor(workers, context, _start, (json, end_of_text))
@@ -146,9 +146,9 @@ def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_tex
             queue.append((batch, executor.submit(_work, *_contents(batch))))
             if len(queue) > 2 * workers:
                 batch, future = queue.popleft()
-                yield Encoded(batch, *future.result())
+                yield EncodedBatch(batch, *future.result())
         for batch, future in queue:
-            yield Encoded(batch, *future.result())
+            yield EncodedBatch(batch, *future.result())
     finally:
         executor.shutdown(cancel_futures=True)
 

@@ -48,7 +48,7 @@ def n_gram_hashes(tokens: np.ndarray) -> np.ndarray:
 
 
 def _held_out_hashes(split: Split, end_of_text: int, first: int, n_tokens: int) -> np.ndarray:
-    """Hashes of n-grams without an end-of-text token among `n_tokens` from `first`."""
+    """Hashes of n-grams without an end-of-text token among the `n_tokens` tokens from token `first` on."""
     n_windows = n_tokens - N_GRAM + 1
     if n_windows < 1:
         return np.empty(0, np.uint64)
@@ -66,7 +66,7 @@ def _occurring(split: Split, held_out_hashes: np.ndarray) -> np.ndarray:
     table[held_out_hashes >> np.uint64(64 - _FILTER_BITS)] = True
     occurs = np.zeros(len(held_out_hashes), bool)
     for begin in range(0, split.n_tokens - N_GRAM + 1, _BLOCK):
-        hashes = n_gram_hashes(split.at(np.arange(begin, min(split.n_tokens, begin + _BLOCK + N_GRAM - 1))))
+        hashes = n_gram_hashes(split.tokens_at(np.arange(begin, min(split.n_tokens, begin + _BLOCK + N_GRAM - 1))))
         hashes = hashes[table[hashes >> np.uint64(64 - _FILTER_BITS)]]
         place = np.minimum(np.searchsorted(held_out_hashes, hashes), len(held_out_hashes) - 1)
         occurs[place[held_out_hashes[place] == hashes]] = True

@@ -16,7 +16,7 @@ from lm.progress import Progress
 from lm.schema import Plain, to_plain
 
 
-def prepare(data: DataConfig, progress: bool = False, wanted: str = "") -> Store:
+def prepare(data: DataConfig, progress: bool = False, store_fingerprint: str = "") -> Store:
     """The token store of a configuration: opened if it exists, else built, or an interrupted preparation finished.
 
     The folder is `data.root/LABEL-KEY`, KEY a hash of all that determines its content: sources, tokenizer, filters and format.
@@ -24,11 +24,11 @@ def prepare(data: DataConfig, progress: bool = False, wanted: str = "") -> Store
 
     Args:
         progress: print progress (stderr) and a summary (stdout).
-        wanted: a fingerprint. If a store in `data.root` has it, this store is opened, whether or not its sources still exist.
+        store_fingerprint: a fingerprint. If a store in `data.root` has it, this store is opened, whether or not its sources still exist.
 
     Raises DataError: a source can't be read, is too small, or the store can't be written or is damaged.
     """
-    store = store_of(data, wanted) if wanted else None
+    store = store_of(data, store_fingerprint) if store_fingerprint else None
     if store is None:
         store = Store.open(_prepared(data, Progress("auto" if progress else "none")))
     if progress:

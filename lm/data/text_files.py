@@ -35,7 +35,7 @@ class Unreadable(DataError):
     """A file, document or row that can't be read.
 
     Attributes:
-        n_bytes: size of the loss: bytes of the document or row, or of the rest of the file on disk; None: `LeavingOut` fills it in.
+        n_bytes: size of the loss: bytes of the document or row, or of the rest of the file on disk; None: `UnreadableGuard` fills it in.
     """
 
     def __init__(self, reason: str, n_bytes: int | None = None):
@@ -48,26 +48,26 @@ Parse = Callable[[Plain | np.ndarray, str], str | np.ndarray]  # a document, of 
 
 
 @dataclass
-class LeavingOut:
+class UnreadableGuard:
     """A context in which documents are read: it ends at an `Unreadable`, which goes to `on_error` and no further.
 
     Attributes:
         n_bytes: size of the file, document or row.
-        where: the name of the file or the part of it, if errors of its bytes are to be reported as damage.
+        location: the name of the file or the part of it, if errors of its bytes are to be reported as damage.
     """
 
     on_error: OnError
     n_bytes: int = 0
-    where: str = ""
+    location: str = ""
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> bool:
-        if self.where and isinstance(error, Exception) and not isinstance(error, Unreadable):
+        if self.location and isinstance(error, Exception) and not isinstance(error, Unreadable):
             import pyarrow
 
-            error = damaged(self.where, error) if isinstance(error, OSError | pyarrow.ArrowException) else error
+            error = damaged(self.location, error) if isinstance(error, OSError | pyarrow.ArrowException) else error
         if not isinstance(error, Unreadable):
             return False
         error.n_bytes = self.n_bytes if error.n_bytes is None else error.n_bytes
@@ -102,7 +102,7 @@ def column_texts(
         for scalar in table.column(column):
             number += 1
             row = f"{location}: row {number}: column '{column}'"
-            with LeavingOut(on_error):
+            with UnreadableGuard(on_error):
                 yield parse(_value(scalar, row), row)
 
 
@@ -245,7 +245,7 @@ def read_files(paths: list[Path], source: Files, on_error: OnError, parse: Parse
     `on_error` is called with the error of each file, document or row that can't be read.
     """
     for path in paths:
-        with LeavingOut(on_error, size_of([path]), str(path)):
+        with UnreadableGuard(on_error, size_of([path]), str(path)):
             yield from READERS[_format(path, source)](path, source, on_error, parse)
 
 
@@ -284,7 +284,7 @@ class _Stream(io.RawIOBase):
 def _txt(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator[str]:
     with io.BufferedReader(_Stream(path), BLOCK) as file:
         for begin, content in _split_at(file, source.separator.encode()):
-            with LeavingOut(on_error, len(content)):
+            with UnreadableGuard(on_error, len(content)):
                 text = _decoded(content, begin, str(path))
                 content.clear()  # a long document is in memory once
                 yield text
@@ -328,7 +328,7 @@ def _jsonl(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterat
     with io.BufferedReader(_Stream(path), BLOCK) as file:
         for number, line in enumerate(iter(file.readline, b""), 1):
             location, document = f"{path}: line {number}", None
-            with LeavingOut(on_error, len(line)):
+            with UnreadableGuard(on_error, len(line)):
                 if (text := _decoded(line, begin, location)).strip():
                     row = _object(text, location)
                     check_column(location, source.column, list(row))
@@ -368,7 +368,7 @@ def _parquet(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iter
             rows = max(1, min(ROWS, PARQUET_BATCH_BYTES // max(1, row_bytes)))
             batches = file.iter_batches(rows, [number], [source.column], use_threads=False)
             location = f"{path}: row group {number + 1} of {file.num_row_groups}"
-            with LeavingOut(on_error, sum(column.total_compressed_size for column in columns), location):
+            with UnreadableGuard(on_error, sum(column.total_compressed_size for column in columns), location):
                 yield from column_texts(batches, source.column, str(path), on_error, offset, parse)
             offset += group.num_rows
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from lm.config.data_config import AnyTokenizer, Files, Tokens
 from lm.data import text_files
-from lm.data.text_files import ROWS, LeavingOut, OnError, Unreadable, check_column, column_texts, damaged, files_in, size_of
+from lm.data.text_files import ROWS, OnError, Unreadable, UnreadableGuard, check_column, column_texts, damaged, files_in, size_of
 from lm.data.tokenizer import decode, token_bytes, tokenizer_of, vocab_size
 from lm.errors import DataError
 from lm.files import FileHashes
@@ -94,7 +94,7 @@ def documents(source: Tokens, root: Path, on_error: OnError, vocabulary: Vocabul
     """The documents of ids in the files that `source.paths` names."""
     kind = FORMATS[source.format]
     for path in kind.files(source):
-        with LeavingOut(on_error, size_of(kind.parts(path)), str(path)):
+        with UnreadableGuard(on_error, size_of(kind.parts(path)), str(path)):
             yield from kind.documents(path, source, vocabulary, on_error)
 
 
@@ -191,7 +191,7 @@ def _separated(path: Path, ids: np.ndarray, vocabulary: Vocabulary, on_error: On
     for end in chain(chain.from_iterable((place + border_offset).tolist() for place in places), [len(ids)]):
         if end > begin:
             number += 1
-            with LeavingOut(on_error, (end - begin) * ids.itemsize):
+            with UnreadableGuard(on_error, (end - begin) * ids.itemsize):
                 yield vocabulary.document(ids[begin:end], f"{path}: document {number:,}, from id {begin:,} on")
         begin = end
 
@@ -243,7 +243,7 @@ def _megatron(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnEr
         raise refused(f"{data.name} has {data.stat().st_size:,} bytes, not the {starts[-1] * dtype.itemsize:,} of its ids: damaged")
     ids = np.memmap(data, dtype, "r") if starts[-1] else np.empty(0, dtype)
     for number, (begin, end) in enumerate(pairwise(starts[borders].tolist()), 1):
-        with LeavingOut(on_error, (end - begin) * dtype.itemsize):
+        with UnreadableGuard(on_error, (end - begin) * dtype.itemsize):
             yield vocabulary.document(ids[begin:end], f"{data}: document {number:,}")
 
 

@@ -64,7 +64,7 @@ class AttentionRows:
     is_shuffled: bool = False  # whether scores are in another order than the inputs gave (`shuffled`)
 
     @classmethod
-    def of(cls, block: AttentionBlock, embedding: Tensor | None = None, seed: int = 0) -> "AttentionRows":
+    def from_block(cls, block: AttentionBlock, embedding: Tensor | None = None, seed: int = 0) -> "AttentionRows":
         """The rows of a block of one sequence."""
         visible = _plane(block.normalizer.visible(block.layout))
         return cls(
@@ -78,7 +78,7 @@ class AttentionRows:
         return self.visible.sum(-1).float()
 
     @cached_property
-    def first(self) -> Tensor:
+    def is_first_token(self) -> Tensor:
         """Mask, (T, S) bool, of the first token of each query's document."""
         return _plane(self.layout.visible()) & (self.layout.key_positions == 0).view(-1, self.visible.size(-1))
 
@@ -99,7 +99,7 @@ class AttentionRows:
         return total.masked_fill(total == 0, math.nan)
 
     @cached_property
-    def descending(self) -> Tensor:
+    def descending_weights(self) -> Tensor:
         """|weights| from the largest to the smallest, (H, T, S)."""
         return self.size.sort(-1, descending=True).values
 
@@ -148,7 +148,7 @@ class AttentionRows:
     @cached_property
     def without_first(self) -> "AttentionRows":
         """The rows without the first token of the document: it is not visible, and the weights of other keys stay."""
-        return replace(self, weights=self.weights.masked_fill(self.first, 0.0), visible=self.visible & ~self.first)
+        return replace(self, weights=self.weights.masked_fill(self.is_first_token, 0.0), visible=self.visible & ~self.is_first_token)
 
     def shuffled(self, order: Tensor) -> "AttentionRows":
         """The rows with each query's scores in another order among the keys that it sees, normalized again.
@@ -195,19 +195,19 @@ class Statistic:
 
     name: str  # as tables and pictures show it
     unit: str  # such as `keys` or `nats`; empty: no unit. A `fraction` lies within 0 and 1
-    of: Callable[[AttentionRows], Tensor | None]  # rows -> (H, T), NaN where not defined; None: does not apply to the normalizer
-    shown: bool = False  # whether reports, pictures and the metrics of a run have it, too; else the result and its tables alone
-    fitted: bool = False  # whether its growth with the number of visible keys n is fitted by head, value ~ n^exponent
+    measure: Callable[[AttentionRows], Tensor | None]  # rows -> (H, T), NaN where not defined; None: does not apply to the normalizer
+    in_reports: bool = False  # whether reports, pictures and the metrics of a run have it, too; else the result and its tables alone
+    has_exponent: bool = False  # whether its growth with the number of visible keys n is fitted by head, value ~ n^exponent
     log: bool = False  # whether its values are logarithms already, for the fit
 
     @property
     def without_first(self) -> "Statistic":
         """The statistic of rows without the first token of the document; reports leave it out."""
-        return replace(self, name=self.name + NO_FIRST, of=lambda rows: self.of(rows.without_first), shown=False)
+        return replace(self, name=self.name + NO_FIRST, measure=lambda rows: self.measure(rows.without_first), in_reports=False)
 
 
 @dataclass(frozen=True)
-class Accumulated:
+class QuerySums:
     """Sums over all queries of a sequence by head, such as sums of weights by the key's position; only of rows that are `is_defined`.
 
     P: the shape of the sums of a head.
@@ -218,8 +218,8 @@ class Accumulated:
     size: Callable[[int], tuple[int, ...]]  # tokens of a sequence -> P
     sums: Callable[[AttentionRows, int], Tensor | None]  # rows, tokens of the sequence -> (H, *P); None: does not apply
     # Sums of each sequence (N, layers, H, *P) float64 -> a number for each head (layers, H), NaN where not defined; None: see `derive`.
-    finish: Callable[[np.ndarray], np.ndarray] | None = None
-    shown: bool = False  # as in `Statistic`
+    head_values: Callable[[np.ndarray], np.ndarray] | None = None
+    in_reports: bool = False  # as in `Statistic`
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,25 +228,25 @@ class Values:
 
     n: np.ndarray  # (N, layers, T), the number of keys that each query sees
     by_query: dict[str, np.ndarray]  # (N, layers, H, T) for each `Statistic`, by its name
-    by_head: dict[str, np.ndarray]  # (layers, H) for each `Accumulated` with a `finish`, by its name
-    sums: dict[str, np.ndarray]  # (N, layers, H, *P) float64 for each `Accumulated`, by its name
+    by_head: dict[str, np.ndarray]  # (layers, H) for each `QuerySums` with `head_values`, by its name
+    sums: dict[str, np.ndarray]  # (N, layers, H, *P) float64 for each `QuerySums`, by its name
     length: int  # tokens in a sequence
     train_length: int  # tokens in a training sequence
 
 
 @dataclass(frozen=True, eq=False)
-class Derived:
+class DerivedNumbers:
     """Numbers made of the values of several statistics: one (1,), or one for each point of an axis.
 
-    what: the part of the name that tells several of one `name` apart.
+    label: words that distinguish several quantities of one `name`.
     """
 
     name: str
     unit: str
     values: np.ndarray
     axis: Axis | None = None
-    shown: bool = False
-    what: str = ""
+    in_reports: bool = False
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -254,8 +254,8 @@ class Family:
     """Statistics that belong together, which `eval.diagnostics.statistics` names by one word."""
 
     per_query: tuple[Statistic, ...] = ()
-    accumulated: tuple[Accumulated, ...] = ()
-    derive: Callable[[Values], list[Derived]] = lambda values: []
+    accumulated: tuple[QuerySums, ...] = ()
+    derive: Callable[[Values], list[DerivedNumbers]] = lambda values: []
 
 
 KEYS, HEAD = "visible keys", "head"  # names of axes
@@ -276,7 +276,7 @@ class Measures:
         self.accumulated = [sums for family in families for sums in family.accumulated]
         # Numbers of a query: the number of keys it sees, two reasons for being undefined, and each statistic.
         self.names = ["n", NOT_FINITE, NO_WEIGHT, *(statistic.name for statistic in self.per_query)]
-        # Parts of a vector: numbers of the queries (names, layers, H, T), and sums (layers, H, *P) for each `Accumulated`.
+        # Parts of a vector: numbers of the queries (names, layers, H, T), and sums (layers, H, *P) for each `QuerySums`.
         self.shapes = [
             (len(self.names), layers, heads, len(queries)),
             *((layers, heads, *accumulator.size(length)) for accumulator in self.accumulated),
@@ -288,7 +288,7 @@ class Measures:
         return sum(map(math.prod, self.shapes))
 
     @torch.no_grad()
-    def of(self, decoder: Decoder, batch: Batch, index: int = 0, order: Tensor | None = None) -> list[Tensor]:
+    def vectors(self, decoder: Decoder, batch: Batch, index: int = 0, order: Tensor | None = None) -> list[Tensor]:
         """The vector of all statistics of a sequence, (numbers,); with `order` a second vector, of its shuffled scores.
 
         Scores and weights are fp32. Memory holds scores of some queries of one layer at a time.
@@ -302,7 +302,7 @@ class Measures:
         device, query_counts = batch.tokens.device, [0] * self.shapes[0][1]
         embedding = decoder.embedding(batch.tokens)
         for block in attention_blocks(decoder, batch, self.queries, inputs=True):
-            rows, start = AttentionRows.of(block, embedding, index), query_counts[block.layer]
+            rows, start = AttentionRows.from_block(block, embedding, index), query_counts[block.layer]
             stop = query_counts[block.layer] = start + len(block.queries)
             self._add(vectors[0], rows, start)
             if order is not None:
@@ -320,7 +320,7 @@ class Measures:
         numbers[1, layer][:, places] = (~rows.is_finite).float().cpu()
         numbers[2, layer][:, places] = (rows.is_finite & ~is_defined).float().cpu()
         for index, statistic in enumerate(self.per_query, 3):
-            if (value := statistic.of(rows)) is not None:
+            if (value := statistic.measure(rows)) is not None:
                 numbers[index, layer][:, places] = value.float().where(is_defined, torch.nan).cpu()
         for total, accumulator in zip(sums, self.accumulated, strict=True):
             if (value := accumulator.sums(rows, self.length)) is not None:
@@ -332,7 +332,11 @@ class Measures:
         by_query, *sums = (part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
         n, *statistics = np.moveaxis(by_query, 1, 0)
         totals = {accumulator.name: part.astype("f8") for accumulator, part in zip(self.accumulated, sums, strict=True)}
-        by_head = {accumulator.name: accumulator.finish(totals[accumulator.name]) for accumulator in self.accumulated if accumulator.finish}
+        by_head = {
+            accumulator.name: accumulator.head_values(totals[accumulator.name])
+            for accumulator in self.accumulated
+            if accumulator.head_values
+        }
         return Values(n[:, :, 0], dict(zip(self.names[1:], statistics, strict=True)), by_head, totals, self.length, train_length)
 
 

@@ -36,7 +36,7 @@ def relative_entropy(rows: AttentionRows) -> Tensor | None:
 
 def keys_with_most(rows: AttentionRows) -> Tensor:
     """The least number of keys that together have `MASS` of the weight."""
-    is_short = rows.descending.cumsum(-1) < MASS * rows.total.unsqueeze(-1)
+    is_short = rows.descending_weights.cumsum(-1) < MASS * rows.total.unsqueeze(-1)
     return (is_short.sum(-1) + 1).float().where(rows.is_defined, math.nan)
 
 
@@ -53,29 +53,31 @@ def family(top_k: list[int], nearest: list[int]) -> Family:
     """All statistics of concentration; `top_k` and `nearest`: numbers of keys to sum weights over. docs/diagnostics.md defines them."""
 
     def largest(k: int) -> Statistic:
-        return Statistic(f"weight on the largest {k}", "fraction", lambda rows: rows.descending[..., :k].sum(-1) / rows.total)
+        return Statistic(f"weight on the largest {k}", "fraction", lambda rows: rows.descending_weights[..., :k].sum(-1) / rows.total)
 
-    def near(k: int) -> Statistic:
+    def nearest_weight(k: int) -> Statistic:
         return Statistic(f"weight on the nearest {k}", "fraction", lambda rows: (rows.size * (rows.distance < k)).sum(-1) / rows.total)
 
     def row_sum(rows: AttentionRows) -> Tensor | None:
         return None if rows.normalizer.options.rows_sum_to_one else rows.weights.sum(-1)
 
     by_row = [
-        Statistic("effective keys", "keys", effective_keys, shown=True, fitted=True),
-        Statistic("entropy / ln n", "fraction", relative_entropy, shown=True),
-        Statistic("largest weight", "weight", lambda rows: rows.descending[..., 0], shown=True, fitted=True),
-        Statistic(f"keys with {MASS:.0%} of the weight", "keys", keys_with_most, fitted=True),
+        Statistic("effective keys", "keys", effective_keys, in_reports=True, has_exponent=True),
+        Statistic("entropy / ln n", "fraction", relative_entropy, in_reports=True),
+        Statistic("largest weight", "weight", lambda rows: rows.descending_weights[..., 0], in_reports=True, has_exponent=True),
+        Statistic(f"keys with {MASS:.0%} of the weight", "keys", keys_with_most, has_exponent=True),
         Statistic("S", "fraction", lambda rows: sparsity(rows.weights, rows.visible)),
         Statistic("entropy", "nats", entropy),
         Statistic("exact zeros", "fraction", lambda rows: ((rows.weights == 0) & rows.visible).sum(-1) / rows.n),
         Statistic("mean distance", "tokens", lambda rows: (rows.size * rows.distance).sum(-1) / rows.total),
         *map(largest, top_k),
-        *map(near, nearest),
+        *map(nearest_weight, nearest),
     ]
     row_totals = [
-        Statistic("weight on the first token", "fraction", lambda rows: (rows.size * rows.first).sum(-1) / rows.total, shown=True),
-        Statistic("ln Z", "nats", log_sum, fitted=True, log=True),
+        Statistic(
+            "weight on the first token", "fraction", lambda rows: (rows.size * rows.is_first_token).sum(-1) / rows.total, in_reports=True
+        ),
+        Statistic("ln Z", "nats", log_sum, has_exponent=True, log=True),
         Statistic("sum of weights", "weight", row_sum),
     ]
     return Family((*by_row, *row_totals, *(statistic.without_first for statistic in by_row)))

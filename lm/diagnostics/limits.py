@@ -31,7 +31,17 @@ from torch import Tensor
 
 from lm.config.eval_config import LimitsConfig
 from lm.diagnostics import lemmas
-from lm.diagnostics.attention_rows import LEAST_KEYS, Accumulated, AttentionRows, Derived, Family, Statistic, Values, mean, visible_keys
+from lm.diagnostics.attention_rows import (
+    LEAST_KEYS,
+    AttentionRows,
+    DerivedNumbers,
+    Family,
+    QuerySums,
+    Statistic,
+    Values,
+    mean,
+    visible_keys,
+)
 from lm.diagnostics.lemmas import directions, finite_difference, spectral_norm
 from lm.runs.evaluations import Axis
 
@@ -244,13 +254,13 @@ def octaves(length: int) -> list[tuple[int, int]]:
     return [(low, high - 1) for low, high in pairwise([*edges, length + 1])]
 
 
-def many(length: int) -> list[int]:
-    """N of Theorem 1: up to a quarter of the keys."""
+def many_key_counts(length: int) -> list[int]:
+    """The numbers of keys N of Theorem 1: up to a quarter of the keys."""
     return counts_up_to(max(1, length // 4))
 
 
-def few(length: int) -> list[int]:
-    """N of Theorem 2: at most half of the keys."""
+def few_key_counts(length: int) -> list[int]:
+    """The numbers of keys N of Theorem 2: at most half of the keys."""
     return [count for count in FEW if count <= length / 2]
 
 
@@ -269,31 +279,33 @@ def parts(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class Theorems:
-    """The sums over a model's rows that the configuration `asked` asks for."""
+    """The sums over a model's rows that the options `config` ask for."""
 
-    asked: LimitsConfig
+    config: LimitsConfig
 
     def distances(self, rows: AttentionRows, length: int) -> Tensor | None:
-        """`DISTANCES`, d~ and its expectations, at the numbers of keys `many`."""
+        """`DISTANCES`, d~ and its expectations, at the numbers of keys `many_key_counts`."""
 
         def measure(part: AttentionRows, most_keys: int) -> Tensor:
-            counts = [count for count in many(length) if count <= most_keys / 4]
+            counts = [count for count in many_key_counts(length) if count <= most_keys / 4]
 
             def at_counts(weights: Tensor, visible: Tensor, x: Tensor) -> Tensor:
                 draws = torch.rand(weights.shape, generator=generator).to(weights.device)
                 random = random_keys(weights, visible, x, counts, draws)
                 return torch.stack((top_distances(weights, visible, x, counts), *vars(random).values()))
 
-            return F.pad(self._by_rows(part, len(counts), at_counts), (0, 0, 0, 0, 0, len(many(length)) - len(counts)), value=math.nan)
+            return F.pad(
+                self._by_rows(part, len(counts), at_counts), (0, 0, 0, 0, 0, len(many_key_counts(length)) - len(counts)), value=math.nan
+            )
 
         generator = _generator(rows)
         return self._summed(rows, octaves(length), measure)
 
-    def separable(self, rows: AttentionRows, length: int) -> Tensor | None:
-        """`SEPARABLE` at the numbers of keys `few`; the last two quantities are of all heads of a layer together."""
+    def separability(self, rows: AttentionRows, length: int) -> Tensor | None:
+        """`SEPARABLE` at the numbers of keys `few_key_counts`; the last two quantities are of all heads of a layer together."""
 
         def measure(part: AttentionRows, most_keys: int) -> Tensor:
-            counts, heads = few(length), len(part.weights)
+            counts, heads = few_key_counts(length), len(part.weights)
 
             def at_counts(weights: Tensor, visible: Tensor, x: Tensor) -> Tensor:
                 top = top_keys(weights, visible, x, counts)
@@ -323,12 +335,12 @@ class Theorems:
                 return part.normalizer.normalize(scores / temperature, part.layout)
 
             logits = part.scores.masked_fill(~part.visible, 0.0).unsqueeze(0) * math.sqrt(part.normalizer.layer.head_size)  # (1, H, T, S)
-            random_directions = directions(part.visible, torch.Size((self.asked.directions, *logits.shape[1:])), generator)
-            temperatures = torch.tensor(self.asked.temperatures).view(-1, 1, 1, 1).to(logits)
+            random_directions = directions(part.visible, torch.Size((self.config.directions, *logits.shape[1:])), generator)
+            temperatures = torch.tensor(self.config.temperatures).view(-1, 1, 1, 1).to(logits)
             stack = logits.expand(len(temperatures), -1, -1, -1)
             norms = spectral_norm(partial(normalized, temperature=temperatures), stack, part.visible, generator)
             points = []
-            for (temperature, norm), step in product(zip(self.asked.temperatures, norms, strict=True), self.asked.steps):
+            for (temperature, norm), step in product(zip(self.config.temperatures, norms, strict=True), self.config.steps):
                 rates = finite_difference(partial(normalized, temperature=temperature), logits, step, random_directions)
                 points.append(torch.stack((rates[0], rates.amax(0), norm.double())))
             return torch.stack(points, 1)
@@ -338,8 +350,8 @@ class Theorems:
 
     def vectors(self, rows: AttentionRows) -> Tensor:
         """The vectors x of each key, (1, S, E), or of each head and key, (H, S, E)."""
-        x = {"embedding": rows.embedding, "input": rows.inputs.x, "value": rows.inputs.v[0]}[self.asked.vectors].float()
-        return F.normalize(x, dim=-1) if self.asked.unit else x
+        x = {"embedding": rows.embedding, "input": rows.inputs.x, "value": rows.inputs.v[0]}[self.config.vectors].float()
+        return F.normalize(x, dim=-1) if self.config.unit else x
 
     def _by_rows(self, rows: AttentionRows, points: int, measure: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """Values (quantities, G, H, T) of all rows; `measure`: weights (R, S), visible (R, S), x (S, E) -> (quantities, G, R)."""
@@ -361,7 +373,7 @@ class Theorems:
 
         measure: rows, most visible keys -> values (quantities, G, H, T).
         """
-        rows = rows if self.asked.first_token else rows.without_first
+        rows = rows if self.config.first_token else rows.without_first
         sums: list[Tensor | None] = []
         for low, high in bounds:
             indices = ((rows.n >= low) & (rows.n <= high)).nonzero().squeeze(-1)
@@ -454,21 +466,23 @@ def family(config: LimitsConfig, every: int) -> Family:
     def norm(rows: AttentionRows) -> Tensor:
         return lemmas.jacobian_norm(rows, torch.Generator().manual_seed(0))
 
-    def sums(name: str, size: Callable[[int], tuple[int, ...]], function: Callable[[AttentionRows, int], Tensor | None]) -> Accumulated:
-        return Accumulated(name, "", size, lambda rows, length: function(rows.select(chosen(rows)), length))
+    def sums(name: str, size: Callable[[int], tuple[int, ...]], function: Callable[[AttentionRows, int], Tensor | None]) -> QuerySums:
+        return QuerySums(name, "", size, lambda rows, length: function(rows.select(chosen(rows)), length))
 
     return Family(
         (
-            Statistic("n x largest weight", "", lambda rows: rows.size.amax(-1) * rows.n, fitted=True),  # 1 for equal weights
+            Statistic("n x largest weight", "", lambda rows: rows.size.amax(-1) * rows.n, has_exponent=True),  # 1 for equal weights
             Statistic("Lemma 1: ln (n x largest weight)", "nats", lemmas.log_n_times_largest),
             Statistic("Lemma 1: ln (n x smallest weight)", "nats", lemmas.log_n_times_smallest),
             Statistic("Lemma 1: ln C2 = -ln C1", "nats", lemmas.log_c2),
-            Statistic("norm of the Jacobian", "", sparse(norm), shown=True, fitted=True),
+            Statistic("norm of the Jacobian", "", sparse(norm), in_reports=True, has_exponent=True),
             Statistic("bound on the norm of the Jacobian", "", sparse(lemmas.jacobian_ceiling)),
         ),
         (
-            sums("distances", lambda length: (len(octaves(length)), 2, len(DISTANCES), len(many(length))), theorems.distances),
-            sums("separability", lambda length: (len(octaves(length)), 2, len(SEPARABLE), len(few(length))), theorems.separable),
+            sums("distances", lambda length: (len(octaves(length)), 2, len(DISTANCES), len(many_key_counts(length))), theorems.distances),
+            sums(
+                "separability", lambda length: (len(octaves(length)), 2, len(SEPARABLE), len(few_key_counts(length))), theorems.separability
+            ),
             sums("differences", lambda length: (1, 2, len(DIFFERENCES), steps), theorems.differences),
         ),
         lambda values: [numbers for derive in DERIVED for numbers in derive(config, values)],
@@ -484,30 +498,30 @@ def _over_heads(values: np.ndarray) -> np.ndarray:
     return mean(values, (-2, -1))
 
 
-def _derived_distances(config: LimitsConfig, values: Values) -> Iterator[Derived]:
+def _derived_distances(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
     """d~ and its expectations: over N where most keys are visible, and over the number of visible keys at one N."""
-    counts = many(values.length)
+    counts = many_key_counts(values.length)
     distances = _over_heads(means(values.sums["distances"].sum(0)))  # (octaves, quantities, N)
     for number, label in enumerate(DISTANCES):
-        yield Derived("d~", "", distances[-1, number], _counts_axis(counts), shown=True, what=label)
+        yield DerivedNumbers("d~", "", distances[-1, number], _counts_axis(counts), in_reports=True, label=label)
     for number, label in enumerate(DISTANCES if OVER_LENGTH in counts else ()):
         by_length, axis = distances[:, number, counts.index(OVER_LENGTH)], visible_keys(octaves(values.length))
-        yield Derived(f"d~ of {OVER_LENGTH} keys", "", by_length, axis, shown=True, what=label)
+        yield DerivedNumbers(f"d~ of {OVER_LENGTH} keys", "", by_length, axis, in_reports=True, label=label)
 
 
-def _derived_critical(config: LimitsConfig, values: Values) -> Iterator[Derived]:
+def _derived_critical(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
     """Critical numbers of keys over numbers of visible keys, and the D that they follow from."""
-    counts, bounds = many(values.length), octaves(values.length)
+    counts, bounds = many_key_counts(values.length), octaves(values.length)
     key_counts = [values.n[(values.n >= low) & (values.n <= high)] for low, high in bounds]
     mean_keys = [float(n.mean()) if len(n) else math.nan for n in key_counts]  # mean number of keys that the queries of an octave see
     for expectation in TESTED:
         results = [_compared(config, values, octave, expectation) for octave in range(len(bounds))]
         label = f"to {DISTANCES[expectation]}, {results[-1].size} values"
-        yield Derived("D of the largest weights", "", results[-1].statistic, _counts_axis(counts), shown=True, what=label)
+        yield DerivedNumbers("D of the largest weights", "", results[-1].statistic, _counts_axis(counts), in_reports=True, label=label)
         for level in LEVELS:
             fractions = np.array([result.critical(level) / n for result, n in zip(results, mean_keys, strict=True)])
             label = f"{DISTANCES[expectation]}, level {level:g}"
-            yield Derived("critical N / visible keys", "fraction", fractions, visible_keys(bounds), shown=True, what=label)
+            yield DerivedNumbers("critical N / visible keys", "fraction", fractions, visible_keys(bounds), in_reports=True, label=label)
 
 
 def _compared(config: LimitsConfig, values: Values, octave: int, expectation: int) -> TwoSamples:
@@ -518,28 +532,28 @@ def _compared(config: LimitsConfig, values: Values, octave: int, expectation: in
         by_head, count = (np.moveaxis(part[octave, quantity], 0, -1) for part in (total, rows))  # (sequences, layers, H, N)
         shape = (len(by_head), -1, by_head.shape[-1])
         pair.append(samples(by_head.reshape(shape), count.reshape(shape), config.sample_size))
-    return two_sample_tests(*pair, many(values.length))
+    return two_sample_tests(*pair, many_key_counts(values.length))
 
 
-def _derived_separable(config: LimitsConfig, values: Values) -> Iterator[Derived]:
+def _derived_separable(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
     """N_s / N over N where most keys are visible, and by at least one of a layer's heads."""
-    counts = few(values.length)
+    counts = few_key_counts(values.length)
     axis = _counts_axis(counts)
     separability = means(values.sums["separability"].sum(0))[-1]  # (quantities, N, layers, H)
     for number in (0, 1, 2):
-        yield Derived("N_s / N", "fraction", _over_heads(separability[number]), axis, shown=True, what=SEPARABLE[number])
-    yield Derived("d~ of the largest weights / its bound", "fraction", _over_heads(separability[3]), axis)
+        yield DerivedNumbers("N_s / N", "fraction", _over_heads(separability[number]), axis, in_reports=True, label=SEPARABLE[number])
+    yield DerivedNumbers("d~ of the largest weights / its bound", "fraction", _over_heads(separability[3]), axis)
     one_head = mean(separability[0], -1)  # p, by layer
     any_head = 1 - (1 - one_head) ** separability.shape[-1]
     title = "keys that at least one head separates"
-    yield Derived(title, "fraction", _over_heads(separability[4]), axis, what="measured")
-    yield Derived(title, "fraction", _over_heads(any_head[..., None]), axis, what="1 - (1 - p)^H")
-    yield Derived("heads that choose a key", "heads", _over_heads(separability[5]), axis)
+    yield DerivedNumbers(title, "fraction", _over_heads(separability[4]), axis, label="measured")
+    yield DerivedNumbers(title, "fraction", _over_heads(any_head[..., None]), axis, label="1 - (1 - p)^H")
+    yield DerivedNumbers("heads that choose a key", "heads", _over_heads(separability[5]), axis)
     if PLATEAU in counts:
-        yield Derived(f"N_s / N of {PLATEAU} keys", "fraction", _over_heads(separability[0])[[counts.index(PLATEAU)]])
+        yield DerivedNumbers(f"N_s / N of {PLATEAU} keys", "fraction", _over_heads(separability[0])[[counts.index(PLATEAU)]])
 
 
-def _derived_differences(config: LimitsConfig, values: Values) -> Iterator[Derived]:
+def _derived_differences(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
     """Finite differences and the spectral norm over the temperature: the largest mean of a head, as in the paper."""
     shape = len(config.temperatures), len(config.steps)
     by_head = means(values.sums["differences"].sum(0))[0]
@@ -548,8 +562,8 @@ def _derived_differences(config: LimitsConfig, values: Values) -> Iterator[Deriv
     axis = Axis("temperature T", "", "at T =", tuple(config.temperatures))
     for (index, step), number in product(enumerate(config.steps), (0, 1)):
         label = f"{DIFFERENCES[number]}, step {step:g}"
-        yield Derived("change of weights", "", largest[number, :, index], axis, shown=True, what=label)
-    yield Derived("change of weights", "", largest[2, :, 0], axis, shown=True, what=DIFFERENCES[2])
+        yield DerivedNumbers("change of weights", "", largest[number, :, index], axis, in_reports=True, label=label)
+    yield DerivedNumbers("change of weights", "", largest[2, :, 0], axis, in_reports=True, label=DIFFERENCES[2])
 
 
 DERIVED = _derived_distances, _derived_critical, _derived_separable, _derived_differences

@@ -80,10 +80,10 @@ def retrieving_head(decoder: Decoder, examples: list[Example], any_map: bool = F
         queries = (example.questions[:, 0] - 1).tolist()
         batch = Batch.of(example.tokens[None]).to(decoder.head.weight.device)
         for block in attention_blocks(decoder, batch, queries, inputs=True, block=len(queries)):
-            rows = AttentionRows.of(block)
+            rows = AttentionRows.from_block(block)
             by_score = block.normalizer.score_map == "exp" and not block.normalizer.log_decay(rows.scores).any()
             if bool((rows.n == rows.queries + 1).all()) if by_score else any_map and bool((rows.n >= rows.queries).all()):
-                parts.setdefault(block.layer, []).append(_of_block(block, rows, example, by_score))
+                parts.setdefault(block.layer, []).append(_block_scores(block, rows, example, by_score))
                 formula_holds[block.layer] = by_score
     best_head: RetrievingHead | None = None
     for layer, blocks in parts.items():
@@ -98,7 +98,7 @@ def retrieving_head(decoder: Decoder, examples: list[Example], any_map: bool = F
     return best_head
 
 
-def _of_block(block: AttentionBlock, rows: AttentionRows, example: Example, by_score: bool) -> tuple[np.ndarray, ...]:
+def _block_scores(block: AttentionBlock, rows: AttentionRows, example: Example, by_score: bool) -> tuple[np.ndarray, ...]:
     """For each question of a sequence: needle (Q, H), others (Q, H, L), filler (Q, L), n (Q,), slope, weight, N_eff and entropy (Q, H)."""
     length, keys, device = len(example.tokens) - 1, rows.visible.size(-1), rows.visible.device
     evidence, questions = torch.as_tensor(example.evidence[:, 0], device=device), torch.arange(len(example.questions), device=device)

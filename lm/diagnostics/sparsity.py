@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm.diagnostics.attention_rows import Accumulated, AttentionRows, Family, Statistic
+from lm.diagnostics.attention_rows import AttentionRows, Family, QuerySums, Statistic
 
 LOWEST_RATIO = -20.0  # beta / gamma: S of relu and relu^2 is below 1e-40 from there on, and its terms cancel to rounding error
 
@@ -109,7 +109,7 @@ def _ratio(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return r, torch.where(r < 0, tail, torch.special.ndtr(r)), density
 
 
-def standardised(weights: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+def standardised_weights(weights: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     """Each query's weights (..., S) minus their mean, over their standard deviation, and a mask of the weights that count: both (..., S).
 
     Keys that a query does not see do not count, nor does a query whose weights are all equal, or not finite.
@@ -149,15 +149,15 @@ def variance_explained(sums: np.ndarray) -> np.ndarray:
     return np.divide((effect * weight).sum(-1), weights, out=np.full(weights.shape, np.nan), where=weights > 0)
 
 
-def placed(by_key: bool, first_position: Callable[[int], int]) -> Callable[[AttentionRows, int], Tensor]:
-    """A function for sums, (H, 2 length), by the key's position in its document, or by its distance.
+def position_sums(by_key: bool, first_position: Callable[[int], int]) -> Callable[[AttentionRows, int], Tensor]:
+    """A function that gives sums of weights, (H, 2 length), by the key's position in its document, or by its distance.
 
     Only queries from position `first_position(length)` on count.
     """
 
     def sums(rows: AttentionRows, length: int) -> Tensor:
         mask = rows.layout.positions.flatten() >= first_position(length)
-        values, counts = standardised(rows.weights[:, mask], rows.visible[mask])
+        values, counts = standardised_weights(rows.weights[:, mask], rows.visible[mask])
         places = rows.layout.key_positions.view(1, -1) if by_key else rows.distance.clamp(min=0).long()[mask]
         return sums_by_place(values, counts, places, length)
 
@@ -165,9 +165,9 @@ def placed(by_key: bool, first_position: Callable[[int], int]) -> Callable[[Atte
 
 
 EXPLAINED = {  # queries in the second half of the sequence; for the last query distance and key position are the same
-    "key position": placed(True, lambda length: length // 2),
-    "distance": placed(False, lambda length: length // 2),
-    "both, last query": placed(False, lambda length: length - 1),
+    "key position": position_sums(True, lambda length: length // 2),
+    "distance": position_sums(False, lambda length: length // 2),
+    "both, last query": position_sums(False, lambda length: length - 1),
 }
 
 
@@ -219,7 +219,7 @@ def difference(rows: AttentionRows) -> Tensor | None:
 def family() -> Family:
     """S against its closed form, the moments of the scores, and the variance of the weights that positions explain."""
     by_row = [
-        Statistic("score standard deviation", "", lambda rows: rows.moments.std, shown=True, fitted=True),
+        Statistic("score standard deviation", "", lambda rows: rows.moments.std, in_reports=True, has_exponent=True),
         Statistic("score mean", "", lambda rows: rows.moments.mean),
         Statistic("score skew", "", lambda rows: rows.moments.skew),
         Statistic("score excess kurtosis", "", lambda rows: rows.moments.excess_kurtosis),
@@ -228,7 +228,7 @@ def family() -> Family:
     ]
     condensation = Statistic("queries beyond condensation", "fraction", is_condensed)
     explained_variance = [
-        Accumulated(f"variance explained by {place}", "", lambda length: (2 * length,), sums, variance_explained, shown=True)
+        QuerySums(f"variance explained by {place}", "", lambda length: (2 * length,), sums, variance_explained, in_reports=True)
         for place, sums in EXPLAINED.items()
     ]
     return Family((*by_row, condensation, *(statistic.without_first for statistic in by_row)), tuple(explained_variance))

@@ -50,7 +50,7 @@ class Answers:
     sequence: np.ndarray  # (N,) int64, index of the token's sequence
     place: np.ndarray  # (N,) int64, the token's index within its answer
 
-    def whole(self, right: np.ndarray) -> np.ndarray:
+    def whole_answers(self, right: np.ndarray) -> np.ndarray:
         """Whether all tokens of an answer are `right` (N,), for each answer: (Q,) bool."""
         return np.minimum.reduceat(right, np.flatnonzero(self.place == 0)).astype(bool)
 
@@ -196,18 +196,18 @@ class Recall(AnswerMeasurement):
         named_tasks = list(zip(self.tasks, task_names([to_plain(task) for task in self.tasks]), strict=True))
         series: list[Series] = []
         for setting, (task, name) in product(self.asked.inference, named_tasks):
-            series += self._of_task(for_inference(decoder, setting), task, name, setting.label, device, progress)
+            series += self._task_series(for_inference(decoder, setting), task, name, setting.label, device, progress)
         return series
 
-    def _of_task(self, decoder: Decoder, task: Task, name: str, setting: str, device: Device, progress: Advance) -> list[Series]:
+    def _task_series(self, decoder: Decoder, task: Task, name: str, setting: str, device: Device, progress: Advance) -> list[Series]:
         """The series of one task under one inference setting."""
         samples: dict[str, list[Sample]] = {metric: [] for metric in ("whole", "rolled out", "token", "loss")}  # of each length
         for length in self.lengths:
             examples = [example(task, QUESTION_SEED, index, length, "test", self.haystack) for index in range(self.asked.sequences)]
             sha256, answers = tokens_sha256(item.tokens for item in examples), read_answers(decoder, examples, device, progress)
             question_sequence = answers.sequence[answers.place == 0]
-            samples["whole"].append(by_unit(sha256, question_sequence, answers.whole(answers.right)))
-            samples["rolled out"].append(by_unit(sha256, question_sequence, answers.whole(answers.rolled_out)))
+            samples["whole"].append(by_unit(sha256, question_sequence, answers.whole_answers(answers.right)))
+            samples["rolled out"].append(by_unit(sha256, question_sequence, answers.whole_answers(answers.rolled_out)))
             samples["token"].append(by_unit(sha256, answers.sequence, answers.right))
             samples["loss"].append(by_unit(sha256, answers.sequence, answers.nll))
         task_options, chance = to_plain(task), task.chance
@@ -389,7 +389,7 @@ def head_scores(decoder: Decoder, trial: Trial, length: int) -> Tensor:
 
 
 class NeedleMeasurement(AnswerMeasurement):
-    """Answers by context length and depth, with a control without the needle; and the heads that look at the needle."""
+    """Accuracy by context length and depth, with a control without the needle; and attention of heads to the needle."""
 
     kind = "needle"
 

@@ -64,7 +64,7 @@ def attention_maps(decoder: Decoder, tokens: Tensor, cells: int) -> Maps:
     effective = torch.full((*shape[:2], length), torch.nan)
     sequence = torch.cat((tokens, tokens[:1])).unsqueeze(0)  # the last token has nothing to predict
     for block in attention_blocks(decoder, Batch.of(sequence)):
-        rows = AttentionRows.of(block)
+        rows = AttentionRows.from_block(block)
         effective[block.layer][:, block.queries.cpu()] = (effective_keys(rows.without_first) / (rows.n - 1)).cpu()
         magnitude = rows.size.masked_fill(~rows.visible, -1.0)
         column_peaks, peak_keys = F.pad(magnitude, (0, side * size - magnitude.size(-1)), value=-1.0).unflatten(-1, (side, size)).max(-1)
@@ -177,7 +177,7 @@ def show_attention(
     text = read_text(text)
     for source in sources:
         check_source(source)
-    models = [model for source in sources for model in _of_model(load(source, checkpoint), text, layers, heads, changes)]
+    models = [model for source in sources for model in _shown_models(load(source, checkpoint), text, layers, heads, changes)]
     table_path = table_path or models[0].source / "attention.csv"
     picture = attention_picture(models)
     table = table_bytes([cell for model in models for cell in cells_of(model)], table_path)
@@ -204,13 +204,13 @@ def read_text(text_or_path: str) -> str:
     return text
 
 
-def _of_model(
+def _shown_models(
     model: Loaded, text: str, layers: list[int] | None, heads: list[int] | None, changes: dict[str, Plain]
 ) -> Iterator[ShownModel]:
     """A model's attention, once for each inference setting."""
     config, (tokenizer, start) = config_of(model, changes), model.tokenizer_and_start()
     encoded = encoding_of(tokenizer, text)
-    ids, has_end = [start, *encoded.ids], model.spec.model.position.ends
+    ids, has_end = [start, *encoded.ids], model.spec.model.position.has_last
     most_tokens = model.spec.seq_len if has_end else MOST_TOKENS
     if len(ids) > most_tokens:
         reason = "its learned positions end at" if has_end else "of one text are shown at most"

@@ -63,7 +63,7 @@ def _maps(metric: str, series: Sequence[Series], curve_settings: list[str], sett
     low, top = (float(finite_values.min()), float(finite_values.max())) if len(finite_values) else (0.0, 1.0)
     return [
         Map(f"{metric}\n{setting}", "head", [*map(str, range(heads[setting].shape[1]))], [*map(str, range(len(heads[setting])))],
-            heads[setting], top, low, written=False, y_label="layer") if len(heads.get(setting, ())) else None
+            heads[setting], top, low, shows_values=False, y_label="layer") if len(heads.get(setting, ())) else None
         for setting in settings
     ]  # fmt: skip
 
@@ -80,7 +80,7 @@ def _derived(lines: list[Series], settings: list[str]) -> list[Panel | Map | Non
     for setting in settings:
         curves = [line for line in lines if line.setting == setting]
         traces = [
-            Trace(place, curve.what, np.array(curve.axis.values), curve.means, "mean", keyed=True) for place, curve in enumerate(curves)
+            Trace(place, curve.what, np.array(curve.axis.values), curve.means, "mean", in_legend=True) for place, curve in enumerate(curves)
         ]
         title = f"{lines[0].metric}\n{setting}"
         panels.append(Panel(title, axis.name, lines[0].unit, traces, ticks, base, log, y_range=y_range) if curves else None)
@@ -139,7 +139,7 @@ _Theory = tuple[str, tuple[float, float] | None, list[Trace]]  # label and range
 
 
 def _theory(label: str, x: torch.Tensor | tuple[float, float], y: torch.Tensor | tuple[float, float], dashes: int) -> Trace:
-    return Trace(-1, label, np.asarray(x), np.asarray(y), "mean", dashes=dashes, keyed=True)
+    return Trace(-1, label, np.asarray(x), np.asarray(y), "mean", dashes=dashes, in_legend=True)
 
 
 def _exp(x_max: float, keys: tuple[int, float]) -> _Theory:

@@ -25,10 +25,10 @@ from lm.diagnostics.attention_rows import (
     LEAST_KEYS,
     NO_WEIGHT,
     NOT_FINITE,
-    Accumulated,
-    Derived,
+    DerivedNumbers,
     Family,
     Measures,
+    QuerySums,
     Statistic,
     Values,
     exponent,
@@ -48,7 +48,7 @@ from lm.model.decoder import Decoder
 from lm.model.device import Device, eval_mode
 from lm.model.swapped import for_inference
 from lm.progress import Progress
-from lm.report.evaluation_tables import Evaluated
+from lm.report.evaluation_tables import EvaluationResult
 from lm.runs.evaluations import Axis, Series, Shown
 from lm.runs.folder import CHECKPOINTS, CONFIG, read_config, require_run
 from lm.runs.loading import DESCRIPTION, Loaded, find_checkpoint, load
@@ -201,7 +201,7 @@ def describe(
         measures, vectors = statistics_of(*pair, held_out, options, device, progress)
         values = [measures.values(vectors[:, number], decoder.seq_len) for number in range(3)]
         models |= dict(zip((setting.label, UNTRAINED + words, SHUFFLED + words), values, strict=True))
-    description = _Described(models, measures, held_out, fingerprint)
+    description = _ModelSeries(models, measures, held_out, fingerprint)
     parts = [description.numbers(), description.curves(), description.derived(), description.heads()]
     return [series for part in parts + [description.heads_by_keys()] * options.by_position for series in part]
 
@@ -220,8 +220,8 @@ def statistics_of(
     def vectors(index: int) -> Tensor:
         batch = held_out.batch([index]).to(device.device)
         device.check_time()
-        model_values, shuffled_values = measures.of(decoder, batch, index, orders(index, len(queries), held_out.length))
-        return torch.stack([model_values, *measures.of(untrained_decoder, batch, index), shuffled_values])
+        model_values, shuffled_values = measures.vectors(decoder, batch, index, orders(index, len(queries), held_out.length))
+        return torch.stack([model_values, *measures.vectors(untrained_decoder, batch, index), shuffled_values])
 
     def measure(part: list[int]) -> Tensor:
         return torch.stack([vectors(index) for index in part])
@@ -260,7 +260,7 @@ def retrieval_series(decoder: Decoder, config: Config, options: DiagnosticsConfi
 # ---------------------------------------------------------------- series
 
 
-class _Described:
+class _ModelSeries:
     """The series of several models on the same sequences, by statistic and model; the trained model itself comes first."""
 
     def __init__(self, models: dict[str, Values], measures: Measures, held_out: HeldOut, fingerprint: str):
@@ -268,7 +268,7 @@ class _Described:
         self.first = next(iter(models))
         self.bins = half_octaves(models[self.first].n, models[self.first].train_length)
 
-    def _each(self, statistics: Iterable[Statistic | Accumulated]) -> Iterator[tuple[Statistic | Accumulated, str, Values]]:
+    def _each(self, statistics: Iterable[Statistic | QuerySums]) -> Iterator[tuple[Statistic | QuerySums, str, Values]]:
         """Each statistic of each model, except statistics that are defined nowhere."""
         for statistic in statistics:
             arrays = [(values.by_query | values.by_head).get(statistic.name) for values in self.models.values()]
@@ -300,7 +300,7 @@ class _Described:
         for family in self.measures.families:
             for setting, values in self.models.items():
                 for part in family.derive(values):
-                    yield self._series(part, setting, part.values, what=part.what, axis=part.axis, shown=self._shown(part))
+                    yield self._series(part, setting, part.values, what=part.label, axis=part.axis, shown=self._shown(part))
 
     def heads(self) -> Iterator[Series]:
         """Means over sequences and queries by layer and head; the exponents of growth with the number of keys, and their fits' R^2."""
@@ -321,7 +321,7 @@ class _Described:
 
     def _fits(self) -> Iterator[tuple[Statistic, str, np.ndarray, np.ndarray]]:
         """Exponents of growth with n up to the training length and their R^2, (layers, H), of each model."""
-        for statistic, setting, values in self._each(statistic for statistic in self.measures.per_query if statistic.fitted):
+        for statistic, setting, values in self._each(statistic for statistic in self.measures.per_query if statistic.has_exponent):
             n = np.where(values.n <= values.train_length, values.n, np.nan)
             exponents, fit = exponent(values.by_query[statistic.name], n, statistic.log)
             if np.isfinite(exponents).any():
@@ -340,7 +340,7 @@ class _Described:
 
     def _series(
         self,
-        statistic: Statistic | Accumulated | Derived,
+        statistic: Statistic | QuerySums | DerivedNumbers,
         setting: str,
         means: np.ndarray,
         metric: str = "",
@@ -353,12 +353,12 @@ class _Described:
             interval="documents" if fields.get("samples") else "none", data_fingerprint=self.fingerprint, **fields,
         )  # fmt: skip
 
-    def _logged(self, statistic: Statistic | Accumulated, setting: str) -> tuple[str, ...]:
-        return (f"{KIND}/{statistic.name}",) if statistic.shown and setting == self.first else ()
+    def _logged(self, statistic: Statistic | QuerySums, setting: str) -> tuple[str, ...]:
+        return (f"{KIND}/{statistic.name}",) if statistic.in_reports and setting == self.first else ()
 
-    def _shown(self, statistic: Statistic | Derived) -> Shown | None:
+    def _shown(self, statistic: Statistic | DerivedNumbers) -> Shown | None:
         """How reports show a statistic; None if they leave it out."""
-        if not statistic.shown:
+        if not statistic.in_reports:
             return None
         amount = f"{len(self.held_out.sequences):,} of {self.held_out.length:,} tokens, {len(self.measures.queries)} queries each"
         caption = f"{statistic.name} of attention weights, mean over heads"
@@ -372,13 +372,13 @@ def _exponent_of(statistic: Statistic) -> str:
 # ---------------------------------------------------------------- lm diagnose
 
 
-def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str] | None = None) -> list[Evaluated]:
+def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str] | None = None) -> list[EvaluationResult]:
     """Diagnostics of models; results of run folders are kept in their evaluations/, as `lm eval` keeps them.
 
     Args:
         sources: run folders, checkpoints, exports and other model folders, and configurations of the text that model folders are
             measured on. A model folder without a training run needs such a configuration, or eval.diagnostics.text.
-        checkpoint: of run folders: `last`, `best` or a step.
+        checkpoint: the checkpoint of run folders: `last`, `best` or a step.
         overrides: `key=value` of keys that act in `lm diagnose`, such as eval.diagnostics.sequences=32.
 
     Raises LMError: no model there, no text that could be read, other data than the model was trained on.
@@ -387,7 +387,7 @@ def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str]
     for source in sources or files:
         check_source(source)
     changes = merge({"eval": {"diagnostics": {}}}, overrides_in("diagnose", overrides or []))
-    results: list[Evaluated] = []
+    results: list[EvaluationResult] = []
     for source in sources:
         folder = source if source.is_dir() else source.resolve().parent.parent
         if (folder / DESCRIPTION).is_file() and files:
@@ -402,7 +402,7 @@ def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str]
             path = find_checkpoint(folder, checkpoint) if source.is_dir() else source
             results += evaluate(config, folder, path, [KIND])
         else:
-            results.append(_of_model(load(source, checkpoint), changes))
+            results.append(_diagnose_model(load(source, checkpoint), changes))
     return results
 
 
@@ -416,7 +416,7 @@ def check_source(source: Path) -> None:
         raise RunError(f"{source}: a configuration, not a model: train it (lm train {source}), and name its run folder")
 
 
-def _of_model(model: Loaded, changes: dict[str, Plain]) -> Evaluated:
+def _diagnose_model(model: Loaded, changes: dict[str, Plain]) -> EvaluationResult:
     """Diagnose a model folder on the held-out text of its run, or on `eval.diagnostics.text`; the result is not cached."""
     config = config_of(model, changes)
     options = config.eval.diagnostics
@@ -433,7 +433,7 @@ def _of_model(model: Loaded, changes: dict[str, Plain]) -> Evaluated:
     device, stamp = open_device(config, model.environment), model.stamp
     with Progress().bar(f"{model.folder.name}: {KIND}", measurement.work) as advance:
         evaluation = measurement.evaluate(model.decoder.to(device.device), device, stamp["step"], stamp["tokens_seen"], advance)
-    return Evaluated(model.folder, evaluation, cached=False)
+    return EvaluationResult(model.folder, evaluation, cached=False)
 
 
 def config_of(model: Loaded, changes: dict[str, Plain]) -> Config:

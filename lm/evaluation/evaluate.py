@@ -14,26 +14,28 @@ from lm.config.tree import Config
 from lm.config.yaml_text import interpolated
 from lm.data.prepare import check_sequences, prepare
 from lm.data.store import Store
-from lm.errors import ConfigError, Problem, RunError, shown
+from lm.errors import ConfigError, Problem, RunError, as_written
 from lm.evaluation.evaluation_kind import measurements, weights_sha256
 from lm.machine import threads_each
 from lm.model.device import Device, resolve_device, resolve_precision
 from lm.progress import Progress
-from lm.report.evaluation_tables import Evaluated
+from lm.report.evaluation_tables import EvaluationResult
 from lm.runs.folder import CONFIG, ENVIRONMENT, TOKENIZER, read_config
 from lm.runs.loading import DESCRIPTION, Loaded, find_checkpoint, load
 from lm.runs.same_run import check_environment, config_problems
 from lm.schema import Plain, effect, to_plain
 
 
-def evaluate_runs(folders: list[Path], checkpoint: str = "last", suite: str = "", overrides: list[str] | None = None) -> list[Evaluated]:
+def evaluate_runs(
+    folders: list[Path], checkpoint: str = "last", suite: str = "", overrides: list[str] | None = None
+) -> list[EvaluationResult]:
     """Evaluate one checkpoint of each run, keep the results in its evaluations/, and return them.
 
     A result that was measured before, with the same weights, data, precision and options, is not measured again.
 
     Args:
         folders: run folders; or model folders, and configurations of the text that they are measured on.
-        checkpoint: `last`, `best` or a step; of a single run also a path.
+        checkpoint: `last`, `best` or a step; for a single run also a path.
         suite: a name of `SUITES` or a YAML file with an `eval` block; empty: the `eval` block of the run's configuration.
         overrides: `key=value` of keys that act in `lm eval`, after the suite's.
 
@@ -52,14 +54,14 @@ def evaluate_runs(folders: list[Path], checkpoint: str = "last", suite: str = ""
     base_configs = [text_config(models[folder], files) if folder in models else read_config(folder) for folder in folders]
     configs = [parse(merge(merge(to_plain(config), suite_changes(suite, config)), changes)) for config in base_configs]
     paths = [folder if folder in models else find_checkpoint(folder, checkpoint) for folder in folders]
-    results: list[Evaluated] = []
+    results: list[EvaluationResult] = []
     for config, folder, path in zip(configs, folders, paths, strict=True):
         results += evaluate_model(config, models.pop(folder)) if folder in models else evaluate(config, folder, path)
     return results
 
 
 def suite_changes(name: str, config: Config) -> dict[str, Plain]:
-    """Changes that a suite makes to a configuration. Raises ConfigError if there is none of this name."""
+    """Changes that a suite makes to a configuration. Raises ConfigError if there is no suite of this name."""
     if not name or name in SUITES:
         return {"eval": config.eval.suite(name, config.data, config.model)} if name else {}
     path = Path(name)
@@ -71,24 +73,24 @@ def suite_changes(name: str, config: Config) -> dict[str, Plain]:
     return plain
 
 
-def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None = None) -> list[Evaluated]:
+def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None = None) -> list[EvaluationResult]:
     """Evaluate the checkpoint at `path` of the run in `folder` as `config` says, or only `kinds`; otherwise as `evaluate_runs`."""
     model = load(path)
     facts = model.metadata
     environment = check_environment(folder / ENVIRONMENT, facts, path)
     problems = config_problems(config, model.config, facts, path)
     if problems:
-        reasons = "; ".join(f"{problem.path} = {shown(problem.value)}: {problem.reason}" for problem in problems[:3])
+        reasons = "; ".join(f"{problem.path} = {as_written(problem.value)}: {problem.reason}" for problem in problems[:3])
         raise RunError(f"{folder / CONFIG}: is not of the run of {path}: {reasons}; bring back the one that belongs here")
     return _measured(config, folder, model, open_store(config, model), open_device(config, environment), kinds)
 
 
-def evaluate_model(config: Config, model: Loaded, kinds: list[str] | None = None) -> list[Evaluated]:
+def evaluate_model(config: Config, model: Loaded, kinds: list[str] | None = None) -> list[EvaluationResult]:
     """Evaluate a model folder on the text of a `text_config`, as it says or only `kinds`; otherwise as `evaluate_runs`."""
     return _measured(config, model.folder, *on_text(model, config), open_device(config, {}), kinds)
 
 
-def _measured(config: Config, folder: Path, model: Loaded, store: Store, device: Device, kinds: list[str] | None) -> list[Evaluated]:
+def _measured(config: Config, folder: Path, model: Loaded, store: Store, device: Device, kinds: list[str] | None) -> list[EvaluationResult]:
     """Measure a model on `store`, or take from its folder the results that were measured before."""
     decoder, facts = model.decoder, model.metadata
     check_sequences(store, config)
@@ -103,14 +105,14 @@ def _measured(config: Config, folder: Path, model: Loaded, store: Store, device:
                 evaluation = measurement.evaluate(decoder, device, *stamp, advance)
             measurement.cache(folder, evaluation, device)
         measurement.write(folder, evaluation)
-        results.append(Evaluated(folder, evaluation, cached))
+        results.append(EvaluationResult(folder, evaluation, cached))
     return results
 
 
 def open_store(config: Config, model: Loaded) -> Store:
     """The token store a model was trained on: the one of its fingerprint, else a new one. Raises RunError if that has other tokens."""
     fingerprint = model.metadata["data_fingerprint"]
-    store = prepare(config.data, progress=True, wanted=fingerprint)
+    store = prepare(config.data, progress=True, store_fingerprint=fingerprint)
     if store.fingerprint != fingerprint:
         raise RunError(
             f"{model.path}: was trained on tokens {fingerprint[:16]}, of which there is no store in {config.data.root}; its sources now "
@@ -120,7 +122,7 @@ def open_store(config: Config, model: Loaded) -> Store:
 
 
 def open_device(config: Config, environment: dict[str, Plain]) -> Device:
-    """The one device to measure on, in the precision of training (`environment`: its environment.json) unless `config` sets another."""
+    """The device to measure on, in the precision of training (`environment`: the run's environment.json) unless `config` sets another."""
     config = replace(config, trainer=replace(config.trainer, devices=1, num_nodes=1))  # however many devices it was trained on
     accelerator, _ = resolve_device(config)
     precision = resolve_precision(config, accelerator, environment)

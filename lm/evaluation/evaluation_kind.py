@@ -49,12 +49,12 @@ class Measurement(ABC):
 
     @property
     def asked(self) -> Timing:
-        """The evaluation's block of `eval` in the configuration, which says when it runs during training, too."""
+        """The evaluation's block of `eval` in the configuration; it also sets when the evaluation runs during training."""
         return self.config.eval.kinds[self.kind]
 
     @property
     def asked_plain(self) -> dict[str, Plain]:
-        """The evaluation's block of `eval`, without the keys that say when it runs, and for how long."""
+        """The evaluation's block of `eval`, without the keys that set when the evaluation runs, and for how long."""
         return {name: value for name, value in to_plain(self.asked).items() if name not in WHEN}
 
     def with_settings(self, **fields: Plain) -> dict[str, Plain]:
@@ -105,7 +105,7 @@ class Measurement(ABC):
             raise TypeError(f"`measure` gives {type(series).__name__}, not a list of Series")
         return Evaluation(
             self.kind, step, tokens_seen, self.fingerprint, self.options, self.precision(device), weights, tuple(series),
-            self.config.eval.asked(self.kind), self.code,
+            self.config.eval.measured_options(self.kind), self.code,
         )  # fmt: skip
 
     def write(self, run: Path, evaluation: Evaluation, with_picture: bool = True) -> Path:
@@ -127,8 +127,8 @@ class Measurement(ABC):
         if not path.is_file():
             return None
         try:
-            options = self.config.eval.asked(self.kind)
-            return replace(Evaluation.of(read_sealed(path)), step=step, tokens_seen=tokens_seen, asked=options)
+            options = self.config.eval.measured_options(self.kind)
+            return replace(Evaluation.from_plain(read_sealed(path)), step=step, tokens_seen=tokens_seen, asked=options)
         except (RunError, KeyError, ValueError) as error:
             reason = error if isinstance(error, RunError) else f"{path}: is damaged, or of another version"
             Progress().say(f"note: {reason}: measured again")
@@ -147,7 +147,7 @@ def measurements(config: Config, store: Store, kinds: Iterable[str] | None = Non
 
     Raises LMError: the store does not hold the data that a measurement needs.
     """
-    class_paths = [name.split(":") for kind, name in config.eval.wanted(config.data).items() if kinds is None or kind in kinds]
+    class_paths = [name.split(":") for kind, name in config.eval.measurement_classes(config.data).items() if kinds is None or kind in kinds]
     return [getattr(import_module(module), attribute)(config, store) for module, attribute in class_paths]
 
 

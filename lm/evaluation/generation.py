@@ -17,7 +17,7 @@ from lm.runs.loading import load
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of a sequence are drawn."""
+    """The options of drawing the tokens of a sequence."""
 
     temperature: float = 1.0  # divides the logits; 0: always the most probable token
     top_k: int | None = None  # draw among the k most probable tokens only
@@ -33,7 +33,7 @@ class Continuation:
     Args:
         prompts: token ids of each sequence, equally many in all, at least one.
         length: tokens that each sequence will have in all.
-        samplings: how the tokens of each sequence are drawn.
+        samplings: the options of drawing the tokens of each sequence.
     """
 
     def __init__(self, decoder: Decoder, prompts: list[list[int]], length: int, samplings: list[Sampling]):
@@ -51,7 +51,7 @@ class Continuation:
         return tokens
 
     def keep(self, sequences: list[int]) -> None:
-        """Go on with only these sequences, by their numbers."""
+        """Keep only the sequences with these numbers."""
         if len(sequences) < len(self._draws):
             self._cache, self._tokens = self._cache.select(sequences), self._tokens[sequences]
             self._draws = [self._draws[number] for number in sequences]
@@ -102,7 +102,7 @@ def generate_text(source: Path, checkpoint: str, prompt: str, max_new_tokens: in
             words = " ".join(filter(None, map(tokenizer.id_to_token, range(3))))
             raise ConfigError([Problem("--prompt", unknown_text, "the model has no token for it", f"its tokens are such as `{words}`")])
     ids = [start, *encoding.ids]
-    if model.spec.model.position.ends and len(ids) + max_new_tokens > model.decoder.seq_len:
+    if model.spec.model.position.has_last and len(ids) + max_new_tokens > model.decoder.seq_len:
         room = model.decoder.seq_len - len(ids)
         raise ConfigError([Problem("--max-new-tokens", max_new_tokens, f"learned positions leave room for {room} after the prompt")])
     return pieces(tokenizer, ids[1:], start, generate(model.decoder, ids, max_new_tokens, sampling))

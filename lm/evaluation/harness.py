@@ -55,7 +55,7 @@ class HarnessLM(LM):
     on the left. Batches hold sequences of one length, so that nothing is padded and n is each sequence's own under every policy.
 
     Args:
-        model: what `lm.load` gives; its decoder is moved to the device.
+        model: the model that `lm.load` gives; its decoder is moved to the device.
         max_length: tokens the model is given at once [default: the training length].
         device: device and precision [default: the GPU if there is one, fp32].
 
@@ -69,7 +69,7 @@ class HarnessLM(LM):
         self.max_length = decoder.seq_len if max_length is None else max_length
         if self.max_length < 2:
             raise ConfigError([Problem("max_length", max_length, "must be 2 or more")])
-        if decoder.config.position.ends and self.max_length > decoder.seq_len:
+        if decoder.config.position.has_last and self.max_length > decoder.seq_len:
             raise ConfigError([Problem("max_length", max_length, f"learned positions end at {decoder.seq_len}")])
         self.device_and_precision = device or Device(torch.device("cuda" if torch.cuda.is_available() else "cpu"), bf16=False)
         self._device = self.device_and_precision.device
@@ -169,7 +169,7 @@ class HarnessLM(LM):
         context loses tokens on the left to make room, but keeps half of `max_length`; then there are fewer new tokens. The i-th request
         draws with seed i.
         """
-        texts = [self._asked(request, seed) for seed, request in enumerate(requests)]
+        texts = [self._text_request(request, seed) for seed, request in enumerate(requests)]
         answers = [""] * len(texts)
         with tqdm(total=len(texts), desc="texts", leave=False, disable=disable_tqdm or None) as bar:
             for new_tokens in sorted({text.new for text in texts}, reverse=True):
@@ -180,7 +180,7 @@ class HarnessLM(LM):
                     bar.update(len(group))
         return self._answered("generate_until", requests, answers)
 
-    def _asked(self, request: Instance, seed: int) -> "_AskedText":
+    def _text_request(self, request: Instance, seed: int) -> "_TextRequest":
         """Read a request; its context is cut to the room that there is."""
         (context, options), task = request.args, request.task_name
         unknown_names = [name for name in options if name not in _GENERATION_KEYS and (name, options[name]) != ("num_beams", 1)]
@@ -202,9 +202,9 @@ class HarnessLM(LM):
             temperature = 1.0
         stop_option = options.get("until") or []
         stops = [stop for stop in ([stop_option] if isinstance(stop_option, str) else stop_option) if stop]
-        return _AskedText(ids, new_tokens, Sampling(temperature, options.get("top_k"), options.get("top_p"), seed), stops)
+        return _TextRequest(ids, new_tokens, Sampling(temperature, options.get("top_k"), options.get("top_p"), seed), stops)
 
-    def _write(self, texts: list["_AskedText"]) -> list[str]:
+    def _write(self, texts: list["_TextRequest"]) -> list[str]:
         """Texts that follow contexts of one length, with the same maximum of new tokens; when one ends, the others go on."""
         writings = [Writing(self.tokenizer, text.ids) for text in texts]
         starts, answers, active_indices = [len(writing.shown) for writing in writings], [""] * len(texts), [*range(len(texts))]
@@ -232,7 +232,7 @@ class HarnessLM(LM):
 
 
 @dataclass(frozen=True)
-class _AskedText:
+class _TextRequest:
     """A text that the model is to write."""
 
     ids: list[int]  # tokens of the context
@@ -315,7 +315,7 @@ class Downstream(Measurement):
         return len(self.names)
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
-        spec = ModelSpec.of(decoder, self.store.manifest["end_of_text"]["token"])
+        spec = ModelSpec.from_decoder(decoder, self.store.manifest["end_of_text"]["token"])
         with eval_mode(decoder), _own_random_state():
             model = HarnessLM(Loaded(decoder, spec, self.store.tokenizer(), self.store.path), self.asked.max_length, device)
             results = _evaluate(model, self.names, self.manager, self.asked)

@@ -61,7 +61,7 @@ class HeldOut:
 
     @property
     def counts(self) -> np.ndarray:
-        """Which predictions count: (N, length) bool."""
+        """Mask, (N, length) bool, of the predictions that count."""
         return np.ones((len(self.sequences), self.length), bool) if self.answers is None else self.answers
 
     def batch(self, indices: list[int]) -> Batch:
@@ -73,7 +73,7 @@ class HeldOut:
         return Sample(self.sha256, values, np.ones(len(values)) if weights is None else weights, self.document_labels)
 
     def means(self, values: np.ndarray, selection: slice | np.ndarray = slice(None)) -> tuple[float, Sample]:
-        """The mean of the values (N, length) that count, over the sequences of `selection`, and the mean of each sequence as a sample."""
+        """The mean over the sequences of `selection` of the values (N, length) that count, and the mean of each sequence as a sample."""
         values, counts = values[selection], self.counts[selection]
         sequence_means = values.mean(1, dtype=np.float64, where=counts)[:, None]
         sample = Sample(self.sha256, sequence_means, counts.sum(1), self.document_labels[selection])
@@ -120,7 +120,7 @@ def long_sequences(store: Store, config: Config) -> HeldOut:
     options, seq_len, longest = config.eval.long_context, config.data.seq_len, store.val.longest
     length = options.length(seq_len)
     if options.length_factor == "auto":
-        length = seq_len if config.model.position.ends else length
+        length = seq_len if config.model.position.has_last else length
         min_documents = min(2, int((store.val.lengths > 1).sum()))
         while length > 1 and (store.val.lengths > length).sum() < min_documents:
             length = max(1, length // 2)

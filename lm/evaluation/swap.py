@@ -48,7 +48,7 @@ def swap_sequences(store: Store, config: Config) -> list[HeldOut]:
     for length in sorted({int(factor * config.data.seq_len) for factor in config.eval.swap_lengths}):
         if length == config.data.seq_len:
             sequences.append(validation_sequences(store, config))
-        elif length < config.data.seq_len or not config.model.position.ends:
+        elif length < config.data.seq_len or not config.model.position.has_last:
             starts = long_starts(store.val, length, config.eval.long_context.sequences)
             sequences += [HeldOut.take(store, starts, length)] if len(starts) else []
     return sequences
@@ -65,7 +65,7 @@ class SwapMeasurement(Measurement):
 
     def __init__(self, config: Config, store: Store, old: Decoder):
         super().__init__(config, store)
-        self.before, self.held_out = old, swap_sequences(store, config)
+        self.old_decoder, self.held_out = old, swap_sequences(store, config)
 
     @property
     def asked(self) -> Timing:
@@ -74,8 +74,8 @@ class SwapMeasurement(Measurement):
     @property
     def options(self) -> dict[str, Plain]:
         return {
-            "before": self.before.config.normalizer.label(),
-            "weights_before_sha256": weights_sha256(self.before),
+            "before": self.old_decoder.config.normalizer.label(),
+            "weights_before_sha256": weights_sha256(self.old_decoder),
             "sequences_sha256": [held_out.sha256 for held_out in self.held_out],
         }
 
@@ -84,8 +84,8 @@ class SwapMeasurement(Measurement):
         return sum(len(held_out.sequences) for held_out in self.held_out)
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
-        models = [self.before.to(device.device), decoder]
-        comparisons = [compared(*models, held_out, device, progress) for held_out in self.held_out]
+        models = [self.old_decoder.to(device.device), decoder]
+        comparisons = [token_losses_and_kl(*models, held_out, device, progress) for held_out in self.held_out]
         series, fingerprint = [], {"data_fingerprint": self.fingerprint}
         for index, (held_out, values) in enumerate(zip(self.held_out, comparisons, strict=True)):
             label = f"sequences of {held_out.length:,}"
@@ -121,7 +121,7 @@ class SwapMeasurement(Measurement):
 _METRICS = {"loss before": "loss_before", "loss after": "loss_after", "KL divergence": "kl"}  # and their names in the metrics log
 
 
-def compared(old: Decoder, new: Decoder, held_out: HeldOut, device: Device, progress: Advance = ignore) -> np.ndarray:
+def token_losses_and_kl(old: Decoder, new: Decoder, held_out: HeldOut, device: Device, progress: Advance = ignore) -> np.ndarray:
     """For every predicted token -log p under both models and KL(old || new): (3, N, length) float64, nats. Collective."""
 
     def measure(batch: Batch) -> Tensor:

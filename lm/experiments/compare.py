@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lm.data.prepare import prepare
 from lm.errors import DataError, RunError
-from lm.experiments.engine import LOCK, Cluster, Engine, Jobs, RunsFailed, failures, read_options, retry, worker, working_on
+from lm.experiments.engine import LOCK, Cluster, Engine, Jobs, RunsFailed, failures, holder_words, read_options, retry, working_on
 from lm.experiments.experiment import Experiment
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import open_experiment, other_runs, start
@@ -111,7 +111,7 @@ def compare_experiments(
         ]
         times: list[Times] = [{} for _ in files]
         if not report_only:
-            times = _planned(procedures, work)
+            times = _print_plans(procedures, work)
         if plan_only:
             return
         failure_words, judged_procedures = [], []
@@ -162,13 +162,13 @@ def print_commands(files: list[Path], overrides: list[str], anew: bool = False) 
             procedure = start(path, overrides, anew=anew)
             folder = procedure.experiment.folder
             if (folder / LOCK).exists():
-                print(f"note: {folder}: {worker(folder)}")
-        for run in Jobs(procedure, Slots(1)).free():
+                print(f"note: {folder}: {holder_words(folder)}")
+        for run in Jobs(procedure, Slots(1)).free_runs():
             lines = [shlex.join([sys.executable, "-m", "lm", *command]) for command in commands(run, folder)]
             print(" && ".join(lines), flush=True)
 
 
-def _planned(procedures: list[Procedure], work: Work) -> list[Times]:
+def _print_plans(procedures: list[Procedure], work: Work) -> list[Times]:
     """Print the plans; returns the seconds that the runs of each experiment take."""
     times_by_experiment, deadline = [], time.monotonic() + PILOT_SECONDS
     for procedure in procedures:
@@ -210,12 +210,12 @@ def _conclude(procedure: Procedure) -> list[dict[str, Plain]]:
         LMError: a run's file that the page shows can't be read.
     """
     experiment = procedure.experiment
-    if not any(run.outcome.ended for run in procedure.known()):
+    if not any(run.outcome.ended for run in procedure.known_runs()):
         reason, remedy = "no run has ended yet", other_runs(procedure) or "leave --report-only out to train"
         if failed_runs := failures(procedure):
             reason, remedy = f"no run has a result; {len(failed_runs)} failed, the first with {failed_runs[0][1]}", "--retry tries again"
         raise RunError(f"{experiment.folder}: {reason}; {remedy}")
-    judgement = procedure.judged()
+    judgement = procedure.judgement()
     lines, notes = summary_lines(procedure, judgement), procedure.notes()
     verdicts = {"primary": vars(experiment.primary), "notes": notes, "arms": lines}
     size_trends = trends(procedure, judgement)
@@ -231,7 +231,7 @@ def _conclude(procedure: Procedure) -> list[dict[str, Plain]]:
         means = [line | {"rate": rate_words(line["rate"]), metric: digits(line[metric])} for line in tuning_means(procedure)]
         means = [{name: cell for name, cell in line.items() if name not in absent_columns} for line in means]
         print_tables(from_lines(f"tuning: mean {metric} on the selection text", means, ("rate", metric)))
-    rate_note = f", each arm at its own {experiment.tune.heading}" * experiment.tuned
+    rate_note = f", each arm at its own {experiment.tune.heading}" * experiment.is_tuned
     print_verdicts(judgement, lines, f"{measured_words(procedure)}{rate_note}")
     for note in notes:
         print(note)

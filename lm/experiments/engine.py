@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lm.errors import ConfigError, RunError, one_line
-from lm.experiments.plan import whole
+from lm.experiments.plan import uninterrupted_seconds
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION, Outcome
 from lm.experiments.slots import LOGS, Children, Devices, Slots, Stopped, interruptible, log_path, named, under_way
@@ -67,28 +67,28 @@ def working_on(experiment: Path) -> Iterator[None]:
         try:
             stack.enter_context(locked_folder(experiment, ""))
         except RunError:
-            raise RunError(f"{experiment}: {worker(experiment)}") from None
+            raise RunError(f"{experiment}: {holder_words(experiment)}") from None
         stack.callback(_remove_if_empty, experiment)
-        holder = _holder(path)
+        holder = _lock_holder(path)
         if holder.get("host") == _host() and born(int(holder["pid"])) != holder["born"]:
             path.unlink()
         record = {"host": _host(), "pid": os.getpid(), "born": born(os.getpid()), "since": time.strftime("%F %T")}
         if not write_new(path, json_bytes(record)):
-            raise RunError(f"{experiment}: {worker(experiment)}")
+            raise RunError(f"{experiment}: {holder_words(experiment)}")
         stack.callback(path.unlink, missing_ok=True)
         yield
 
 
-def worker(experiment: Path) -> str:
+def holder_words(experiment: Path) -> str:
     """Say which process holds the lock of an experiment, and what can be done."""
     path = experiment / LOCK
-    holder = _holder(path)
+    holder = _lock_holder(path)
     words = f"process {holder['pid']} on {holder['host']} works on it since {holder['since']}" if holder else "another process works on it"
     remedy = f"; once that process is surely gone, delete {path}" if path.exists() and holder.get("host") != _host() else ""
     return f"{words}{remedy}; --report-only and --plan show how far it is"
 
 
-def _holder(path: Path) -> dict[str, Plain]:
+def _lock_holder(path: Path) -> dict[str, Plain]:
     """The host, process and start that the file of a lock names; {} if it names none."""
     with suppress(OSError, ValueError):
         content = json.loads(path.read_bytes())
@@ -168,7 +168,7 @@ def read_failure(experiment: Path, run: Run) -> Failure | None:
 def failures(procedure: Procedure) -> list[tuple[Run, Failure]]:
     """The runs of an experiment that have failed, and why."""
     folder = procedure.experiment.folder
-    return [(run, failure) for run in procedure.known() if (failure := read_failure(folder, run))]
+    return [(run, failure) for run in procedure.known_runs() if (failure := read_failure(folder, run))]
 
 
 def _read(path: Path) -> Failure | None:
@@ -296,12 +296,12 @@ class Cluster:
         """
         record = _job(self.experiment, run)
         job = self._executor.job_class(self._executor.folder, str(record["id"])) if record else None
-        if job is None or not self._lives(job, record["born"]):
+        if job is None or not self._is_alive(job, record["born"]):
             job = self.submit(Training(run, self.experiment))
             record = {"engine": self.place, "id": job.job_id, "born": born(int(job.job_id)) if self.engine == "local" else ""}
             write_json(log_path(self.experiment, run, JOB), record)
             print(f"{run.stage}: {run.label}: job {job.job_id}", flush=True)
-        while self._lives(job, record["born"]):
+        while self._is_alive(job, record["born"]):
             if self._stopping.wait(POLL_SECONDS):
                 return 128 + signal.SIGTERM, 0.0
         log_path(self.experiment, run, JOB).unlink(missing_ok=True)
@@ -312,7 +312,7 @@ class Cluster:
         """Stop waiting for jobs, which go on."""
         self._stopping.set()
 
-    def _lives(self, job: "Job", birth: Plain) -> bool:
+    def _is_alive(self, job: "Job", birth: Plain) -> bool:
         """Whether a job waits or works. A job of this machine is a process, whose time of birth must be `birth`."""
         return bool(birth) and born(int(job.job_id)) == birth if self.engine == "local" else not job.done()
 
@@ -346,7 +346,7 @@ class RunsFailed(RunError):
 
 def retry(procedure: Procedure) -> None:
     """Let the runs that failed be tried again."""
-    for run in procedure.known():
+    for run in procedure.known_runs():
         log_path(procedure.experiment.folder, run, FAILED).unlink(missing_ok=True)
 
 
@@ -361,7 +361,7 @@ class Jobs:
         cluster: jobs that train the runs; None: this machine does.
 
     Attributes:
-        known: the runs that the experiment needs, as of the last look.
+        known_runs: the runs that the experiment needs, as of the last look.
         pending: the runs that are being trained, with their GPUs.
         failed: failures by run folder.
         seconds: the seconds that ended runs would have taken without interruption, by size and arm.
@@ -371,7 +371,7 @@ class Jobs:
         self.procedure, self.slots, self.folder = procedure, slots, procedure.experiment.folder
         self.cluster, self.trainer = cluster, cluster or Children(self.folder)
         self.train = self.trainer.train if launch is None else lambda run, devices: (launch(run), 0.0)
-        self.known: list[Run] = []
+        self.known_runs: list[Run] = []
         self.pending: dict[Future, tuple[Run, Devices]] = {}
         self.failed: dict[Path, Failure] = {}
         self.seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -389,7 +389,7 @@ class Jobs:
         with interruptible() as signals, ThreadPoolExecutor(self.slots.jobs) as pool:
             try:
                 while True:
-                    for run in self._startable({run.config.run_folder for run, _ in pending.values()}):
+                    for run in self._startable_runs({run.config.run_folder for run, _ in pending.values()}):
                         devices = self.slots.devices(run.size, run.arm, [devices for _, devices in pending.values()])
                         if devices is None:
                             break  # no later run goes first: else a run of several GPUs would wait for as long as there are others
@@ -397,7 +397,7 @@ class Jobs:
                     if not pending:
                         break
                     for future in wait(pending, None, FIRST_COMPLETED).done:
-                        self._ended(*pending.pop(future), *future.result())
+                        self._report_end(*pending.pop(future), *future.result())
             except KeyboardInterrupt:
                 number, running_count = signals[-1] if signals else signal.SIGINT, len(pending)
                 self.stop()
@@ -414,14 +414,14 @@ class Jobs:
             words = "--retry tries all of them again, without it the killed ones go on" if len(interruptions) > 1 else words
             raise RunsFailed(f"{len(self.failed)} runs failed ({lines}); {words}; their output is in {self.folder / LOGS}")
 
-    def free(self) -> list[Run]:
+    def free_runs(self) -> list[Run]:
         """Runs that can be started now, and that no process of this machine trains. Raises RunError: a job trains one of the runs."""
         self._check_jobs()
-        return [run for run in self._startable(set()) if not under_way(run.config.run_folder)]
+        return [run for run in self._startable_runs(set()) if not under_way(run.config.run_folder)]
 
     def _check_jobs(self) -> None:
         """Delete the job records of runs that have ended. Raises RunError: a job for which this process does not wait trains a run."""
-        for run in self.procedure.known():
+        for run in self.procedure.known_runs():
             record = _job(self.folder, run)
             if record and run.outcome.ended:
                 log_path(self.folder, run, JOB).unlink(missing_ok=True)
@@ -430,33 +430,39 @@ class Jobs:
                 remedy = f"add --submit {engine.split()[0]} to wait for it, or delete this file once the job is gone"
                 raise RunError(f"{path}: job {record['id']} of {engine} trains this run; {remedy}")
 
-    def _startable(self, running_folders: set[Path]) -> Iterator[Run]:
+    def _startable_runs(self, running_folders: set[Path]) -> Iterator[Run]:
         """Runs that have neither ended nor failed, and whose starting weights exist."""
-        self.known = runs = self.procedure.known()
+        self.known_runs = runs = self.procedure.known_runs()
         finished_folders = {
             run.config.run_folder for run in runs if run.outcome.state == "finished" and run.config.run_folder not in running_folders
         }
         for run in runs:
             folder = run.config.run_folder
-            if run.outcome.ended or folder in running_folders | self.failed.keys() or (run.before and run.before not in finished_folders):
+            if (
+                run.outcome.ended
+                or folder in running_folders | self.failed.keys()
+                or (run.source_folder and run.source_folder not in finished_folders)
+            ):
                 continue
             if failure := read_failure(self.folder, run):
                 self.failed[folder] = failure
             else:
                 yield run
 
-    def _ended(self, run: Run, devices: Devices, status: int, seconds: float) -> None:
+    def _report_end(self, run: Run, devices: Devices, status: int, seconds: float) -> None:
         """Print how a run has ended, and how many runs remain."""
         outcome, folder = replace(run.outcome), run.config.run_folder  # the copy reads the files again
         if outcome.ended:
             log_path(self.folder, run, FAILED).unlink(missing_ok=True)
             self.procedure.check_direction(outcome)
-            self.seconds[run.size, run.arm] += filter(None, [whole(run, seconds)])
+            self.seconds[run.size, run.arm] += filter(None, [uninterrupted_seconds(run, seconds)])
             diverged = outcome.state == "diverged"
             words = f"diverged ({outcome.divergence})" if diverged else self._result(run, outcome)
             words += f", did not learn: {outcome.not_learned}" if outcome.not_learned and not diverged else ""
-            runs = self.procedure.known()
-            slot_counts = [self.slots.taken(waiting_run.size, waiting_run.arm) for waiting_run in runs if not waiting_run.outcome.ended]
+            runs = self.procedure.known_runs()
+            slot_counts = [
+                self.slots.slots_per_run(waiting_run.size, waiting_run.arm) for waiting_run in runs if not waiting_run.outcome.ended
+            ]
             durations = [*chain(*self.seconds.values())]
             rest_words = f"{len(slot_counts)} of the {len(runs)} runs known so far are left"
             rest_words += f", about {statistics.fmean(durations) * sum(slot_counts) / self.slots.jobs / 60:.0f} min" if durations else ""

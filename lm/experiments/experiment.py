@@ -57,7 +57,7 @@ class Arm:
     step: int | None = None
 
     @property
-    def tuned(self) -> bool:
+    def is_tuned(self) -> bool:
         """Whether the arm gets its own learning rate if the experiment tunes one. Otherwise it has the rate of the arm it starts from."""
         return self.trained and self.step is None
 
@@ -139,7 +139,7 @@ class Primary:
 
 
 @dataclass(frozen=True)
-class Tried:
+class TuningRun:
     """One tuning run.
 
     Attributes:
@@ -188,7 +188,7 @@ class Experiment:
         sizes: changes of the configuration by size; an experiment without sizes has one size with an empty name.
         file, overrides: the file that was read, and the `key=value` texts that change its base configuration.
         table: the runs that the file `tune.table` lists.
-        planned: the seeds at the first start; None: no first start is recorded.
+        planned_seeds: the seeds at the first start; None: no first start is recorded.
         evaluate: configuration keys for the measurement of finished runs at their last step, in addition to the evaluations during
             training.
         more_seeds: seeds of the second look, which are trained if the first look leaves a comparison undecided.
@@ -205,11 +205,11 @@ class Experiment:
     primary: Primary
     file: Path
     overrides: tuple[str, ...]
-    table: tuple[Tried, ...] = ()
+    table: tuple[TuningRun, ...] = ()
     evaluate: dict[str, Plain] = field(default_factory=dict)
     more_seeds: tuple[int, ...] = ()
     look: Literal[1, 2] = 1
-    planned: tuple[int, ...] | None = None
+    planned_seeds: tuple[int, ...] | None = None
     departures: tuple[Departure, ...] = ()
     _configs: dict[str, Config] = field(default_factory=dict, repr=False, compare=False)  # by their keys except `_OWN`
 
@@ -229,7 +229,7 @@ class Experiment:
         return 2 if self.more_seeds else 1
 
     @property
-    def tuned(self) -> bool:
+    def is_tuned(self) -> bool:
         """Whether each arm has its own learning rate, from a grid or a table."""
         return bool(self.tune.grid or self.table)
 
@@ -243,13 +243,13 @@ class Experiment:
         higher_is_better = self.tune.metric == "primary" and self.primary.reach is None and self.primary.better == "higher"
         return -value if higher_is_better and math.isfinite(value) else value
 
-    def choosing(self, run: Tried) -> float | None:
+    def choice_value(self, run: TuningRun) -> float | None:
         """The value of a tuning run that chooses rates. Infinite: the run diverged, or did not reach its level; None: not known."""
         return run.selection if self.tune.metric == SELECTION else run.primary
 
-    def costs_of(self, runs: Iterable[Tried], size: str) -> dict[str, dict[Rate, list[float]]]:
+    def costs_of(self, runs: Iterable[TuningRun], size: str) -> dict[str, dict[Rate, list[float]]]:
         """The costs of a size's tuning runs, to be minimized, by arm, rate and seed (ascending)."""
-        values = by_arm_and_rate(runs, size, self.choosing)
+        values = by_arm_and_rate(runs, size, self.choice_value)
         return {arm: {rate: [self.cost(value) for value in numbers] for rate, numbers in rates.items()} for arm, rates in values.items()}
 
     def tuned_keys(self, size: str, arm: Arm, rate: Rate | None) -> dict[str, Plain]:
@@ -336,10 +336,10 @@ def config_hash(config: Config) -> str:
     """A hash (eight hexadecimal digits) of all keys that decide what a run learns and how it is measured: another hash means another run.
     Keys that are null (off) are left out, so that new keys of a later version do not change the hash. `init_from` counts literally: in a
     run that starts from another run of its experiment, it must not hold the location of the experiment (`lm.experiments.procedure`)."""
-    return hashlib.sha256(json.dumps(deciding(to_plain(config)), sort_keys=True, default=str).encode()).hexdigest()[:8]
+    return hashlib.sha256(json.dumps(deciding_keys(to_plain(config)), sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
-def deciding(plain: dict[str, Plain]) -> dict[str, Plain]:
+def deciding_keys(plain: dict[str, Plain]) -> dict[str, Plain]:
     """The dotted keys, with their values, that decide what a run learns and how it is measured; null values are left out."""
     areas = ("model", "training", "seed", "numerics", "evaluation")
     return {path: value for path, value in flatten(plain).items() if value is not None and effect_of(path).affects in areas}
@@ -385,7 +385,9 @@ def differing_keys(description: str, other_description: str) -> list[str]:
     return sorted({setting.partition("=")[0] for setting in {*description.split("; ")} ^ {*other_description.split("; ")}})
 
 
-def by_arm_and_rate(runs: Iterable[Tried], size: str, value_of: Callable[[Tried], float | None]) -> dict[str, dict[Rate, list[float]]]:
+def by_arm_and_rate(
+    runs: Iterable[TuningRun], size: str, value_of: Callable[[TuningRun], float | None]
+) -> dict[str, dict[Rate, list[float]]]:
     """The values of a size's tuning runs, by arm, rate and seed (ascending); values that are None are left out."""
     numbers: dict[str, dict[Rate, list[float]]] = {}
     for run in sorted((run for run in runs if run.size == size), key=lambda run: (run.rate, run.seed)):

@@ -16,8 +16,8 @@ from lm.config.tree import Config, ExperimentConfig, differences, effect_of, is_
 from lm.config.yaml_text import MAX_BYTES, parse_yaml
 from lm.data.prepare import vocabulary
 from lm.data.sources import labels
-from lm.errors import ConfigError, DataError, Problem, shown
-from lm.experiments.experiment import NOT_REACHED, Arm, Experiment, Primary, Swap, Tried, Tune, config_hash, nested
+from lm.errors import ConfigError, DataError, Problem, as_written
+from lm.experiments.experiment import NOT_REACHED, Arm, Experiment, Primary, Swap, Tune, TuningRun, config_hash, nested
 from lm.experiments.run_outcome import SELECTION
 from lm.runs.folder import CONFIG, DIVERGED, SWAPPED
 from lm.schema import Plain, Unavailable, build, flatten, is_block, key, own_problems, section, suggest, to_plain
@@ -217,7 +217,7 @@ def read_blocks(map_name: str, value: Plain, problems: list[Problem]) -> dict[st
     return blocks
 
 
-def read_table(path: Path, metric: str) -> tuple[Tried, ...]:
+def read_table(path: Path, metric: str) -> tuple[TuningRun, ...]:
     """The runs that a tuning table lists.
 
     Args:
@@ -243,7 +243,9 @@ def read_table(path: Path, metric: str) -> tuple[Tried, ...]:
                     values, keys = coordinates(rate), line["key"].split(" / ")
                     if not all(0 < value < math.inf for value in values) or len(values) != len(keys):
                         raise ValueError
-                    runs.append(Tried(line["size"], line["arm"], line["key"], rate, seed, selection, primary, line["configuration"] or ""))
+                    runs.append(
+                        TuningRun(line["size"], line["arm"], line["key"], rate, seed, selection, primary, line["configuration"] or "")
+                    )
                 except (ValueError, TypeError, AttributeError):
                     reason = f"needs a rate above 0, a seed, and a {SELECTION} that is a number or `{DIVERGED}`"
                     raise ConfigError(f"{path}: line {reader.line_num} {reason}; {_REMEDY}") from None
@@ -430,7 +432,7 @@ def _check_branch(arm: Arm, config: Config, source: Config) -> Iterator[Problem]
         yield Problem(f"arms.{arm.name}.trainer.max_steps", config.trainer.max_steps, reason, remedy)
     for path, (branch_value, source_value) in differences(to_plain(config), to_plain(source)).items():
         if effect_of(path).on_resume == "same":
-            reason = f"is {shown(source_value)} in {arm.start}, which it branches from"
+            reason = f"is {as_written(source_value)} in {arm.start}, which it branches from"
             yield Problem(f"arms.{arm.name}.{path}", branch_value, reason, "drop it: length, rate and schedule alone may differ")
 
 
@@ -443,7 +445,7 @@ def _check_compared(experiment: Experiment, arm: Arm, baseline: Config, config: 
         yield Problem(f"arms.{arm.name}", arm.changes, reason, remedy)
         return
     kind = kind_of_metric(metric)
-    options = [experiment.evaluated(arm_config).eval.asked(kind) for arm_config in (baseline, config)]
+    options = [experiment.evaluated(arm_config).eval.measured_options(kind) for arm_config in (baseline, config)]
     if options[0] != options[1] or (kind in _OF_TRAINING_LENGTH and baseline.data.seq_len != config.data.seq_len):
         reason = f"measures {metric} on other sequences than the baseline"
         remedy = "name a metric that `evaluate` measures alike in all arms, such as by_length/loss"
@@ -458,7 +460,7 @@ def kind_of_metric(metric: str) -> str:
 
 def _check_metric(experiment: Experiment, config: Config) -> None:
     """Check that the evaluations of a run log the primary metric, by its name, and often enough for `primary.reach`. Raises ConfigError."""
-    metric, kinds = experiment.primary.metric, config.eval.wanted(config.data)
+    metric, kinds = experiment.primary.metric, config.eval.measurement_classes(config.data)
     if kind_of_metric(metric) not in kinds:
         prefixes = {kind: prefix for prefix, kind in _KINDS.items()}
         patterns = ", ".join(f"{prefixes.get(kind, kind)}/..." for kind in kinds)
@@ -512,14 +514,14 @@ def _check_table(experiment: Experiment) -> Iterator[Problem]:
     seeds_by_rate: dict[tuple[str, str], dict[Rate, set[int]]] = {}  # seeds of each arm and size at each rate
     for run in experiment.table:
         seeds_by_rate.setdefault((run.size, run.arm), {}).setdefault(run.rate, set()).add(run.seed)
-    for size, arm in product(experiment.sizes if table_file else (), (arm for arm in experiment.arms if arm.tuned)):
+    for size, arm in product(experiment.sizes if table_file else (), (arm for arm in experiment.arms if arm.is_tuned)):
         arm_seeds, baseline_seeds = seeds_by_rate.get((size, arm.name), {}), seeds_by_rate.get((size, baseline), {})
         name = " ".join(filter(None, (size, arm.name)))
         costs_by_rate = experiment.costs_of(experiment.table, size).get(arm.name, {})
         arm_runs = [run for run in experiment.table if (run.size, run.arm) == (size, arm.name)]
         if not arm_runs:
             yield Problem("tune.table", table_file, f"has no {name}", remedy)
-        elif any(experiment.choosing(run) is None for run in arm_runs):
+        elif any(experiment.choice_value(run) is None for run in arm_runs):
             yield Problem("tune.table", table_file, f"has runs of {name} that have not ended", remedy)
         elif len(costs_by_rate) < 2 or min(map(len, costs_by_rate.values())) < FEWEST_TUNING_SEEDS:
             reason = f"has fewer than 2 rates of {name}, or fewer than {FEWEST_TUNING_SEEDS} seeds at one"

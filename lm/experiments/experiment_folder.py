@@ -12,8 +12,8 @@ from lm.config.training_config import TrainerConfig
 from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
 from lm.data.prepare import prepare, vocabulary
-from lm.errors import Problem, RunError, shown
-from lm.experiments.experiment import SHARED, Arm, Departure, Experiment, config_hash, deciding
+from lm.errors import Problem, RunError, as_written
+from lm.experiments.experiment import SHARED, Arm, Departure, Experiment, config_hash, deciding_keys
 from lm.experiments.experiment_file import kind_of_metric, read_experiment
 from lm.experiments.plan import Times, cost
 from lm.experiments.procedure import Procedure, next_look
@@ -24,7 +24,7 @@ from lm.schema import Plain, build, convert, to_plain
 from lm.statistics.tuning import coordinates, rate_of
 
 if TYPE_CHECKING:
-    from lm.model.device import Resolved
+    from lm.model.device import ResolvedSetting
 
 PLAN = "plan"  # key in RESOLVED: the plan when the file was written; null: the plan was lost
 _OVERRIDES = "overrides"  # key in RESOLVED: the overrides of the first start
@@ -53,9 +53,9 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
     trainer = experiment.base.get("trainer", {})  # sizes and arms may set these keys, too
     open_settings = {name: settings[name] for name in SHARED if trainer.get(name) in ("auto", None)}
     planned_seeds = tuple(settings["seeds"]) if "seeds" in settings else None
-    experiment = replace(experiment, base=merge(experiment.base, {"trainer": open_settings}), planned=planned_seeds)
+    experiment = replace(experiment, base=merge(experiment.base, {"trainer": open_settings}), planned_seeds=planned_seeds)
     procedure = Procedure(replace(experiment, departures=departures(experiment, settings if settings_file.exists() else None)))
-    if not anew and not any(run.config.run_folder.is_dir() for run in procedure.known()) and (note := other_runs(procedure)):
+    if not anew and not any(run.config.run_folder.is_dir() for run in procedure.known_runs()) and (note := other_runs(procedure)):
         raise RunError(f"{experiment.folder}: {note}; to train what is asked for now, add --anew")
     return next_look(procedure)
 
@@ -101,7 +101,7 @@ def other_runs(procedure: Procedure) -> str:
     """A note on ended runs in an experiment's folder with its arms, rates and seeds but another configuration; empty if there are none. It
     gives their number, the keys that differ, and the command that continues them. Arms that start from others are left out: the arms that
     they start from show the difference."""
-    experiment, known_folders = procedure.experiment, {run.config.run_folder for run in procedure.known()}
+    experiment, known_folders = procedure.experiment, {run.config.run_folder for run in procedure.known_runs()}
     count, differences = 0, list[dict[str, tuple[Plain, Plain]]]()
     any_rate, number_pattern = experiment.any_rate, r"[\d.]+(?:e[+-]\d+)?"
     for size, arm in ((size, arm) for size, arm in experiment.places if not arm.start):
@@ -125,7 +125,8 @@ def other_runs(procedure: Procedure) -> str:
     shared_values = {key: pair for key, pair in differences[0].items() if all(pair == group.get(key) for group in differences)}
     listed_values = [*(shared_values or differences[0]).items()][:4]
     words = ", ".join(
-        f"{key}={shown(folder_value)} (asked for: {shown(requested_value)})" for key, (folder_value, requested_value) in listed_values
+        f"{key}={as_written(folder_value)} (asked for: {as_written(requested_value)})"
+        for key, (folder_value, requested_value) in listed_values
     )
     ellipsis = ", ..." if len(shared_values or differences[0]) > 4 else ""
     overrides = _overrides_of(experiment, shared_values if all(group.keys() == shared_values.keys() for group in differences) else {})
@@ -147,7 +148,7 @@ def _ended_otherwise(runs: list[tuple[Path, Config]], tuned_keys: tuple[str, ...
         return 0, {}
     folder, config = runs[0]
     plain = parse_yaml((folder / CONFIG).read_bytes(), str(folder / CONFIG))
-    folder_keys, requested_keys = deciding(plain), deciding(to_plain(config))
+    folder_keys, requested_keys = deciding_keys(plain), deciding_keys(to_plain(config))
     last_step = folder_keys.get("trainer.max_steps")
     ended_count = sum(isinstance(last_step, int) and step_path(run / CHECKPOINTS, last_step).exists() for run, _ in runs)
     differing_values = {
@@ -166,7 +167,10 @@ def _overrides_of(experiment: Experiment, differing_values: dict[str, tuple[Plai
         first_overrides = convert(list[str], read_json(settings_file).get(_OVERRIDES)) if settings_file.exists() else MISSING
         return None if first_overrides is MISSING or tuple(first_overrides) == experiment.overrides else tuple(first_overrides)
     overrides = [override for override in experiment.overrides if override.partition("=")[0] not in differing_values]
-    return (*overrides, *(f"{key}={value if isinstance(value, str) else shown(value)}" for key, (value, _) in differing_values.items()))
+    return (
+        *overrides,
+        *(f"{key}={value if isinstance(value, str) else as_written(value)}" for key, (value, _) in differing_values.items()),
+    )
 
 
 def _wrong(settings: dict[str, Plain]) -> str:
@@ -195,7 +199,7 @@ def _on_this_machine(experiment: Experiment, jobs: int) -> dict[str, Plain]:
     }
 
 
-def _compiled(experiment: Experiment, seconds: float | None = None) -> "Resolved":
+def _compiled(experiment: Experiment, seconds: float | None = None) -> "ResolvedSetting":
     """Whether runs are compiled, by the cost of all runs of the baseline in the first size, which share compiled code. `seconds`: the
     duration of a run; None: unknown."""
     from lm.model.device import gpus_of, resolve_compile  # torch takes seconds to import
@@ -223,7 +227,7 @@ def plan_of(experiment: Experiment) -> dict[str, Plain]:
 def _measured(experiment: Experiment, size: str) -> dict[str, Plain]:
     """The options of the evaluation that gives the baseline's primary metric."""
     config = experiment.config(size, experiment.arms[0], 0, None, {"name": "any"})
-    return experiment.evaluated(config).eval.asked(kind_of_metric(experiment.primary.metric))
+    return experiment.evaluated(config).eval.measured_options(kind_of_metric(experiment.primary.metric))
 
 
 def _hash(experiment: Experiment, size: str, arm: Arm) -> str:
@@ -268,12 +272,12 @@ def departures(experiment: Experiment, settings: dict[str, Plain] | None) -> tup
         for block, exploratory in (("primary", True), ("tune", False)):
             for key, value in current_plan[block].items():
                 if key in plan[block] and plan[block][key] != value:
-                    words = f"{block}.{key} was {shown(plan[block][key])} when it was settled ({plan_time}), it is {shown(value)}"
+                    words = f"{block}.{key} was {as_written(plan[block][key])} when it was settled ({plan_time}), it is {as_written(value)}"
                     changes.append(Departure(words, exploratory))
         for size, options in plan.get("measured", {}).items():
             for name, value in current_plan["measured"].get(size, options).items():
                 if not _extends(value, planned_value := options.get(name)):
-                    words = f"its {name} was {shown(planned_value)} when it was settled ({plan_time}), it is {shown(value)}"
+                    words = f"its {name} was {as_written(planned_value)} when it was settled ({plan_time}), it is {as_written(value)}"
                     changes.append(Departure(f"what {experiment.primary.metric} is measured on: {words}"))
         if (looks := plan.get("looks", current_plan["looks"])) != current_plan["looks"]:
             words = f"the number of looks was {looks} when it was settled ({plan_time}), it is {current_plan['looks']} (more_seeds)"

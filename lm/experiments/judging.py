@@ -52,7 +52,7 @@ ByRate = dict[Rate | None, list[JudgedRun]]  # runs of an arm by seed, at each r
 
 
 @dataclass(frozen=True, eq=False)
-class Judged:
+class Judgement:
     """A question, the runs that answer it, and their verdicts.
 
     Attributes:
@@ -61,7 +61,7 @@ class Judged:
         seeds: the seeds that are planned for each arm.
         rates: the rate at which each arm is judged, by size; an arm without a rate is not tuned. None: not known yet.
         runs: the runs by size and arm; every arm has every seed at each of its rates.
-        every: whether rates were chosen by another metric than the one that is compared (`lm.statistics.verdicts.Comparison`).
+        all_pairs: whether verdicts must hold at every pair of rates, since rates were chosen by another metric than the compared one.
         looks: the number of times that the data may be judged.
         sources: the names of the arms whose weights an arm starts from, by that arm.
         exploratory: the sizes and arms whose verdicts are exploratory.
@@ -74,7 +74,7 @@ class Judged:
     seeds: tuple[int, ...]
     rates: Mapping[str, Mapping[str, Rate | None] | None]
     runs: Mapping[Place, ByRate]
-    every: bool = False
+    all_pairs: bool = False
     looks: int = 1
     sources: Mapping[str, list[str]] = field(default_factory=dict)
     exploratory: Collection[Place] = ()
@@ -96,13 +96,13 @@ class Judged:
         """The verdict on each arm except the baseline, in each size; with `primary.reach`, its interval is that of a factor."""
         primary = self.primary
         if primary.learned is not None:
-            results = learned_verdicts({place: self.counted(*place) for place in self.places}, self.looks)
+            results = learned_verdicts({place: self.learned_counts(*place) for place in self.places}, self.looks)
         else:
             ratio = primary.reach is not None
             results = verdicts(self.comparisons, primary.matters, ratio, self.looks)
             if ratio:
                 results = {
-                    place: replace(verdict, interval=factor(verdict.interval), alone=factor(verdict.alone))
+                    place: replace(verdict, interval=factor(verdict.interval), single_interval=factor(verdict.single_interval))
                     for place, verdict in results.items()
                 }
         return {
@@ -113,19 +113,19 @@ class Judged:
     @cached_property
     def comparisons(self) -> dict[Place, Comparison]:
         """The comparison of each arm with the baseline, in each size, by the runs so far."""
-        return {place: self._compared(*place) for place in self.places}
+        return {place: self._comparison(*place) for place in self.places}
 
     def judged_runs(self, size: str, arm: str) -> list[JudgedRun]:
         """The runs of an arm, by seed, at the rate at which it is judged; empty if the arm has no rate."""
         rates = self.rates[size] or {}
         return self.runs[size, arm][rates[arm]] if arm in rates else []
 
-    def _compared(self, size: str, arm: str) -> Comparison:
+    def _comparison(self, size: str, arm: str) -> Comparison:
         rates, primary = self.rates[size], self.primary
         seed_count, baseline, counts_tokens = len(self.seeds), self.arms[0], primary.reach is not None
         if rates is None or not {arm, baseline} <= rates.keys():
-            return Comparison((), tuned=rates is None, planned=seed_count)
-        pair, (arm_runs, baseline_runs) = (rates[arm], rates[baseline]), self._paired(size, arm)
+            return Comparison((), is_tuned=rates is None, n_planned_seeds=seed_count)
+        pair, (arm_runs, baseline_runs) = (rates[arm], rates[baseline]), self._runs_at_all_rates(size, arm)
         arm_rates = arm_runs.keys()
         decisive_runs = _decisive(pair, arm_runs, baseline_runs)
         has_begun = any(run.arm == arm and run.ended for run in decisive_runs)  # before, a baseline that diverged says nothing of the arm
@@ -145,7 +145,7 @@ class Judged:
         shared_count = None if arm in self.sources or diverged_runs else sum(rate in arm_rates for rate in baseline_runs) or None
         differences = _differences(arm_runs, baseline_runs, lambda run: log_tokens(run.value) if counts_tokens else run.value)
         if counts_tokens:
-            unreached_words = self._unreached(
+            unreached_words = self._unreached_words(
                 [run for runs_by_rate in (arm_runs, baseline_runs) for runs in runs_by_rate.values() for run in runs]
             )
         elif seeds:
@@ -156,16 +156,17 @@ class Judged:
             )
         higher_is_better = not counts_tokens and primary.better == "higher"
         return Comparison(
-            differences, ([*arm_runs].index(pair[0]), [*baseline_runs].index(pair[1])), len(diverged_runs), shared_count, self.every,
-            higher_is_better, planned=seed_count, why=reason, over_documents=document_interval, unreached=unreached_words,
+            differences, ([*arm_runs].index(pair[0]), [*baseline_runs].index(pair[1])), len(diverged_runs), shared_count, self.all_pairs,
+            higher_is_better, n_planned_seeds=seed_count, divergence=reason, over_documents=document_interval,
+            unreached_runs=unreached_words,
         )  # fmt: skip
 
-    def counted(self, size: str, arm: str) -> LearnedCounts:
+    def learned_counts(self, size: str, arm: str) -> LearnedCounts:
         """The numbers of runs so far that have learned, of an arm and of the baseline."""
         rates, seed_count, baseline, primary = self.rates[size], len(self.seeds), self.arms[0], self.primary
         if rates is None or not {arm, baseline} <= rates.keys():
-            return LearnedCounts([(0, 0)], 0, tuned=rates is None, planned=seed_count)
-        pair, (arm_runs, baseline_runs) = (rates[arm], rates[baseline]), self._paired(size, arm)
+            return LearnedCounts([(0, 0)], 0, is_tuned=rates is None, n_planned_seeds=seed_count)
+        pair, (arm_runs, baseline_runs) = (rates[arm], rates[baseline]), self._runs_at_all_rates(size, arm)
         runs_by_seed = zip(*arm_runs.values(), *baseline_runs.values(), strict=True)
         seeds = [seed for seed, runs in enumerate(runs_by_seed) if all(run.ended for run in runs)]
 
@@ -177,9 +178,9 @@ class Judged:
             for arm_rate, baseline_rate in (pair, *product(arm_runs, baseline_runs))
         ]
         diverged_count = sum(run.state == "diverged" for run in _decisive(pair, arm_runs, baseline_runs))
-        return LearnedCounts(pairs, len(seeds), diverged_count, planned=seed_count)
+        return LearnedCounts(pairs, len(seeds), diverged_count, n_planned_seeds=seed_count)
 
-    def _paired(self, size: str, arm: str) -> tuple[ByRate, ByRate]:
+    def _runs_at_all_rates(self, size: str, arm: str) -> tuple[ByRate, ByRate]:
         """The runs of an arm and of the baseline at each of their rates. If the arm's weights come from the baseline, the baseline has one
         rate: the arm's runs continue its runs at that rate. The baseline's rates that the arm has, too, come first."""
         baseline = self.arms[0]
@@ -195,7 +196,7 @@ class Judged:
         notes = [run.note for runs in runs_by_seed for run in runs if run.state == "finished" and run.note]
         return f"; did not learn: {'; '.join(notes[:3])}{'; ...' if len(notes) > 3 else ''}" if notes else ""
 
-    def _unreached(self, runs: list[JudgedRun]) -> str:
+    def _unreached_words(self, runs: list[JudgedRun]) -> str:
         """The number of runs of each arm that never reached the level, or had reached it at the first evaluation, in words; empty if there
         are none."""
         primary, words, runs = self.primary, [], [*dict.fromkeys(runs)]
@@ -215,9 +216,9 @@ class Judged:
         `reached` it, and factors replace differences. With `primary.learned`, an entry has the number of `learned` runs among those that
         `ended`, and the interval of the fraction.
         """
-        return [self._line(size, arm, self.common(size)) for size in self.rates for arm in self.arms]
+        return [self._line(size, arm, self.common_seeds(size)) for size in self.rates for arm in self.arms]
 
-    def common(self, size: str) -> list[bool]:
+    def common_seeds(self, size: str) -> list[bool]:
         """Whether all arms that have finished any seed have finished this seed, for each seed; means are over the seeds where they have."""
         finished_flags = [[run.state == "finished" for run in self.judged_runs(size, arm)] for arm in self.arms]
         return np.all([flags for flags in finished_flags if any(flags)] or [[False] * len(self.seeds)], axis=0).tolist()
@@ -228,7 +229,7 @@ class Judged:
         return any(
             run.state == "finished" and not is_common
             for size, arm in product(self.rates, self.arms)
-            for run, is_common in zip(self.judged_runs(size, arm), self.common(size), strict=False)
+            for run, is_common in zip(self.judged_runs(size, arm), self.common_seeds(size), strict=False)
         )
 
     def _line(self, size: str, arm: str, common_seeds: list[bool]) -> dict[str, Plain]:
@@ -264,7 +265,7 @@ class Judged:
             verdict = self.verdicts[size, arm]
             line |= {"verdict": verdict.label, "words": verdict.words, "reason": verdict.reason}
             line |= {"factor" if counts_tokens else "difference": finite(verdict.interval)}
-            line |= {"alone": finite(verdict.alone), "over_seeds_and_documents": finite(verdict.over_documents)}
+            line |= {"alone": finite(verdict.single_interval), "over_seeds_and_documents": finite(verdict.over_documents)}
             line |= {"p": verdict.p, "p_exact": verdict.p_exact}
             line["seeds_needed"] = verdict.seeds_needed and [*verdict.seeds_needed]
         return line
@@ -306,10 +307,14 @@ def _usable(runs: ByRate, judged_rate: Rate | None, counts_tokens: bool) -> ByRa
     """The runs without those rates at which a run diverged or never reached the level: they can't be an arm's best. The judged rate and the
     rate that tuning chose stay."""
 
-    def lost(run: JudgedRun) -> bool:
+    def has_no_value(run: JudgedRun) -> bool:
         return run.state == "diverged" or (counts_tokens and run.state == "finished" and run.value == math.inf)
 
-    return {rate: rate_runs for rate, rate_runs in runs.items() if rate in (judged_rate, next(iter(runs))) or not any(map(lost, rate_runs))}
+    return {
+        rate: rate_runs
+        for rate, rate_runs in runs.items()
+        if rate in (judged_rate, next(iter(runs))) or not any(map(has_no_value, rate_runs))
+    }
 
 
 def _differences(arm_runs: ByRate, baseline_runs: ByRate, value_of: Callable[[JudgedRun], float | np.ndarray]) -> np.ndarray:
@@ -330,4 +335,4 @@ def _mean(values: list[float], geometric: bool) -> float | None:
 
 def finite(interval: Interval | None) -> list[float | None] | None:
     """[mean, low, high], null where not finite."""
-    return interval and [value if math.isfinite(value) else None for value in interval.listed()]
+    return interval and [value if math.isfinite(value) else None for value in interval.as_list()]

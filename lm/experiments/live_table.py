@@ -69,8 +69,8 @@ class LiveTable:
         self._logs = {folder: self._logs.get(folder) or MetricTail(folder / METRICS) for folder in devices_by_folder}
         for log in self._logs.values():
             log.look()
-        finished_folders = {run.config.run_folder for run in self.jobs.known if run.outcome.state == "finished"}
-        return [self._line(run, named(devices_by_folder.get(run.config.run_folder, ())), finished_folders) for run in self.jobs.known]
+        finished_folders = {run.config.run_folder for run in self.jobs.known_runs if run.outcome.state == "finished"}
+        return [self._line(run, named(devices_by_folder.get(run.config.run_folder, ())), finished_folders) for run in self.jobs.known_runs]
 
     def _line(self, run: Run, devices: str, finished_folders: set[Path]) -> RunLine:
         folder, outcome = run.config.run_folder, run.outcome
@@ -81,7 +81,7 @@ class LiveTable:
             return RunLine(run, "failed", note=f"status {failure.status}")
         if log := self._logs.get(folder):
             return RunLine(run, "running", log.step, log.latest.get(SELECTION), devices)
-        return RunLine(run, note="for the run it starts from" if run.before and run.before not in finished_folders else "")
+        return RunLine(run, note="for the run it starts from" if run.source_folder and run.source_folder not in finished_folders else "")
 
     def render(self, height: int = 50) -> RenderableType:
         """The table, in at most about `height` lines."""
@@ -98,7 +98,7 @@ class LiveTable:
         """The row of a group of lines whose runs are equal in `names`, without columns of things that the experiment does not have."""
         first_line, is_single = group[0], names == _EACH
         absent_columns = {"size"} if "" in self.experiment.sizes else set()
-        absent_columns |= set() if self.experiment.tuned else {"rate"}
+        absent_columns |= set() if self.experiment.is_tuned else {"rate"}
         row = {name: _cell(first_line.run, name) for name in names if name not in absent_columns}
         steps = [f"{line.step} of {line.run.outcome.last_step}" for line in group if is_single or line.state == "running"]
         losses = [line.loss for line in group if line.loss is not None and (is_single or line.state == "finished")]
@@ -137,7 +137,9 @@ class LiveTable:
         place = line.run.size, line.run.arm
         durations = self.jobs.seconds.get(place)
         expected_seconds = statistics.fmean(durations) if durations else self.times.get(place)
-        return expected_seconds and expected_seconds * self.jobs.slots.taken(*place) * (1 - line.step / max(1, line.run.outcome.last_step))
+        return expected_seconds and expected_seconds * self.jobs.slots.slots_per_run(*place) * (
+            1 - line.step / max(1, line.run.outcome.last_step)
+        )
 
 
 def _cell(run: Run, name: str) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from lm.config.tree import effect_of
 from lm.experiments.engine import failures
 from lm.experiments.experiment import Experiment
-from lm.experiments.judging import Judged
+from lm.experiments.judging import Judgement
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION
 from lm.experiments.summary import amount, differences_by_rate, has_reached, summary_lines, summary_table, trend_table, trends
@@ -44,22 +44,22 @@ class SizeResults:
     """The final runs of a size.
 
     Attributes:
-        judged: the verdicts on the runs of all sizes.
-        tried: the tuning runs, or lines of a table in their place.
+        judgement: the verdicts on the runs of all sizes.
+        tuning_runs: the tuning runs, or lines of a table in their place.
         choice: the rates of the arms, as far as they are known.
         arm_names: names of the arms, the baseline first.
         verdicts: the verdict on each arm but the baseline, by name.
         final: the final runs that are known, by seed and arm.
         values: the number by which each finished run is compared (`Procedure.quantity`), by arm and seed.
-        of: words after titles, such as `, small`.
+        title_suffix: words after titles, such as `, small`.
     """
 
-    def __init__(self, procedure: Procedure, size: str, judgement: Judged):
-        self.procedure, self.experiment, self.size, self.judged = procedure, procedure.experiment, size, judgement
-        self.of, self.tried, self.choice = f", {size}" if size else "", procedure.tried(size), procedure.choice(size)
+    def __init__(self, procedure: Procedure, size: str, judgement: Judgement):
+        self.procedure, self.experiment, self.size, self.judgement = procedure, procedure.experiment, size, judgement
+        self.title_suffix, self.tuning_runs, self.choice = f", {size}" if size else "", procedure.tuning_runs(size), procedure.choice(size)
         self.arm_names = [arm.name for arm in procedure.experiment.arms]
         self.verdicts = {name: judgement.verdicts[size, name] for name in self.arm_names[1:]}
-        self.final: list[Run] = list(procedure.final(size))
+        self.final: list[Run] = list(procedure.final_runs(size))
         finished_runs = [run for run in self.final if run.outcome.state == "finished"]
         self.values = {(run.arm, run.seed): procedure.quantity(run.outcome) for run in finished_runs}
 
@@ -92,7 +92,7 @@ def write_page(procedures: list[Procedure], folder: Path) -> Path:
     return folder / PAGE
 
 
-def experiment_files(procedures: list[Procedure], folder: Path, judgement: Judged | None = None) -> dict[Path, bytes]:
+def experiment_files(procedures: list[Procedure], folder: Path, judgement: Judgement | None = None) -> dict[Path, bytes]:
     """The page of experiments and each of its tables and pictures, as files in `folder`.
 
     Args:
@@ -110,12 +110,12 @@ def experiment_files(procedures: list[Procedure], folder: Path, judgement: Judge
     )
 
 
-def _part(procedure: Procedure, prefix: str, judgement: Judged | None) -> PagePart:
-    experiment, judgement = procedure.experiment, judgement or procedure.judged()
+def _part(procedure: Procedure, prefix: str, judgement: Judgement | None) -> PagePart:
+    experiment, judgement = procedure.experiment, judgement or procedure.judgement()
     lines, sizes = summary_lines(procedure, judgement), [SizeResults(procedure, size, judgement) for size in experiment.sizes]
     summary = PageSection("Summary")
     summary.add("note", _family(experiment))
-    summary.add("warning", _lost(procedure, sizes))
+    summary.add("warning", _caveats(procedure, sizes))
     summary.add("table", summary_table(judgement, lines), f"{prefix}summary")
     summary.add("note", BASIS if any(line["runs"] for line in lines) else None)
     if experiment.primary.learned is None:
@@ -137,7 +137,7 @@ def _part(procedure: Procedure, prefix: str, judgement: Judged | None) -> PagePa
 
 
 def _of_size(results: SizeResults, prefix: str) -> list[PageSection]:
-    training, tuning = PageSection(f"While training{results.of}"), PageSection(f"Learning rates{results.of}")
+    training, tuning = PageSection(f"While training{results.title_suffix}"), PageSection(f"Learning rates{results.title_suffix}")
     primary, comparison = results.experiment.primary.metric, results.comparison
     titles = LOSSES | ({} if primary == SELECTION else {primary: primary})
     training.add("picture", curves(results.arm_names, results.begun, titles, comparison), f"{prefix}curves")
@@ -149,7 +149,7 @@ def _of_size(results: SizeResults, prefix: str) -> list[PageSection]:
     tuning.add("note", CROSSED if results.choice.crossed else None)
     if comparison is None:
         return [training, tuning]
-    return [training, tuning, *run_sections(comparison, [run.record for run in results.begun], prefix, results.of, _is_label)]
+    return [training, tuning, *run_sections(comparison, [run.record for run in results.begun], prefix, results.title_suffix, _is_label)]
 
 
 def _is_label(key: str) -> bool:
@@ -189,21 +189,21 @@ def answers(sizes: list[SizeResults]) -> list[Answer]:
     scale, marks = (np.log, [1.0, 1 / (1 + margin), 1 + margin]) if is_factor else (np.asarray, [0.0, -margin, margin])
     column, effect_name = (FACTOR, f"Factor: tokens, of those of {baseline}") if is_factor else (DIFFERENCE, f"Difference to {baseline}")
     bounded_intervals = [verdict.interval for *_, verdict in verdicts if verdict.interval and verdict.interval.bounded]
-    ends = scale([value for interval in bounded_intervals for value in interval.listed()] + marks)
+    ends = scale([value for interval in bounded_intervals for value in interval.as_list()] + marks)
     lowest, width = ends.min(), np.ptp(ends) or 1.0
     cards = []
     for results, arm, verdict in verdicts:
-        name, effect = f"{arm}{results.of}", ()
+        name, effect = f"{arm}{results.title_suffix}", ()
         if results.choice.rates is None:
             cards.append(Answer(name, "no verdict yet", "Rates are being tuned."))
             continue
         if interval := verdict.interval:
-            places = (4 + 92 * (scale([*interval.listed(), *marks]) - lowest) / width).round(2).tolist() if interval.bounded else None
+            places = (4 + 92 * (scale([*interval.as_list(), *marks]) - lowest) / width).round(2).tolist() if interval.bounded else None
             mark_labels = tuple(f"{mark:.3g}" if is_factor else f"{mark:+g}" if mark else "0" for mark in marks)
-            sample = "" if interval.over == f"{verdict.seeds} seeds" else interval.over  # the words end with them
+            sample = "" if interval.coverage == f"{verdict.seeds} seeds" else interval.coverage  # the words end with them
             effect = effect_name, column.text(interval.mean), column.ends(interval), sample, places, mark_labels
         tone = {"better": "good", "worse": "bad", "unstable": "bad"}.get(verdict.kind, "")
-        reason = "" if verdict.reason == verdict.open else f"{verdict.reason[:1].upper()}{verdict.reason[1:]}."
+        reason = "" if verdict.reason == verdict.open_reason else f"{verdict.reason[:1].upper()}{verdict.reason[1:]}."
         cards.append(Answer(name, verdict.words, reason, tone, *effect))
     return cards
 
@@ -232,11 +232,11 @@ def _family(experiment: Experiment) -> str:
     return f"Family: {comparisons} on {primary.quantity}, by {test}. {adjustment}{looks}"
 
 
-def _lost(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
+def _caveats(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
     """Facts that a reader must know beside the numbers: unfinished and diverged runs, arms without a rate, notes."""
     experiment, lines, infinite_lines = procedure.experiment, [], []
     for results in sizes:
-        prefix, values = f"{results.size}: " if results.size else "", [(run, experiment.choosing(run)) for run in results.tried]
+        prefix, values = f"{results.size}: " if results.size else "", [(run, experiment.choice_value(run)) for run in results.tuning_runs]
         for event, diverged in (("diverged", True), (f"did not reach {experiment.chosen_by.removeprefix('tokens to ')}", False)):
             runs = [run for run, value in values if value == math.inf and run.diverged == diverged]
             if names := _joined([f"{run.arm} at {rate_words(run.rate)} seed {run.seed}" for run in runs]):
@@ -264,7 +264,7 @@ def _lost(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
 
 def _tuning(results: SizeResults) -> str | None:
     """Words for how rates were chosen and for the chosen rates; None without tuning, or before its end."""
-    experiment, tuning_runs, choice = results.experiment, results.tried, results.choice
+    experiment, tuning_runs, choice = results.experiment, results.tuning_runs, results.choice
     if not tuning_runs or not choice.final:
         return None
     tune, extension = experiment.tune, f"a best rate at an edge extends the grid, at most {EXTENSIONS} times"
@@ -298,20 +298,20 @@ def seeds_table(results: SizeResults) -> Table:
         else:
             ratios = [f"{pair[0] / pair[1]:.3g}" if all(map(has_reached, pair)) else None for pair in pairs]
             columns.append((Column(f"{arm} / {baseline}", primary.quantity), ratios))
-    return Table(f"Every seed{results.of}, on the report text", primary.quantity, tuple(columns))
+    return Table(f"Every seed{results.title_suffix}, on the report text", primary.quantity, tuple(columns))
 
 
 def crossed_table(results: SizeResults) -> Table | None:
     """The final seeds at each rate, of the arms that are trained at several rates; None without such arms."""
     experiment, procedure, choice, baseline = results.experiment, results.procedure, results.choice, results.arm_names[0]
     finished_runs: dict[tuple[str, Rate], list[Run]] = {}
-    for run in procedure.crossed(results.size):
+    for run in procedure.crossed_runs(results.size):
         finished_runs.setdefault((run.arm, run.rate), []).extend([run] if run.outcome.state == "finished" else [])
     if not finished_runs:
         return None
     values = {place: {run.seed: procedure.quantity(run.outcome) for run in runs} for place, runs in finished_runs.items()}
 
-    def apart(arm: str, rate: Rate) -> Interval | None:
+    def rate_difference(arm: str, rate: Rate) -> Interval | None:
         baseline_values = values.get((baseline, rate), {}) if arm != baseline else {}
         differences = [value - baseline_values[seed] for seed, value in values[arm, rate].items() if seed in baseline_values]
         return over_seeds(np.array(differences)).interval() if len(differences) > 1 else None
@@ -323,7 +323,7 @@ def crossed_table(results: SizeResults) -> Table | None:
     for arm, rate in (choice.rates or {}).items() if choice.settled else ():
         if arm in uses:
             uses[arm][rate] = ", ".join(filter(None, (uses[arm].get(rate), "judged")))
-    chosen_by = [mean([procedure.choosing(run.outcome) for run in runs]) for runs in finished_runs.values()]
+    chosen_by = [mean([procedure.choice_value(run.outcome) for run in runs]) for runs in finished_runs.values()]
     columns: list[Filled] = [
         (Column("arm", kind="label"), [arm for arm, _ in finished_runs]),
         (Column(experiment.tune.heading), [rate_words(rate) for _, rate in finished_runs]),
@@ -336,9 +336,12 @@ def crossed_table(results: SizeResults) -> Table | None:
         columns.append((Column(f"mean {experiment.primary.quantity}", "report text"), means))
         unit = "95% interval over seeds, not adjusted"
         columns.append(
-            (Column(f"difference to {baseline}, both at this rate", unit, "difference"), [apart(*place) for place in finished_runs])
+            (
+                Column(f"difference to {baseline}, both at this rate", unit, "difference"),
+                [rate_difference(*place) for place in finished_runs],
+            )
         )
-    return Table(f"Final seeds at the rates of both arms{results.of}", "", tuple(columns))
+    return Table(f"Final seeds at the rates of both arms{results.title_suffix}", "", tuple(columns))
 
 
 # ---------------------------------------------------------------- pictures
@@ -347,8 +350,8 @@ def crossed_table(results: SizeResults) -> Table | None:
 def rates_picture(results: SizeResults) -> Picture | None:
     """The selection loss of each tuning run by rate, and the differences to the baseline at the same rate. Each tuned key has two panels.
     None without tuning."""
-    experiment, tuning_runs, primary = results.experiment, results.tried, results.experiment.primary
-    if not any(experiment.choosing(run) is not None for run in tuning_runs):
+    experiment, tuning_runs, primary = results.experiment, results.tuning_runs, results.experiment.primary
+    if not any(experiment.choice_value(run) is not None for run in tuning_runs):
         return None
     panels: list[Panel] = []
     for number, key in enumerate(experiment.tune.keys):
@@ -376,10 +379,10 @@ def _drawn(trace: Trace) -> bool:
 
 def _tuning_panel(results: SizeResults, number: int, ticks: dict[float, str]) -> Panel:
     """The tuning runs by the value of tuned key `number`, with the means at the best values of the other keys."""
-    experiment, tuning_runs, traces, rings = results.experiment, results.tried, [], []
+    experiment, tuning_runs, traces, rings = results.experiment, results.tuning_runs, [], []
     chosen_rates, losses = {arm: rates[0] for arm, rates in results.choice.final.items()}, experiment.costs_of(tuning_runs, results.size)
     for index, name in enumerate(arm.name for arm in experiment.arms):
-        values = [(run.rate, value) for run in tuning_runs if run.arm == name and (value := experiment.choosing(run)) is not None]
+        values = [(run.rate, value) for run in tuning_runs if run.arm == name and (value := experiment.choice_value(run)) is not None]
         values = [(coordinates(rate)[number], value) for rate, value in values]
         traces.append(_dots(index, f"{name}, single seeds", [pair for pair in values if math.isfinite(pair[1])]))
         crosses = np.array([x for x, value in values if not math.isfinite(value)])
@@ -413,7 +416,7 @@ def _differences_panel(results: SizeResults, number: int, ticks: dict[float, str
     if primary.learned is not None:
         quantity, margin = "fraction of runs that have learned", 0.0
     title, label = f"Difference to {baseline}, both at the same rate", f"{quantity}, selection text"
-    return Panel(title, experiment.tune.keys[number], label, traces, ticks, log=10, zero=True, small=margin)
+    return Panel(title, experiment.tune.keys[number], label, traces, ticks, log=10, zero_line=True, margin=margin)
 
 
 def _dots(number: int, label: str, points: list[tuple[float, float]]) -> Trace:
@@ -432,8 +435,8 @@ def differences_picture(sizes: list[SizeResults]) -> Picture | None:
     names, margin = sizes[0].arm_names, experiment.primary.matters
     places = [results.size for results in sizes] if by_size else names[1:]
     for results, (number, arm) in product(sizes, enumerate(names[1:], 1)):
-        differences, interval = np.array(results.judged.comparisons[results.size, arm].differences), results.verdicts[arm].interval
-        ends = interval and np.array(interval.listed())
+        differences, interval = np.array(results.judgement.comparisons[results.size, arm].differences), results.verdicts[arm].interval
+        ends = interval and np.array(interval.as_list())
         if experiment.primary.reach is not None:
             differences, ends = np.expm1(differences), interval and ends - 1
         x = places.index(results.size if by_size else arm) + (0.16 * (number - len(names) / 2) if by_size else 0.0)
@@ -443,7 +446,7 @@ def differences_picture(sizes: list[SizeResults]) -> Picture | None:
     if not traces:
         return None
     title, label = f"Difference to {names[0]}" + (" by size" if by_size else ""), f"{_difference(experiment)}, report text"
-    panel = Panel(title, "", label, traces, dict(enumerate(places)), zero=True, small=margin)
+    panel = Panel(title, "", label, traces, dict(enumerate(places)), zero_line=True, margin=margin)
     rates_part = " and rates" if any(results.choice.crossed for results in sizes) else ""
     caption = f"Dots: single seeds. Bars: mean with its Student t interval over seeds{rates_part}; all of them hold together with 95%."
     return Picture([panel], names, f"{caption} Shaded: differences below {margin:g}.")

@@ -137,7 +137,7 @@ def plan(procedure: Procedure, run_costs: Costs | None, time_words: str, slot_wo
         reason = "the vocabulary is not known before the text is there: lm prepare makes it"
         yield f"{runs}{note}; tokens, FLOPs and disk: {reason}"
     yield f"time: {time_words}"
-    known_runs, judgement = procedure.known(), procedure.judged()
+    known_runs, judgement = procedure.known_runs(), procedure.judgement()
     yield f"done: {sum(run.outcome.ended for run in known_runs)} of the {len(known_runs)} runs known so far"
     yield f"primary metric {primary.metric}, {primary.better} is better; {_seeds(primary, judgement.alpha)}"
     yield from judgement.power(len(experiment.all_seeds))
@@ -204,7 +204,7 @@ def run_times(procedure: Procedure, run_costs: Costs, slots: Slots, budget: floa
         RunError: the pilot failed, or timed no arm within its budget.
         DataError: there is no text to time it on yet.
     """
-    measured_times, source = _ended(procedure), "the runs that have ended"
+    measured_times, source = _ended_times(procedure), "the runs that have ended"
     if not any(run_costs[place].flops for place in measured_times):
         measured_times, source = _pilot(procedure, run_costs, slots, budget)
     if not measured_times:
@@ -227,18 +227,18 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
 
 
-def _ended(procedure: Procedure) -> Times:
+def _ended_times(procedure: Procedure) -> Times:
     """Mean seconds of the finished runs, by size and arm: from the last start to the last evaluation, with earlier training added."""
     durations = defaultdict(list)
-    for run in procedure.known():
+    for run in procedure.known_runs():
         files, start = evaluation_files(run.config.run_folder), _last_start(run) if run.outcome.state == "finished" else None
         end_times = [path.stat().st_mtime for (_, step), path in files.items() if step == run.outcome.last_step]
-        if start and end_times and (seconds := whole(run, max(0.0, max(end_times) - start[1]))):
+        if start and end_times and (seconds := uninterrupted_seconds(run, max(0.0, max(end_times) - start[1]))):
             durations[run.size, run.arm].append(seconds)
     return {key: statistics.fmean(values) for key, values in durations.items()}
 
 
-def whole(run: Run, seconds: float) -> float:
+def uninterrupted_seconds(run: Run, seconds: float) -> float:
     """The seconds that a run would take without interruption: `seconds` after its last start, and the training time before that start by
     the log. 0 if the log does not say."""
     start = _last_start(run)
@@ -276,7 +276,7 @@ def _pilot(procedure: Procedure, run_costs: Costs, slots: Slots, budget: float) 
         kinds = {name: (*sorted(config.normalizer_names), run_costs[size, name].flops) for name, config in configs.items()}
         first_names = {kinds[name]: name for name in reversed(configs)}.values()
         names = sorted(untimed_names.values(), key=lambda name: (name not in first_names, list(configs).index(name)))[:MOST_PILOTS]
-        run_seconds, step_times = _timed({name: configs[name] for name in names}, file, slots.lanes(), budget)
+        run_seconds, step_times = _time_configurations({name: configs[name] for name in names}, file, slots.lanes(), budget)
         known_seconds |= {keys[name]: seconds for name, seconds in run_seconds.items()}
         write_json(file, {"seconds": known_seconds})
     whole_runs = {name: known_seconds[key] for name, key in keys.items() if key in known_seconds}
@@ -302,7 +302,9 @@ def _what_time_depends_on(config: Config, slots: Slots) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _timed(configs: dict[str, Config], file: Path, lanes: list[Devices], budget: float) -> tuple[dict[str, float], dict[str, float]]:
+def _time_configurations(
+    configs: dict[str, Config], file: Path, lanes: list[Devices], budget: float
+) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds of a run of each configuration, with the start of its process; and the seconds of its steps alone, if its evaluations did
     not end within `budget` seconds.
 
@@ -371,7 +373,7 @@ def _lines(place: Path) -> list[dict[str, float]]:
 def total_seconds(procedure: Procedure, times: Times, slots: Slots) -> float:
     """Seconds that the runs without a result take in these slots."""
     counts = {size: procedure.n_runs(size) for size in procedure.experiment.sizes}
-    times = {place: seconds * slots.taken(*place) for place, seconds in times.items()}
+    times = {place: seconds * slots.slots_per_run(*place) for place, seconds in times.items()}
     planned_seconds = sum(seconds * counts[size][arm] for (size, arm), seconds in times.items())
-    ended_seconds = sum(times[run.size, run.arm] for run in procedure.known() if run.outcome.ended)
+    ended_seconds = sum(times[run.size, run.arm] for run in procedure.known_runs() if run.outcome.ended)
     return max(0.0, planned_seconds - ended_seconds) / slots.jobs

@@ -11,12 +11,12 @@ import numpy as np
 
 from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, RunError
-from lm.experiments.experiment import Arm, Experiment, Swap, Tried, config_hash, described, differing_keys
-from lm.experiments.judging import ByRate, Judged, JudgedRun, Place
-from lm.experiments.run_outcome import SELECTION, Outcome, unequal
+from lm.experiments.experiment import Arm, Experiment, Swap, TuningRun, config_hash, described, differing_keys
+from lm.experiments.judging import ByRate, JudgedRun, Judgement, Place
+from lm.experiments.run_outcome import SELECTION, Outcome, run_differences
 from lm.runs.folder import CHECKPOINTS, SWAPPED, step_path
 from lm.schema import Plain, to_plain
-from lm.statistics.tuning import Rate, Tuned, best_rate, chosen, crossed_rates, rate_cell, rate_words, tuned
+from lm.statistics.tuning import Rate, TuningOutcome, best_rate, crossed_rates, rate_cell, rate_choice, rate_words, tuning_outcome
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Run:
 
     Attributes:
         stage: `tune` if it chooses a rate, `final` if it is judged.
-        before: folder of the run whose weights it starts from, if any.
+        source_folder: folder of the run whose weights it starts from, if any.
         swap: the normalizer that replaces the one of these weights; None: it stays.
         trained: False: the swapped weights are measured as they are.
         evaluate: options `KEY=VALUE` of its evaluation after training.
@@ -38,7 +38,7 @@ class Run:
     seed: int
     config: Config
     outcome: Outcome
-    before: Path | None = None
+    source_folder: Path | None = None
     swap: Swap | None = None
     trained: bool = True
     evaluate: tuple[str, ...] = ()
@@ -99,7 +99,7 @@ class Procedure:
             last_step = config.trainer.max_steps if arm.trained else source_run.outcome.last_step
             kinds = {kind: options for kind, options in config.eval.kinds.items() if options.wanted(config.data)}
             scheduled = tuple(kind for kind, options in kinds.items() if not arm.trained or options.is_due(last_step, last_step))
-            metric, requests = self.experiment.primary.metric, self._asked(size, arm, config)
+            metric, requests = self.experiment.primary.metric, self._required_options(size, arm, config)
             outcome = Outcome(config.run_folder, last_step, metric, scheduled, requests)
             if outcome.ended:  # the folder is not read again
                 self._ended[config.run_folder] = outcome
@@ -145,13 +145,15 @@ class Procedure:
         options, defaults = to_plain(normalizer), to_plain(type(normalizer)())
         return [f"{key}={value}" for key, value in sorted(options.items()) if key not in ("name", "init") and value != defaults.get(key)]
 
-    def _asked(self, size: str, arm: Arm, config: Config) -> dict[str, dict[str, Plain]]:
+    def _required_options(self, size: str, arm: Arm, config: Config) -> dict[str, dict[str, Plain]]:
         """The options that the evaluations of an arm's runs must have, by kind; {} where the evaluations in training will do."""
         if not self.experiment.evaluate:
             return {}
         if (size, arm.name) not in self._evaluated:
             evaluated = self.experiment.evaluated(config)
-            self._evaluated[size, arm.name] = {kind: evaluated.eval.asked(kind) for kind in evaluated.eval.wanted(evaluated.data)}
+            self._evaluated[size, arm.name] = {
+                kind: evaluated.eval.measured_options(kind) for kind in evaluated.eval.measurement_classes(evaluated.data)
+            }
         return self._evaluated[size, arm.name]
 
     def choice(self, size: str) -> Choice:
@@ -171,33 +173,33 @@ class Procedure:
         runs: dict[str, dict[Rate, list[Run]]] = {}
         rates: dict[str, Rate | None] = {}
         final_rates: dict[str, tuple[Rate | None, ...]] = {}
-        if not self.experiment.tuned:
+        if not self.experiment.is_tuned:
             rates = dict.fromkeys((arm.name for arm in self.experiment.arms), None)
             return Choice(runs, dict.fromkeys(rates, (None,)), rates)
         depths = sorted({len(self.sources(arm)) for arm in self.experiment.arms})
         for depth in depths:
-            depth_arms = [arm for arm in self.experiment.arms if len(self.sources(arm)) == depth and arm.tuned]
-            outcome = self._tuned(size, [arm for arm in depth_arms if not arm.start or arm.start in rates], rates, runs)
+            depth_arms = [arm for arm in self.experiment.arms if len(self.sources(arm)) == depth and arm.is_tuned]
+            outcome = self._tuning_outcome(size, [arm for arm in depth_arms if not arm.start or arm.start in rates], rates, runs)
             if outcome.missing:
                 return Choice(runs, final_rates, None)
             candidates = crossed_rates(self.experiment.arms[0].name, outcome.rates)
-            best_rates = self._best(size, candidates)
+            best_rates = self._best_rates(size, candidates)
             final_rates |= candidates
             rates |= best_rates or outcome.rates
             for arm in self.experiment.arms:  # an arm without a rate of its own has the rate of its source
-                rates |= {arm.name: rates[arm.start]} if not arm.tuned and arm.start in rates else {}
+                rates |= {arm.name: rates[arm.start]} if not arm.is_tuned and arm.start in rates else {}
             if best_rates is None:
                 return Choice(runs, final_rates, rates if depth == depths[-1] else None, settled=False)
         return Choice(runs, final_rates, rates)
 
-    def _tuned(self, size: str, arms: list[Arm], rates: dict[str, Rate], runs: dict[str, dict[Rate, list[Run]]]) -> Tuned:
+    def _tuning_outcome(self, size: str, arms: list[Arm], rates: dict[str, Rate], runs: dict[str, dict[Rate, list[Run]]]) -> TuningOutcome:
         """The rates that the tuning runs of arms choose, or the table in their place. The runs start from other arms at `rates`, and are
         added to `runs`."""
         experiment = self.experiment
         if experiment.table:
             losses = experiment.costs_of(experiment.table, size)
-            return chosen({arm.name: losses[arm.name] for arm in arms})
-        outcome, missing_rates = Tuned({}), tuple(experiment.tune.rates) if arms else ()
+            return rate_choice({arm.name: losses[arm.name] for arm in arms})
+        outcome, missing_rates = TuningOutcome({}), tuple(experiment.tune.rates) if arms else ()
         for source in self._untuned_sources(arms):
             source_rate = rates[source.name]
             runs.setdefault(source.name, {})[source_rate] = [
@@ -208,20 +210,20 @@ class Procedure:
                 runs.setdefault(arm.name, {})[rate] = [self.run(size, arm, "tune", rate, seed, rates) for seed in experiment.tune.seeds]
             runs_by_arm = [[*chain(*runs[arm.name].values())] for arm in arms]
             if not all(run.outcome.ended for run in chain(*runs_by_arm)):
-                return Tuned({}, missing_rates)
+                return TuningOutcome({}, missing_rates)
             for arm_runs in runs_by_arm:
                 check_alike(arm_runs, experiment.primary.metric if experiment.tune.metric == "primary" else SELECTION)
             losses = {arm.name: self._costs(runs[arm.name]) for arm in arms}
-            outcome = tuned(experiment.tune.axes, losses, partial(self._possible, size, arms))
+            outcome = tuning_outcome(experiment.tune.axes, losses, partial(self._is_possible_rate, size, arms))
             missing_rates = outcome.missing
         return outcome
 
     def _untuned_sources(self, arms: Iterable[Arm]) -> list[Arm]:
         """The arms without a rate of their own that `arms` start from, each after its own source. Tuning seeds train them, too."""
         names = {name for arm in arms for name in self.sources(arm)}
-        return [arm for arm in self.experiment.arms if arm.name in names and not arm.tuned]
+        return [arm for arm in self.experiment.arms if arm.name in names and not arm.is_tuned]
 
-    def _best(self, size: str, candidates: dict[str, tuple[Rate, ...]]) -> dict[str, Rate] | None:
+    def _best_rates(self, size: str, candidates: dict[str, tuple[Rate, ...]]) -> dict[str, Rate] | None:
         """The rate that each arm is judged at: the best of its `candidates`, the rates of its final seeds, on the selection text. None
         while runs at several rates have not ended."""
         rates = {}
@@ -236,7 +238,7 @@ class Procedure:
                 rates[arm.name] = arm_rates[0]
         return rates
 
-    def _possible(self, size: str, arms: list[Arm], rate: Rate) -> bool:
+    def _is_possible_rate(self, size: str, arms: list[Arm], rate: Rate) -> bool:
         """Whether the tuned keys may have these values in all of these arms."""
         try:
             for arm in arms:
@@ -245,28 +247,28 @@ class Procedure:
             return False
         return True
 
-    def tried(self, size: str) -> list[Tried]:
+    def tuning_runs(self, size: str) -> list[TuningRun]:
         """The tuning runs of a size, or the table's lines in place of them."""
         experiment = self.experiment
         names = [arm.name for arm in experiment.arms]
         if experiment.table:
             table_lines = (run for run in experiment.table if run.size == size and run.arm in names)
             return sorted(table_lines, key=lambda run: names.index(run.arm))
-        starts, tune, lines = {arm.name: arm.start for arm in experiment.arms if arm.tuned}, experiment.tune, []
+        starts, tune, lines = {arm.name: arm.start for arm in experiment.arms if arm.is_tuned}, experiment.tune, []
         for arm, runs_by_rate in ((arm, runs_by_rate) for arm, runs_by_rate in self.choice(size).runs.items() if arm in starts):
             for grid_rate, run in ((rate, run) for rate in sorted(runs_by_rate) for run in runs_by_rate[rate]):
                 has_ended = run.outcome.ended
                 selection = run.outcome.mean(SELECTION, selection=True) if has_ended else None
                 primary = self.quantity(run.outcome, selection=True) if has_ended else None
                 settings = described(run.config, tune.keys, starts[arm])
-                lines.append(Tried(size, arm, tune.heading, grid_rate, run.seed, selection, primary, settings))
+                lines.append(TuningRun(size, arm, tune.heading, grid_rate, run.seed, selection, primary, settings))
         return lines
 
     def notes(self) -> list[str]:
         """Notes that a reader must know beside the numbers, one sentence each."""
         experiment = self.experiment
         notes: list[str] = []
-        for size, arm in product(experiment.sizes if experiment.table else (), (arm for arm in experiment.arms if arm.tuned)):
+        for size, arm in product(experiment.sizes if experiment.table else (), (arm for arm in experiment.arms if arm.is_tuned)):
             config = experiment.config_of(size, arm)
             arm_configuration = described(config, experiment.tune.keys, arm.start)
             table_configurations = {run.configuration for run in experiment.table if (run.size, run.arm) == (size, arm.name)}
@@ -274,8 +276,8 @@ class Procedure:
                 name = " ".join(filter(None, (size, arm.name)))
                 notes.append(f"{name}: rates were tuned for another configuration: {', '.join(keys)} differ")
         for seeds, change in (
-            (self.added, "were added after the first start"),
-            (self.left_out, "were planned at the first start and are left out"),
+            (self.added_seeds, "were added after the first start"),
+            (self.omitted_seeds, "were planned at the first start and are left out"),
         ):
             notes += [f"exploratory: seeds {', '.join(map(str, seeds))} {change}; p values are too small"] if seeds else []
         if experiment.more_seeds:
@@ -284,14 +286,14 @@ class Procedure:
             reason = "the first left a comparison undecided" if experiment.look == 2 else reason
             notes.append(f"look {experiment.look} of 2, each with half of the 5 %: {first_count} seeds, then {more_count} more; {reason}")
         notes += [f"exploratory: {departure.words}" if departure.exploratory else departure.words for departure in experiment.departures]
-        notes += unequal((run.arm, run.outcome) for run in self.known())
+        notes += run_differences((run.arm, run.outcome) for run in self.known_runs())
         for size in experiment.sizes:
             choice, seeds = self.choice(size), {arm.name: [] for arm in experiment.arms}
             for arm, arm_rates in choice.crossed.items():
                 name, rates = ", ".join(filter(None, (arm, size))), " and ".join(map(rate_words, sorted(arm_rates)))
                 verdict_words = f"; judged at {rate_words(choice.rates[arm])}" if choice.settled and choice.rates else ""
                 notes.append(f"{name}: final seeds are trained at {rates}, as tuning chose different rates for the arms{verdict_words}")
-            for run in self.final(size):
+            for run in self.final_runs(size):
                 seeds[run.arm] += [str(run.seed)] if run.outcome.state == "finished" else []
             if len({*map(tuple, filter(None, seeds.values()))}) > 1:
                 seed_words = "; ".join(f"{name} has {', '.join(arm_seeds) or 'none'}" for name, arm_seeds in seeds.items())
@@ -303,7 +305,7 @@ class Procedure:
     def exploratory(self, size: str, arm: str) -> bool:
         """Whether the verdict on an arm is exploratory."""
         departures = (departure.place in (None, (size, arm)) for departure in self.experiment.departures if departure.exploratory)
-        return bool(self.added or self.left_out) or any(departures)
+        return bool(self.added_seeds or self.omitted_seeds) or any(departures)
 
     def sources(self, arm: Arm) -> list[str]:
         """The names of the arms that an arm starts from: its source, the source of its source, and so on."""
@@ -311,7 +313,7 @@ class Procedure:
             return []
         return [arm.start, *self.sources(next(candidate for candidate in self.experiment.arms if candidate.name == arm.start))]
 
-    def final(self, size: str) -> Iterator[Run]:
+    def final_runs(self, size: str) -> Iterator[Run]:
         """The runs that are judged, by seed and arm; none before rates are known."""
         rates = self.choice(size).rates or {}
         for seed in self.experiment.seeds:
@@ -319,7 +321,7 @@ class Procedure:
                 if arm.name in rates:
                     yield self.run(size, arm, "final", rates[arm.name], seed, rates)
 
-    def judged(self) -> Judged:
+    def judgement(self) -> Judgement:
         """The verdicts on what the run folders hold now.
 
         Raises:
@@ -327,13 +329,13 @@ class Procedure:
         """
         experiment = self.experiment
         places = [(size, arm.name) for size in experiment.sizes for arm in experiment.arms[1:]]
-        return Judged(
+        return Judgement(
             experiment.primary,
             tuple(arm.name for arm in experiment.arms),
             experiment.seeds,
             {size: self.choice(size).rates for size in experiment.sizes},
             {place: runs_by_rate for size in experiment.sizes for place, runs_by_rate in self._judged_runs(size).items()},
-            every=experiment.primary.quantity != experiment.chosen_by,
+            all_pairs=experiment.primary.quantity != experiment.chosen_by,
             looks=experiment.looks,
             sources={arm.name: self.sources(arm) for arm in experiment.arms if arm.start},
             exploratory=[place for place in places if self.exploratory(*place)],
@@ -367,7 +369,7 @@ class Procedure:
         units = units.part(selection=False)
         return JudgedRun(*run_fields, units.values.astype(float), units.weights.astype(float), units.groups)
 
-    def crossed(self, size: str) -> Iterator[Run]:
+    def crossed_runs(self, size: str) -> Iterator[Run]:
         """The final runs of arms whose seeds are trained at several rates, by seed, arm and rate."""
         rates = self.choice(size).crossed
         for seed in self.experiment.seeds:
@@ -375,12 +377,14 @@ class Procedure:
                 for rate in rates.get(arm.name, ()):
                     yield self.run(size, arm, "final", rate, seed, {})
 
-    def known(self) -> list[Run]:
+    def known_runs(self) -> list[Run]:
         """All runs that the experiment needs, as far as they are known: tuning runs first, each run after its source."""
         runs: list[Run] = []
         for size in self.experiment.sizes:
             runs += chain(
-                *(chain(*runs_by_rate.values()) for runs_by_rate in self.choice(size).runs.values()), self.crossed(size), self.final(size)
+                *(chain(*runs_by_rate.values()) for runs_by_rate in self.choice(size).runs.values()),
+                self.crossed_runs(size),
+                self.final_runs(size),
             )
         return list({run.config.run_folder: run for run in runs}.values())
 
@@ -388,10 +392,10 @@ class Procedure:
         """The number of runs of each arm in a size, by the known grid and rates; before tuning has ended, as if it chose two rates."""
         choice, tune, counts = self.choice(size), self.experiment.tune, {}
         crossed_names = {arm.name for arm in self.experiment.arms if arm.trained and not arm.start} if tune.grid else set()
-        untuned_arms = self._untuned_sources(arm for arm in self.experiment.arms if arm.tuned) if tune.grid else []
+        untuned_arms = self._untuned_sources(arm for arm in self.experiment.arms if arm.is_tuned) if tune.grid else []
         for arm in self.experiment.arms:
             tuning_rate_count = (
-                self._distinct(size, arm, {*tune.rates, *choice.runs.get(arm.name, ())}) if arm.tuned else int(arm in untuned_arms)
+                self._distinct(size, arm, {*tune.rates, *choice.runs.get(arm.name, ())}) if arm.is_tuned else int(arm in untuned_arms)
             )
             rate_count = self._distinct(size, arm, choice.final.get(arm.name, ())) or (
                 2 if len(crossed_names) > 1 and arm.name in crossed_names else 1
@@ -404,15 +408,15 @@ class Procedure:
         return len({str(self.experiment.tuned_keys(size, arm, rate)) for rate in rates})
 
     @property
-    def added(self) -> tuple[int, ...]:
+    def added_seeds(self) -> tuple[int, ...]:
         """Seeds of the final runs that were not planned at the first start."""
-        planned_seeds = self.experiment.planned or self.experiment.seeds
+        planned_seeds = self.experiment.planned_seeds or self.experiment.seeds
         return tuple(seed for seed in self.experiment.seeds if seed not in planned_seeds)
 
     @property
-    def left_out(self) -> tuple[int, ...]:
+    def omitted_seeds(self) -> tuple[int, ...]:
         """Seeds that were planned at the first start and that the file has no longer."""
-        return tuple(seed for seed in self.experiment.planned or () if seed not in self.experiment.all_seeds)
+        return tuple(seed for seed in self.experiment.planned_seeds or () if seed not in self.experiment.all_seeds)
 
     def quantity(self, outcome: Outcome, selection: bool = False) -> float:
         """The number by which a run is compared, on the documents that report, or with `selection` on the documents that select. It is the
@@ -423,13 +427,13 @@ class Procedure:
             return outcome.mean(primary.metric, selection)
         return outcome.tokens_to_reach(primary.reach, primary.better, selection)
 
-    def choosing(self, outcome: Outcome) -> float:
+    def choice_value(self, outcome: Outcome) -> float:
         """The value of a run that chooses rates; infinite for a run that has not finished."""
         return self.quantity(outcome, True) if self.experiment.tune.metric == "primary" else outcome.mean(SELECTION, True)
 
     def _costs(self, runs_by_rate: dict[Rate, list[Run]]) -> dict[Rate, list[float]]:
         """The costs that the choice of a rate minimizes, by rate and seed."""
-        return {rate: [self.experiment.cost(self.choosing(run.outcome)) for run in runs] for rate, runs in runs_by_rate.items()}
+        return {rate: [self.experiment.cost(self.choice_value(run.outcome)) for run in runs] for rate, runs in runs_by_rate.items()}
 
     def check_direction(self, outcome: Outcome) -> None:
         """Raises RunError if a finished run gives the primary metric another direction than the experiment."""
@@ -452,8 +456,8 @@ def next_look(procedure: Procedure) -> Procedure:
     """The experiment with the seeds of its second look, once all runs of the first have ended and left a comparison undecided; else the
     experiment unchanged."""
     experiment = procedure.experiment
-    if not experiment.more_seeds or experiment.look == 2 or not all(run.outcome.ended for run in procedure.known()):
+    if not experiment.more_seeds or experiment.look == 2 or not all(run.outcome.ended for run in procedure.known_runs()):
         return procedure
-    if all(verdict.kind != "undecided" for verdict in procedure.judged().verdicts.values()):
+    if all(verdict.kind != "undecided" for verdict in procedure.judgement().verdicts.values()):
         return procedure
     return Procedure(replace(experiment, seeds=experiment.seeds + experiment.more_seeds, look=2))

@@ -11,7 +11,7 @@ from lm.errors import RunError
 from lm.plugins import PLUGINS
 from lm.runs.evaluations import Evaluation, Series, Units, evaluation_files, evaluation_in, measuring_code
 from lm.runs.folder import CHECKPOINTS, DIVERGED, ENVIRONMENT, METRICS, Log, read_json, read_metrics, step_path
-from lm.runs.record import RunRecord, divergence, not_learned, read_run, used
+from lm.runs.record import RunRecord, divergence, not_learned, read_run, start_setting
 from lm.runs.same_run import check_measured
 from lm.schema import Plain
 from lm.statistics.learned import tokens_to_reach
@@ -27,16 +27,16 @@ class Outcome:
     """A run folder, the step that the run is to reach, and the metric that is needed of it at that step.
 
     Attributes:
-        scheduled: kinds of evaluation that its configuration schedules at that step, beside the validation.
-        asked: kinds of evaluation that it must have at that step, each with the keys of `eval` that it must be measured with; {}: the
-            scheduled kinds will do.
+        scheduled_kinds: kinds of evaluation that its configuration schedules at that step, beside the validation.
+        required_options: the keys of `eval` that evaluations of that step must be measured with, by their kind; {}: the scheduled kinds
+            will do.
     """
 
     folder: Path
     last_step: int
     metric: str
-    scheduled: tuple[str, ...] = ()
-    asked: dict[str, dict[str, Plain]] = field(default_factory=dict)
+    scheduled_kinds: tuple[str, ...] = ()
+    required_options: dict[str, dict[str, Plain]] = field(default_factory=dict)
 
     @cached_property
     def log(self) -> Log:
@@ -92,14 +92,14 @@ class Outcome:
     def complete(self) -> bool:
         """Whether each scheduled evaluation of the last step was made, or has failed (`eval.on_error` is log): a kill leaves neither."""
         files = evaluation_files(self.folder)
-        missing_kinds = [kind for kind in self.scheduled if (kind, self.last_step) not in files]
+        missing_kinds = [kind for kind in self.scheduled_kinds if (kind, self.last_step) not in files]
         failed_names = {name for line in (self.log.lines if missing_kinds else ()) if line.get("step") == self.last_step for name in line}
         return all(f"{kind}/failed" in failed_names for kind in missing_kinds)
 
     @cached_property
     def measured(self) -> bool:
-        """Whether each evaluation of `asked` was measured, with the keys that it asks for."""
-        return self.asked.items() <= {evaluation.kind: evaluation.asked for evaluation in self.evaluations}.items()
+        """Whether each evaluation of `required_options` was measured, with the keys that it asks for."""
+        return self.required_options.items() <= {evaluation.kind: evaluation.asked for evaluation in self.evaluations}.items()
 
     @property
     def ended(self) -> bool:
@@ -185,7 +185,7 @@ class Outcome:
 # ---------------------------------------------------------------- differences between runs
 
 
-def unequal(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
+def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
     """Sentences on the differences between finished runs beside their arms, by environment.json and their evaluations.
 
     Args:
@@ -199,9 +199,9 @@ def unequal(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
     sentences = []
     try:
         for name, key in _FACTS.items():
-            if words := _differing([(arm, used(environment, key)) for arm, environment, _ in records]):
+            if words := _differing([(arm, start_setting(environment, key)) for arm, environment, _ in records]):
                 sentences.append(f"runs differ in {name}: {words}")
-        trees = [used(environment, "git_dirty") for _, environment, _ in records if used(environment, "git_commit")]
+        trees = [start_setting(environment, "git_dirty") for _, environment, _ in records if start_setting(environment, "git_commit")]
         if dirty_count := sum(tree is not False for tree in trees):
             sentences.append(
                 f"{dirty_count} of {len(finished_runs)} runs are of a git tree with uncommitted changes: their code is not known"

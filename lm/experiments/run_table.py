@@ -9,9 +9,19 @@ import pandas as pd
 
 from lm.errors import RunError, one_line
 from lm.experiments.experiment import Primary
-from lm.experiments.judging import ByRate, Judged, JudgedRun, Place
+from lm.experiments.judging import ByRate, JudgedRun, Judgement, Place
 from lm.runs.folder import DIVERGED
-from lm.statistics.tuning import FEWEST_TUNING_SEEDS, Rate, best_rate, chosen, coordinates, full_cells, rate_cell, rate_words, read_rate
+from lm.statistics.tuning import (
+    FEWEST_TUNING_SEEDS,
+    Rate,
+    best_rate,
+    coordinates,
+    full_cells,
+    rate_cell,
+    rate_choice,
+    rate_words,
+    read_rate,
+)
 
 RUN_KEY = ["size", "arm", "rate", "seed"]
 _UNIT = ("sample", "unit")  # columns that tell a run's evaluation units apart; the first one in the table counts
@@ -22,7 +32,7 @@ _LARGEST = 1e30  # magnitude of a value: squares and products of such values are
 
 def judge_table(
     table: pd.DataFrame, source: str, primary: Primary, baseline: str | None = None, condition: str = "", split_columns: Sequence[str] = ()
-) -> Judged:
+) -> Judgement:
     """The verdicts on a table of runs: columns arm, seed and value, and any others of `lm.results`.
 
     Args:
@@ -94,7 +104,7 @@ def judge_table(
                 rate: [_judged_run(rate_lines[rate_lines["seed"] == seed]) for seed in seeds] for rate, rate_lines in lines_by_rate.items()
             }
     arms = baseline, *(arm for arm in arms if arm != baseline)
-    return Judged(replace(primary, metric=metric), arms, seeds, rates, judged_runs)
+    return Judgement(replace(primary, metric=metric), arms, seeds, rates, judged_runs)
 
 
 def _judged_run(lines: pd.DataFrame) -> JudgedRun:
@@ -259,7 +269,7 @@ def _rates(
         if len(rates) > 1:
             raise RunError(f"{label} has {len(rates)} rates and no line that selects one: add a column part, or judge apart by rate")
         return rates, rates[:1]
-    tuned_rate = chosen({label: tuning_costs}).rates.get(label)
+    tuned_rate = rate_choice({label: tuning_costs}).rates.get(label)
     if tuned_rate is None:
         return rates, []
     if tuned_rate not in rates:

@@ -39,17 +39,17 @@ class Slots:
         jobs: number of slots.
         gpus: GPUs that are handed out; (): all runs compute on the CPU.
         per_gpu: number of slots on each GPU.
-        wanted: number of GPUs that a run takes, by size and arm; other runs take none.
+        gpus_per_run: number of GPUs that a run takes, by size and arm; other runs take none.
     """
 
     jobs: int
     gpus: Devices = ()
     per_gpu: int = 1
-    wanted: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    gpus_per_run: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
-    def taken(self, size: str, arm: str) -> int:
+    def slots_per_run(self, size: str, arm: str) -> int:
         """The number of slots that a run of an arm takes."""
-        return max(1, self.wanted.get((size, arm), 0))
+        return max(1, self.gpus_per_run.get((size, arm), 0))
 
     def devices(self, size: str, arm: str, busy_devices: Iterable[Devices]) -> Devices | None:
         """The GPUs of a run that starts beside others, first the GPUs on which fewest runs work; None while there are too few slots.
@@ -58,22 +58,22 @@ class Slots:
             busy_devices: the GPUs of each run that is under way.
         """
         device_lists = list(busy_devices)
-        if sum(max(1, len(gpus)) for gpus in device_lists) + self.taken(size, arm) > self.jobs:
+        if sum(max(1, len(gpus)) for gpus in device_lists) + self.slots_per_run(size, arm) > self.jobs:
             return None
-        run_counts, gpu_count = Counter(chain(*device_lists)), self.wanted.get((size, arm), 0)
+        run_counts, gpu_count = Counter(chain(*device_lists)), self.gpus_per_run.get((size, arm), 0)
         free_gpus = sorted((gpu for gpu in self.gpus if run_counts[gpu] < self.per_gpu), key=run_counts.__getitem__)
         return tuple(free_gpus[:gpu_count]) if len(free_gpus) >= gpu_count else None
 
     def lanes(self) -> list[Devices]:
         """The GPUs of each run that works at a time, if every run takes as many GPUs as the largest."""
-        place, lanes = max(self.wanted, key=self.wanted.__getitem__, default=("", "")), list[Devices]()
+        place, lanes = max(self.gpus_per_run, key=self.gpus_per_run.__getitem__, default=("", "")), list[Devices]()
         while (devices := self.devices(*place, lanes)) is not None:
             lanes.append(devices)
         return lanes
 
     def __str__(self) -> str:
         on_gpu = f"on {named(self.gpus[: self.jobs])}" + (f", {self.per_gpu} on each GPU" if self.per_gpu > 1 else "")
-        return f"{len(self.lanes())} at a time {on_gpu if any(self.wanted.values()) else 'on the CPU'}"
+        return f"{len(self.lanes())} at a time {on_gpu if any(self.gpus_per_run.values()) else 'on the CPU'}"
 
 
 def named(devices: Devices) -> str:
@@ -128,7 +128,7 @@ def commands(run: Run, experiment: Path) -> list[list[str]]:
         options = [f"model.normalizer.{name}={json.dumps(value)}" for name, value in normalizer.items()]
         place = {name: value for name, value in to_plain(config.experiment).items() if value is not None}
         options += [f"experiment.{name}={json.dumps(value)}" for name, value in place.items()]  # else lm.results has the source's arm
-        steps.append(["swap", str(run.before), f"--to={run.swap.to}", f"--out={swapped_folder}", *init_option, *options, *plugins])
+        steps.append(["swap", str(run.source_folder), f"--to={run.swap.to}", f"--out={swapped_folder}", *init_option, *options, *plugins])
     outcome = run.outcome
     if run.trained and (not outcome.trained or not outcome.complete or outcome.measured):
         # `lm train` makes the evaluations that a kill left out, too

@@ -7,7 +7,7 @@ from operator import attrgetter
 import numpy as np
 
 from lm.experiments.experiment import NOT_REACHED, Arm, Primary, by_arm_and_rate
-from lm.experiments.judging import Judged, finite
+from lm.experiments.judging import Judgement, finite
 from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import SELECTION
 from lm.report.tables import Cell, Column, Filled, Table, digits, print_tables
@@ -18,10 +18,10 @@ from lm.statistics.learned import factor, has_learned, log_tokens
 from lm.statistics.tuning import Rate, mean_loss, rate_cell, rate_differences, rate_words
 
 
-def summary_lines(procedure: Procedure, judgement: Judged | None = None) -> list[dict[str, Plain]]:
-    """One entry for each size and arm (`Judged.lines`), with the mean difference over the tuning seeds at each rate. `judgement`:
+def summary_lines(procedure: Procedure, judgement: Judgement | None = None) -> list[dict[str, Plain]]:
+    """One entry for each size and arm (`Judgement.lines`), with the mean difference over the tuning seeds at each rate. `judgement`:
     the verdicts, if they are known already."""
-    judgement, is_factor = judgement or procedure.judged(), procedure.experiment.primary.reach is not None
+    judgement, is_factor = judgement or procedure.judgement(), procedure.experiment.primary.reach is not None
     lines, arms = judgement.lines(), {arm.name: arm for arm in procedure.experiment.arms[1:]}
     for line in (line for line in lines if line["arm"] in arms):
         tuning_differences = differences_by_rate(procedure, line["size"], arms[line["arm"]])
@@ -38,23 +38,25 @@ def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate,
     text, of 1 for a run that has learned and 0 for another, or of the logarithm of tokens. Infinite where a run diverged, or did not reach
     its level."""
     experiment = procedure.experiment
-    baseline, tuning_values = experiment.arms[0].name, by_arm_and_rate(procedure.tried(size), size, attrgetter("primary"))
+    baseline, tuning_values = experiment.arms[0].name, by_arm_and_rate(procedure.tuning_runs(size), size, attrgetter("primary"))
     if not {arm.name, baseline} <= tuning_values.keys() or not procedure.choice(size).rates:
         return {}
     primary = experiment.primary
 
-    def compared(value: float) -> float:
+    def comparable_value(value: float) -> float:
         if primary.learned is not None:
             return float(has_learned(value, primary.learned, primary.better))
         if primary.reach is not None:
             return log_tokens(value)
         return -value if value == math.inf and primary.better == "higher" else value
 
-    pair_values = {name: {rate: [*map(compared, values)] for rate, values in tuning_values[name].items()} for name in (arm.name, baseline)}
+    pair_values = {
+        name: {rate: [*map(comparable_value, values)] for rate, values in tuning_values[name].items()} for name in (arm.name, baseline)
+    }
     return rate_differences(arm.name, baseline, pair_values)
 
 
-def summary_table(judgement: Judged, lines: list[dict[str, Plain]]) -> Table:
+def summary_table(judgement: Judgement, lines: list[dict[str, Plain]]) -> Table:
     """A row for each of the lines of `summary_lines`: one size and arm."""
     verdicts = [judgement.verdicts.get((line["size"], line["arm"])) for line in lines]
 
@@ -87,14 +89,17 @@ def summary_table(judgement: Judged, lines: list[dict[str, Plain]]) -> Table:
     return Table("Summary", "", tuple(columns))
 
 
-def print_verdicts(judgement: Judged, lines: list[dict[str, Plain]], title: str) -> None:
+def print_verdicts(judgement: Judgement, lines: list[dict[str, Plain]], title: str) -> None:
     """Print the lines of `summary_lines` as a table of numbers, and below the table each verdict with its reason."""
     table = summary_table(judgement, lines)
     numbers = tuple((column, cells) for column, cells in table.contents if column.kind != "words")
     print_tables(replace(table, title=title, contents=numbers))
     for line in lines:
         if "verdict" in line:
-            arm, open_question = " ".join(filter(None, (line["size"], line["arm"]))), judgement.verdicts[line["size"], line["arm"]].open
+            arm, open_question = (
+                " ".join(filter(None, (line["size"], line["arm"]))),
+                judgement.verdicts[line["size"], line["arm"]].open_reason,
+            )
             reason = line["reason"].removeprefix(open_question).removeprefix(": ")  # the words end with it
             print(": ".join(filter(None, (arm, line["words"], reason))))
 
@@ -105,7 +110,7 @@ def has_reached(tokens: float | None) -> bool:
 
 
 def amount(primary: Primary, value: float | None) -> str | None:
-    """The number by which a run is compared, in digits; tokens in whole numbers."""
+    """The number by which a run is comparable_value, in digits; tokens in whole numbers."""
     if primary.reach is None or value is None:
         return digits(value)
     return f"{value:,.0f}" if has_reached(value) else "at the first evaluation" if value == 0 else NOT_REACHED
@@ -114,7 +119,7 @@ def amount(primary: Primary, value: float | None) -> str | None:
 def measured_words(procedure: Procedure) -> str:
     """Words for the primary metric and the point of an axis at which it is measured, such as a length, by the runs that have finished."""
     experiment = procedure.experiment
-    metric, runs = experiment.primary.metric, (run for size in experiment.sizes for run in procedure.final(size))
+    metric, runs = experiment.primary.metric, (run for size in experiment.sizes for run in procedure.final_runs(size))
     series = [run.outcome.series(metric) for run in runs if run.outcome.state == "finished"]
     if not series or series[0].axis is None or series[0].axis.bins:
         return metric
@@ -126,7 +131,7 @@ def measured_words(procedure: Procedure) -> str:
     )
 
 
-def trends(procedure: Procedure, judgement: Judged) -> list[dict[str, Plain]]:
+def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]:
     """The trend over sizes of each arm's difference to the baseline, at the judged rates, over the seeds that both have finished in every
     size. It is the change with each doubling of parameters, or of tokens where all sizes have as many parameters. With `primary.reach` it
     is the factor by which each doubling multiplies the factor. Each interval holds alone. Empty if runs learn or don't."""
@@ -134,14 +139,14 @@ def trends(procedure: Procedure, judgement: Judged) -> list[dict[str, Plain]]:
     (baseline, *arms), sizes = (arm.name for arm in experiment.arms), list(experiment.sizes)
     if len(sizes) < 2 or primary.learned is not None:
         return []
-    finished_runs = ((run for run in procedure.final(size) if run.outcome.state == "finished") for size in sizes)
+    finished_runs = ((run for run in procedure.final_runs(size) if run.outcome.state == "finished") for size in sizes)
     records = [
         next((run.outcome.record for run in runs if (run.config.run_folder / ENVIRONMENT).is_file()), None) for runs in finished_runs
     ]
     if None in records:
         return []
     amounts = {
-        "parameters": [record.measured("parameters.non_embedding") for record in records],
+        "parameters": [record.environment_entry("parameters.non_embedding") for record in records],
         "tokens": [record.tokens_seen for record in records],
     }
     amount_name = next((name for name, counts in amounts.items() if None not in counts and len(set(counts)) > 1), None)
@@ -163,7 +168,7 @@ def trends(procedure: Procedure, judgement: Judged) -> list[dict[str, Plain]]:
     return lines
 
 
-def trend_table(judgement: Judged, lines: list[dict[str, Plain]]) -> Table | None:
+def trend_table(judgement: Judgement, lines: list[dict[str, Plain]]) -> Table | None:
     """A row for each of the lines of `trends`; None if there are none."""
     if not lines:
         return None
@@ -189,7 +194,7 @@ def tuning_table(procedure: Procedure) -> list[dict[str, Plain]]:
         | ({} if metric == SELECTION else {metric: cell(run.primary, DIVERGED if run.diverged or primary.reach is None else NOT_REACHED)})
         | {"configuration": run.configuration}
         for size in procedure.experiment.sizes
-        for run in procedure.tried(size)
+        for run in procedure.tuning_runs(size)
     ]
 
 
@@ -198,8 +203,8 @@ def tuning_means(procedure: Procedure) -> list[dict[str, Plain]]:
     experiment, lines = procedure.experiment, []
     for size in experiment.sizes:
         values: dict[tuple[str, Rate], list[float]] = {}
-        for run in procedure.tried(size):
-            value = experiment.choosing(run)
+        for run in procedure.tuning_runs(size):
+            value = experiment.choice_value(run)
             values.setdefault((run.arm, run.rate), []).append(math.inf if value is None else value)
         means = {place: mean_loss(costs) for place, costs in values.items()}
         lines += [

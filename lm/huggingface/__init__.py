@@ -12,7 +12,7 @@ __all__ = ["add_parameters", "register"]
 if not TYPE_CHECKING:  # to which any name would be one of the package's
 
     def __getattr__(name: str) -> Callable:
-        """The function of `lm.huggingface.inside`, which imports transformers, of this name."""
+        """The function with this name in `lm.huggingface.inside`, which imports transformers."""
         if name not in __all__:
             raise AttributeError(f"module 'lm.huggingface' has no attribute '{name}'")
         from lm.huggingface import inside

@@ -27,15 +27,15 @@ class Part:
     """The place of one of lm's parameters: the tensors of transformers that hold it, one below the other.
 
     Attributes:
-        ours, shape: name and shape of the parameter.
-        theirs: names and shapes of the tensors.
+        name, shape: name and shape of the parameter.
+        tensors: names and shapes of the tensors.
         transposed: each tensor is stored as (inputs, outputs).
         scaled: the number of first rows that a factor multiplies, and the factor.
     """
 
-    ours: str
+    name: str
     shape: tuple[int, ...]
-    theirs: tuple[tuple[str, tuple[int, ...]], ...]
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
     transposed: bool
     scaled: tuple[int, float] | None
 
@@ -78,7 +78,7 @@ class Architecture(ABC):
         return 1.0
 
     def placed(self, spec: ModelSpec, fields: Fields, base: str) -> Iterator[Part]:
-        """The place of each of lm's parameters, by full names, in a model whose tensors have `base` before their names."""
+        """The place of each of lm's parameters, by full names, in a model whose tensors have the prefix `base` in their names."""
         with torch.device("meta"):
             decoder = spec.decoder()
         slices = projections(decoder)
@@ -256,7 +256,7 @@ def _windows(fields: Fields) -> Options:
 
 def _written_windows(model: ModelConfig) -> dict[str, Plain]:
     """The fields that `_windows` takes."""
-    layers = [model.normalizer.of_layer(n) for n in range(model.n_layer)]
+    layers = [model.normalizer.layer_option(n) for n in range(model.n_layer)]
     sizes = [options.size for options in layers if options.name == Window.name]
     if not sizes:
         return {"use_sliding_window": False, "sliding_window": None}

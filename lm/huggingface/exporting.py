@@ -84,7 +84,7 @@ def _figures(loaded_model: Loaded) -> str:
         content = read_evaluation(path)
         if step != loaded_model.stamp["step"] or "series" not in content:
             continue
-        for series in Evaluation.of(content).series:
+        for series in Evaluation.from_plain(content).series:
             if series.shown is None or len(series.places) > MOST_PLACES:
                 continue
             for place in series.places:
@@ -154,8 +154,8 @@ def _tensors(architecture: Architecture, config: dict[str, Plain], loaded_model:
     """The tensors by their names in transformers, as views of our parameters."""
     state, tensors = loaded_model.decoder.state_dict(), {}
     for part in architecture.placed(loaded_model.spec, Fields(config, loaded_model.path), architecture.base):
-        pieces = state[part.ours].split([size[-1] if part.transposed else size[0] for _, size in part.theirs])
-        tensors |= {name: piece.t() if part.transposed else piece for (name, _), piece in zip(part.theirs, pieces, strict=True)}
+        pieces = state[part.name].split([size[-1] if part.transposed else size[0] for _, size in part.tensors])
+        tensors |= {name: piece.t() if part.transposed else piece for (name, _), piece in zip(part.tensors, pieces, strict=True)}
     return tensors
 
 
@@ -230,7 +230,7 @@ def _own_config(loaded_model: Loaded) -> dict[str, Plain]:
         "num_hidden_layers": model.n_layer, "num_attention_heads": model.n_head, "num_key_value_heads": model.kv_heads,
         "head_dim": model.key_dims, "max_position_embeddings": spec.seq_len, "hidden_act": model.mlp, "norm": model.norm,
         "norm_eps": model.norm_eps, "bias": model.bias, "qkv_bias": model.has_qkv_bias, "mlp_bias": model.has_mlp_bias,
-        "qk_norm": model.qk_norm, **rotation, "learned_positions": rope.ends, "embedding_norm": model.embedding_norm,
+        "qk_norm": model.qk_norm, **rotation, "learned_positions": rope.has_last, "embedding_norm": model.embedding_norm,
         "value_residual": model.value_residual, "output_gate": model.output_gate, "logit_softcap": model.logit_softcap,
         "tie_word_embeddings": model.tied,
         "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],

@@ -5,7 +5,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 from lm.config.model_config import LinearScaling, Llama3Scaling, Rope, TrainedScaling, Unscaled, YarnScaling
-from lm.errors import RunError, abbreviated, shown
+from lm.errors import RunError, abbreviated, as_written
 from lm.schema import Plain, convert, type_name
 
 # Fields that change nothing about the logits of text in evaluation mode, of every architecture here.
@@ -66,7 +66,7 @@ class Fields:
             return default
         result = convert(kind, value)
         if result is MISSING:
-            text = abbreviated(shown(value), 60) if name in self._plain else "missing"
+            text = abbreviated(as_written(value), 60) if name in self._plain else "missing"
             raise RunError(f"{self.path}: {name} must be {type_name(kind)}, not {text}")
         return result
 
@@ -109,7 +109,7 @@ class Fields:
 
     def refused(self, name: str, reason: str) -> RunError:
         """The error that names a field, its value and why it can't be used."""
-        return RunError(f"{self.path}: {name} = {abbreviated(shown(self._plain.get(name)), 80)}: {reason}")
+        return RunError(f"{self.path}: {name} = {abbreviated(as_written(self._plain.get(name)), 80)}: {reason}")
 
     def finish(self, irrelevant_names: Container[str] = IRRELEVANT) -> None:
         """Raises RunError if a field was neither used nor is irrelevant."""

@@ -118,7 +118,7 @@ class GGUF:
         config: fields as in a config.json of transformers.
         tokenizer_config: the tokenizer's special tokens, as in a tokenizer_config.json.
         shapes: shapes of the tensors, by transformers' names.
-        types: how many tensors there are of each type, e.g. {"Q4_1": 210}.
+        types: the number of tensors of each type, e.g. {"Q4_1": 210}.
 
     Raises:
         RunError: not a GGUF file, one that is cut short, another architecture, or metadata that can't be used, by name.

@@ -16,7 +16,7 @@ from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.files import check_new
 from lm.huggingface.architectures import ARCHITECTURES, HEAD, Architecture, Part
 from lm.huggingface.fields import Fields
-from lm.huggingface.tokenizer_files import checked, start_token, tokenizer_settings
+from lm.huggingface.tokenizer_files import checked_vocabulary_size, start_token, tokenizer_settings
 from lm.model.spec import ModelSpec
 from lm.runs.checkpoints import Described
 from lm.runs.folder import TOKENIZER, read_json
@@ -49,7 +49,7 @@ class Shards:
             self._describe(file, names)
 
     def _describe(self, file: Path, names: set[str] | None) -> None:
-        """Read the header of a file; `names`: what it holds by the index."""
+        """Read the header of a file; `names`: the names of the tensors that the index lists for it."""
         if not file.is_file():
             raise RunError(f"{file}: no such file, which {INDEX} lists; fetch the model again")
         try:
@@ -162,7 +162,7 @@ def import_model(
     architecture = ARCHITECTURES[kind]
     spec = architecture.read(fields)
     positions = spec.seq_len
-    if length is not None and length != positions and spec.model.position.ends:
+    if length is not None and length != positions and spec.model.position.has_last:
         raise ConfigError([Problem("--length", length, f"{source} has learned positions for {positions}", "drop it")])
     if (n_tokens := length or positions) > LONGEST:
         name = "--length" if length else "max_position_embeddings"
@@ -172,7 +172,7 @@ def import_model(
     token_count = 0
     if model.tokenizer is not None:
         start = start_token(model.tokenizer, model.config, model.tokenizer_config, end_of_text, model.tokenizer_path)
-        token_count = checked(model.tokenizer, start, spec.vocab_size, model.tokenizer_path)
+        token_count = checked_vocabulary_size(model.tokenizer, start, spec.vocab_size, model.tokenizer_path)
         spec.end_of_text = start
     spec.seq_len = length or positions
     try:
@@ -180,7 +180,7 @@ def import_model(
     except ConfigError as error:
         raise RunError(f"{model.path}: describes a model that can't be built: {one_line(error)}") from None
     parts = _parts(architecture, spec, fields, model.tensors)
-    descriptions: dict[str, Described] = {part.ours: (torch.float32, part.shape) for part in parts}
+    descriptions: dict[str, Described] = {part.name: (torch.float32, part.shape) for part in parts}
     origin = {**model.origin, "architecture": kind, "max_position_embeddings": positions}
     content = None if model.tokenizer is None else model.tokenizer.encode()
     write_model(target, spec, descriptions, _weights(parts, model.tensors), content, origin=origin)
@@ -216,10 +216,10 @@ def _parts(architecture: Architecture, spec: ModelSpec, fields: Fields, tensors:
     """The place of each parameter, by full names of tensors. Raises RunError: a tensor is missing, not known or of another shape."""
     base = architecture.base if any(name.startswith(architecture.base) for name in tensors.shapes) else ""
     parts = list(architecture.placed(spec, fields, base))
-    expected_shapes = {name: size for part in parts for name, size in part.theirs}
+    expected_shapes = {name: size for part in parts for name, size in part.tensors}
     if spec.model.tied and HEAD in tensors.shapes:
         expected_shapes[HEAD] = (spec.vocab_size, spec.model.n_embd)
-        if tensors.shapes[HEAD] == expected_shapes[HEAD] and not torch.equal(tensors.read(HEAD), tensors.read(parts[0].theirs[0][0])):
+        if tensors.shapes[HEAD] == expected_shapes[HEAD] and not torch.equal(tensors.read(HEAD), tensors.read(parts[0].tensors[0][0])):
             raise RunError(f"{tensors.path}: {HEAD} differs from the embedding, and tie_word_embeddings is true")
     for name, size in expected_shapes.items():
         if name not in tensors.shapes:
@@ -229,22 +229,22 @@ def _parts(architecture: Architecture, spec: ModelSpec, fields: Fields, tensors:
     unknown_names = [name for name in tensors.shapes if name not in expected_shapes and not name.endswith(architecture.buffers or ("\n",))]
     if unknown_names:
         raise RunError(f"{tensors.path}: {unknown_names[0]} is not a tensor of the model that {fields.path.name} describes")
-    return sorted(parts, key=lambda part: part.ours)
+    return sorted(parts, key=lambda part: part.name)
 
 
 def _weights(parts: list[Part], tensors: "Shards | GGUF") -> Iterator[tuple[str, Tensor]]:
     """Our parameters, each read when it is asked for. Raises RunError: a tensor holds numbers that are not finite."""
     for part in parts:
-        pieces = [tensors.read(name) for name, _ in part.theirs]
+        pieces = [tensors.read(name) for name, _ in part.tensors]
         pieces = [piece.t() for piece in pieces] if part.transposed and pieces[0].dim() == 2 else pieces
         value = torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous()
         del pieces
         if not value.isfinite().all():
-            raise RunError(f"{tensors.path}: {part.theirs[0][0]} holds numbers that are not finite")
+            raise RunError(f"{tensors.path}: {part.tensors[0][0]} holds numbers that are not finite")
         if part.scaled:
             rows, factor = part.scaled
             value = torch.cat((value[:rows] * factor, value[rows:]))
-        yield part.ours, value
+        yield part.name, value
 
 
 def _print(folder: Path, kind: str, spec: ModelSpec, tokens: int, parameters: int) -> None:

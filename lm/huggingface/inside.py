@@ -145,7 +145,7 @@ def _attend(
 
 
 def _layout(query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> AttentionLayout:
-    """Where queries and keys stand, by the mask, which knows padding and packing; without one by the positions, which may be packed."""
+    """The layout of queries and keys, from the mask, which shows padding and packing; without a mask from the positions."""
     queries, keys = query.size(2), key.size(2)
     if mask is None:
         packed = position_ids is not None and queries == keys and bool((position_ids[:, 1:] == 0).any())

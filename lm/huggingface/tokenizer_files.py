@@ -37,7 +37,7 @@ def start_token(content: str, config: dict[str, Plain], tokenizer_config: dict[s
     raise RunError(f"{path}: no token that starts a document is known ({special_text}); name one: --end-of-text TOKEN")
 
 
-def checked(content: str, end_of_text: str, vocabulary: int, path: Path) -> int:
+def checked_vocabulary_size(content: str, end_of_text: str, vocabulary: int, path: Path) -> int:
     """The vocabulary size of a tokenizer that goes with a model of `vocabulary` tokens.
 
     Raises:

@@ -25,9 +25,9 @@ class AttentionBlock:
 
     Attributes:
         layer: from 0.
-        normalizer: that of the layer.
+        normalizer: the normalizer of the layer.
         queries: (T,) int64, index of each query in the sequence; keys have the indices 0 to S - 1.
-        layout: where those queries and keys stand in their documents.
+        layout: the places of these queries and keys in their documents.
         scores: (B, H, T, S) before normalization (`Normalizer.scores`), also for keys that a query does not see.
         inputs: the layer's input x (B, L, C), q, k (B, H, L, D), with their features, and v (B, H, L, E) of all L tokens, if asked for.
     """
@@ -62,10 +62,10 @@ def attention_blocks(
 
     Args:
         queries: indices in the sequence, negative ones from the end; None: all.
-        layout: where the tokens stand, if not as the batch says.
-        dtype: of scores and weights, made of q and k in it: fp32 or fp64.
+        layout: the layout of the tokens; None: the batch's.
+        dtype: the dtype of q and k, and so of scores and weights: fp32 or fp64.
         block: queries at a time; None: as many as `BLOCK_WEIGHTS` allows.
-        inputs: give the layer's input, queries, keys and values, too.
+        inputs: whether blocks hold the layer's input, queries, keys and values, too.
     """
     length = batch.tokens.size(1)
     indices = torch.arange(length, device=batch.tokens.device)
@@ -74,12 +74,12 @@ def attention_blocks(
     x, context = decoder.embed(batch.tokens, batch_layout(batch) if layout is None else layout)
     for layer, (module, normalizer) in enumerate(zip(decoder.blocks, decoder.normalizers(), strict=True)):
         layer_inputs: list[AttentionInputs] = []
-        x = module(x, replace(context, captured=layer_inputs))
+        x = module(x, replace(context, layer_inputs=layer_inputs))
         yield from _layer(layer, normalizer, layer_inputs.pop(), context.layout, indices.split(block), dtype, inputs)
 
 
 def in_lockstep(decoders: Sequence[Decoder], batch: Batch) -> Iterator[tuple[AttentionBlock, ...]]:
-    """The attention of several decoders on one batch, as `attention_blocks`: for the same layer and queries a block of each.
+    """The attention of several decoders on one batch, as `attention_blocks`: a block of each decoder for the same layer and queries.
 
     Raises:
         ValueError: decoders of different numbers of layers.

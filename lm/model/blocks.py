@@ -31,7 +31,7 @@ def make_norm(config: ModelConfig, kind: str | None = None) -> nn.Module:
 class HeadNorm(nn.RMSNorm):
     """RMSNorm of each head's queries or keys, in the gain's dtype.
 
-    Under autocast they come in bf16. They are rounded to it again only after RoPE and the normalizer have scaled them, too.
+    Under autocast queries and keys come in bf16. They are rounded to bf16 again only after RoPE and the normalizer have scaled them, too.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,17 +78,17 @@ class AttentionInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """Inputs that all layers of one forward pass share: where the tokens stand, RoPE, and the cache."""
+    """Inputs that all layers of one forward pass share: the layout of the tokens, RoPE, and the cache."""
 
     layout: AttentionLayout
     rotation: Rotation | None  # RoPE's cos and sin at the new tokens' positions
     logit_factor: float  # temperature of a rescaled RoPE, on the logits of layers that rotate
     cache: DecodingCache | None
     other_values: Callable[[int], Tensor] | None = None  # what the values of a layer are mixed with (B, K, T, E), by its number
-    captured: list[AttentionInputs] | None = None  # layers append their inputs here for `lm.model.attention_stream`
+    layer_inputs: list[AttentionInputs] | None = None  # layers append their inputs here for `lm.model.attention_stream`
     first: int = 0  # index of the first new token that a layer gives an output for
 
-    def asked(self, x: Tensor) -> Tensor:
+    def output_part(self, x: Tensor) -> Tensor:
         """The part (B, T - first, C) of x (B, T, C) that a layer gives an output for."""
         return x[:, self.first :] if self.first else x
 
@@ -103,7 +103,7 @@ class AttentionBase(nn.Module):
         self.q_norm = HeadNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = HeadNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
         self.normalizer: Normalizer = make_normalizer(
-            config.normalizer.of_layer(layer), LayerSpec(config.n_head * config.maps, size, config.n_embd, seq_len)
+            config.normalizer.layer_option(layer), LayerSpec(config.n_head * config.maps, size, config.n_embd, seq_len)
         )
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
@@ -125,8 +125,8 @@ class AttentionBase(nn.Module):
             output, states[self] = self.normalizer.decode(q, k, v, layout, states.get(self))
         else:
             k, v = self.normalizer.expand_kv_heads(k, v)
-            if context.captured is not None:
-                context.captured.append(AttentionInputs(x, q, k, v))
+            if context.layer_inputs is not None:
+                context.layer_inputs.append(AttentionInputs(x, q, k, v))
             output = self.normalizer.attend(q, k, v, layout)
         return output.transpose(1, 2).flatten(2)
 
@@ -169,7 +169,7 @@ class Attention(AttentionBase):
             output = self.attend(x, q, k, v.repeat_interleave(2, 1), context)
             output = self.difference(output.unflatten(-1, (self.head_counts[0], 2, -1))).flatten(2)
         if self.gate is not None:
-            gates = self.gate(context.asked(x)).sigmoid().unflatten(-1, (self.head_counts[0], -1))  # (B, T, H, 1) or (B, T, H, D)
+            gates = self.gate(context.output_part(x)).sigmoid().unflatten(-1, (self.head_counts[0], -1))  # (B, T, H, 1) or (B, T, H, D)
             output = (output.unflatten(-1, (self.head_counts[0], -1)) * gates).flatten(2)
         return self.out(output)
 
@@ -215,7 +215,7 @@ class GAU(AttentionBase):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         u, v, z = F.silu(self.uvz(x)).split(list(self.fused["uvz"].values()), -1)
         q, k = z * self.q_gain + self.q_offset, z * self.k_gain + self.k_offset
-        return self.out(context.asked(u) * self.attend(x, q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), context))
+        return self.out(context.output_part(u) * self.attend(x, q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), context))
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -259,7 +259,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        x = context.asked(x) + self.dropout(self.attention(self.attention_norm(x), context))
+        x = context.output_part(x) + self.dropout(self.attention(self.attention_norm(x), context))
         if torch.is_grad_enabled() or x.size(1) <= MLP_TOKENS:
             return x + self.dropout(self.mlp(self.mlp_norm(x)))
         return torch.cat([part + self.dropout(self.mlp(self.mlp_norm(part))) for part in x.split(MLP_TOKENS, 1)], 1)
@@ -275,4 +275,4 @@ class GatedBlock(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        return context.asked(x) + self.dropout(self.gau(self.gau_norm(x), context))
+        return context.output_part(x) + self.dropout(self.gau(self.gau_norm(x), context))

@@ -33,10 +33,10 @@ class Head(nn.Linear):
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits = super().forward(hidden)
-        return logits if self.softcap is None else capped(logits.float(), self.softcap)
+        return logits if self.softcap is None else soft_capped(logits.float(), self.softcap)
 
 
-def capped(logits: Tensor, softcap: float | None) -> Tensor:
+def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
     """softcap tanh(logits / softcap); None: the logits."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
@@ -67,7 +67,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for number, (h, y) in enumerate(zip(hidden.split(size), targets.unsqueeze(1).split(size), strict=True)):
             h_low = h.to(dtype)
             logits = h_low @ matrix.t()  # (n, V), which become their gradient
-            terms += sum(_of_logits(*part, softcap, z_loss, train) for part in zip(logits.split(rows), y.split(rows), strict=True))
+            terms += sum(_chunk_sums(*part, softcap, z_loss, train) for part in zip(logits.split(rows), y.split(rows), strict=True))
             if train:
                 grad_hidden[number * size :][:size] = logits @ matrix
                 if grad_weight is not None:
@@ -87,7 +87,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden * grad.to(grad_hidden.dtype), grad_weight, None, None, None, None
 
 
-def _of_logits(low_logits: Tensor, y: Tensor, softcap: float | None, z_loss: float, train: bool) -> Tensor:
+def _chunk_sums(low_logits: Tensor, y: Tensor, softcap: float | None, z_loss: float, train: bool) -> Tensor:
     """Sums of the negative log-likelihoods and of the z-loss of some tokens, (2,) fp32. If `train`, the gradient of their sum takes the
     place of the logits.
 
@@ -140,8 +140,8 @@ def token_kl(p: Tensor, p_head: Head, q: Tensor, q_head: Head) -> Tensor:
     """
 
     def chunk(a: Tensor, b: Tensor) -> Tensor:
-        log_p = capped(a.float() @ p_matrix, p_head.softcap).log_softmax(-1)
-        log_q = capped(b.float() @ q_matrix, q_head.softcap).log_softmax(-1)
+        log_p = soft_capped(a.float() @ p_matrix, p_head.softcap).log_softmax(-1)
+        log_q = soft_capped(b.float() @ q_matrix, q_head.softcap).log_softmax(-1)
         return (log_p.exp() * (log_p - log_q)).sum(-1)
 
     divergences, size = torch.empty(len(p), device=p.device), chunk_tokens(p_head.weight)
@@ -177,5 +177,5 @@ def _over_logits(f: Callable[..., Tensor], dtype: torch.dtype, hidden: Tensor, h
     with torch.autocast(hidden.device.type, enabled=False):
         matrix = head.weight.float().t()
         for result, h, *part in zip(*(x.split(size) for x in (results, hidden, *tensors)), strict=True):
-            result.copy_(f(capped(h.float() @ matrix, head.softcap), *part))
+            result.copy_(f(soft_capped(h.float() @ matrix, head.softcap), *part))
     return results

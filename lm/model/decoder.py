@@ -31,7 +31,7 @@ class Decoder(nn.Module):
         config: layers, sizes and kinds of blocks.
         vocab_size: tokens V.
         seq_len: tokens in a training sequence; normalizers are initialised for it, learned positions end at it.
-        seed: of the initial weights. Each parameter draws from its own stream (seed, name), so two
+        seed: the seed of the initial weights. Each parameter draws from its own stream (seed, name), so two
             models of one seed start equal wherever they share parameters, whatever their normalizers.
             None: leave them unset, for weights that are loaded.
     """
@@ -44,7 +44,7 @@ class Decoder(nn.Module):
         self.rope_scaling: RopeScaling = AS_TRAINED  # another in a copy by `lm.model.swapped.for_inference`
         self.embedding = nn.Embedding(vocab_size, config.n_embd)
         self.embedding_norm = make_norm(config, config.embedding_norm) if config.embedding_norm else nn.Identity()
-        self.position = nn.Embedding(seq_len, config.n_embd) if config.position.ends else None
+        self.position = nn.Embedding(seq_len, config.n_embd) if config.position.has_last else None
         self.dropout = nn.Dropout(config.dropout)
         block = {"attention": Block, "gau": GatedBlock}[config.block.name]
         self.blocks = nn.ModuleList(block(config, seq_len, layer) for layer in range(config.n_layer))
@@ -97,8 +97,8 @@ class Decoder(nn.Module):
         """Hidden states (B, T - first, C) of tokens (B, T) int64, after the last norm: what `head` reads.
 
         Args:
-            layout: where the tokens stand, if not in one document from its start, e.g. `AttentionLayout.from_document_lengths`.
-            cache: what layers remember of the tokens before these; these are added to it.
+            layout: the layout of the tokens, e.g. `AttentionLayout.from_document_lengths`; None: one document from its start.
+            cache: the state that layers keep of earlier tokens, to which these tokens are added.
             first: index of the first token whose state is asked for. The last layer computes no queries before it.
 
         Raises:
@@ -136,7 +136,7 @@ class Decoder(nn.Module):
         return x, ForwardContext(layout, rotation, factor, cache, self._other_values(tokens, x))
 
     def _other_values(self, tokens: Tensor, x: Tensor) -> Callable[[int], Tensor] | None:
-        """A function of a layer's number that gives what its values are mixed with, (B, K, T, E); None without a value residual.
+        """A function that gives, by a layer's number, the values that its own values are mixed with, (B, K, T, E); None: no value residual.
 
         x: the first layer's input.
         """

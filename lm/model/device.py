@@ -25,7 +25,7 @@ COMPILE_PAYS_SECONDS, LOADING_PAYS_SECONDS = 1000, 200
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedSetting:
     """A setting resolved from `auto`, with the reason to print."""
 
     value: str
@@ -40,8 +40,8 @@ class Machine:
     """Device, precision and compilation of a run.
 
     Attributes:
-        accelerator: Lightning's name of it, `cpu` or `gpu`.
-        device: in words.
+        accelerator: Lightning's name of the device, `cpu` or `gpu`.
+        device: the device in words.
         compiled: whether the model is compiled.
         launcher: the program that started the processes.
         peak_flops: FLOPs a second that one device can make; None: not known.
@@ -49,8 +49,8 @@ class Machine:
 
     accelerator: str
     device: str
-    precision: Resolved
-    compiled: Resolved
+    precision: ResolvedSetting
+    compiled: ResolvedSetting
     launcher: str = "lightning"
     peak_flops: float | None = None
 
@@ -103,14 +103,14 @@ def peak_memory_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_process_bytes()
 
 
-def resolve_precision(config: Config, accelerator: str, old_facts: dict[str, Plain]) -> Resolved:
+def resolve_precision(config: Config, accelerator: str, old_facts: dict[str, Plain]) -> ResolvedSetting:
     """`32` or `bf16-mixed`. `auto` takes bf16 where the device has it natively, or what the resumed run had."""
     if config.trainer.precision != "auto":
-        return Resolved(str(config.trainer.precision), "")
+        return ResolvedSetting(str(config.trainer.precision), "")
     if "precision" in old_facts:
-        return Resolved(old_facts["precision"], "as the run was started")
+        return ResolvedSetting(old_facts["precision"], "as the run was started")
     hardware = has_native_bf16(accelerator)
-    return Resolved("bf16-mixed", f"auto: {hardware}") if hardware else Resolved("32", "auto: no native bf16 here")
+    return ResolvedSetting("bf16-mixed", f"auto: {hardware}") if hardware else ResolvedSetting("32", "auto: no native bf16 here")
 
 
 @cache
@@ -124,13 +124,13 @@ def has_native_bf16(accelerator: str) -> str:
 
 def resolve_compile(
     config: Config, flops: float, accelerator: str, old_facts: dict[str, Plain], runs: int = 1, seconds: float | None = None
-) -> Resolved:
+) -> ResolvedSetting:
     """`true` or `false`. `auto` compiles where the runs repay it and a C++ compiler is there, or as the resumed run did.
 
     Args:
-        flops: those of the whole run.
+        flops: the FLOPs of the whole run.
         old_facts: the environment.json of the resumed run.
-        runs: how many such runs share the compiled code, which the first of them makes.
+        runs: the number of runs that share the compiled code, which the first of them makes.
         seconds: measured seconds of the whole run, eager, which then decide; None: FLOPs decide.
     """
     setting = config.trainer.compile
@@ -139,11 +139,11 @@ def resolve_compile(
         problem = Problem("trainer.compile", True, "no C++ compiler found", "install g++ or clang++, or set trainer.compile=false")
         raise ConfigError([problem])
     if setting != "auto":
-        return Resolved(str(setting).lower(), "")
+        return ResolvedSetting(str(setting).lower(), "")
     if "compile" in old_facts:
-        return Resolved(str(old_facts["compile"]).lower(), "as the run was started")
+        return ResolvedSetting(str(old_facts["compile"]).lower(), "as the run was started")
     if not compiler:
-        return Resolved("false", "auto: no C++ compiler found")
+        return ResolvedSetting("false", "auto: no C++ compiler found")
     if seconds is None:
         amount, run_threshold, total_threshold = flops, LOADING_PAYS_FLOPS[accelerator], COMPILE_PAYS_FLOPS[accelerator]
         cost, run_text, threshold_text = f"{amount:.1e} FLOP", f"{run_threshold:.0e}", f"{total_threshold:.0e}"
@@ -153,11 +153,11 @@ def resolve_compile(
     pays = amount * runs >= total_threshold and amount >= run_threshold
     amount = cost + (f" a run, {runs} runs" if runs > 1 else "")
     threshold_text = f"{run_text} a run and {threshold_text} in all" if runs > 1 else threshold_text
-    return Resolved(str(pays).lower(), f"auto: {amount}; it pays from {threshold_text}")
+    return ResolvedSetting(str(pays).lower(), f"auto: {amount}; it pays from {threshold_text}")
 
 
 def use_compile_cache() -> None:
-    """Keep what torch.compile makes in `compiled_code_folder`, unless TORCHINDUCTOR_CACHE_DIR says where.
+    """Cache the code that torch.compile makes in `compiled_code_folder`, unless TORCHINDUCTOR_CACHE_DIR names a folder.
 
     Where that can't be written, torch's own default stays. Files there are safe with several processes at once.
     """

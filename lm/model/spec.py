@@ -18,7 +18,7 @@ from lm.schema import Plain, build, key, own_problems, section
 
 @dataclass
 class ModelSpec:
-    """Enough to build a decoder, give it its weights, and use it: evaluate, swap, generate, export."""
+    """The description of a model that suffices to build its decoder, load its weights, and use it: evaluate, swap, generate, export."""
 
     model: ModelConfig = section(ModelConfig, "the decoder, with the normalizer that it has")
     vocab_size: int = key(256, "tokens that the model knows", ge=1)
@@ -27,7 +27,7 @@ class ModelSpec:
     plugins: dict[str, str] = key({}, "version of each normalizer from outside")
 
     @classmethod
-    def of(cls, decoder: Decoder, end_of_text: str = END_OF_TEXT) -> "ModelSpec":
+    def from_decoder(cls, decoder: Decoder, end_of_text: str = END_OF_TEXT) -> "ModelSpec":
         """The spec of a decoder."""
         versions = PLUGINS.versions(options.name for options in decoder.config.normalizer.layer_options())
         return cls(decoder.config, decoder.vocab_size, decoder.seq_len, end_of_text, versions)
@@ -90,7 +90,7 @@ def flops_per_token(decoder: Decoder, masked: bool = False) -> int:
 def steps_of(config: Config, vocab_size: int) -> int:
     """Optimizer steps of a run: as given, or as many as `tokens_per_parameter` takes, rounded up.
 
-    What is counted are all parameters but those of normalizers, so that models that differ in the normalizer alone train equally long.
+    All parameters but those of normalizers are counted, so that models that differ in the normalizer alone train equally long.
     """
     trainer = config.trainer
     if trainer.max_steps:

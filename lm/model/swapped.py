@@ -122,7 +122,7 @@ def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:
     inference_decoder.rope_scaling, inference_decoder.config = setting.rope, replace(decoder.config, normalizer=normalizer)
     for layer, attention in enumerate(module for module in inference_decoder.modules() if isinstance(module, AttentionBase)):
         if setting.normalizer:
-            attention.normalizer = _with_options(attention.normalizer, normalizer.of_layer(layer))
+            attention.normalizer = _with_options(attention.normalizer, normalizer.layer_option(layer))
     return inference_decoder
 
 

@@ -24,26 +24,29 @@ INTO_RESIDUAL = (".out.weight", ".out.bias")  # ends of the names of the project
 
 def gradients_to_norm(module: nn.Module, config: ModelConfig) -> list[Tensor]:
     """The tensors that the gradient norm of a decoder, or of one block, is computed of: each gradient, or its norm, as it is with the
-    papers' factors in the forward pass. Without `model.transfer`, the gradients; none of a parameter without one."""
+    papers' factors in the forward pass. Without `model.transfer`, the gradients; parameters without a gradient are left out."""
     width, depth = config.size_multipliers
 
-    def seen(name: str, gradient: Tensor) -> Tensor:
+    def gradient_or_norm(name: str, gradient: Tensor) -> Tensor:
         factor = 1 / width if name.startswith("norm.") else 1 / depth if name.endswith(INTO_RESIDUAL) and ".normalizer." not in name else 1
         return gradient if factor == 1 else gradient.norm() * factor
 
-    return [seen(name, parameter.grad) for name, parameter in module.named_parameters() if parameter.grad is not None]
+    return [gradient_or_norm(name, parameter.grad) for name, parameter in module.named_parameters() if parameter.grad is not None]
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """Factors on the learning rate and the epsilon that a parameter has in the base model. The epsilon's is that of its gradient."""
+    """Factors on the learning rate and the epsilon that a parameter has in the base model.
+
+    The factor on the epsilon is the factor on the parameter's gradient.
+    """
 
     lr: float = 1.0
     eps: float = 1.0
 
 
 def initial_scale(config: ModelConfig, name: str) -> float:
-    """Factor on the standard deviation that a matrix of the decoder has without `model.transfer`; name: that of the parameter.
+    """Factor on the standard deviation that a matrix of the decoder has without `model.transfer`; `name`: the parameter's name.
 
     A hidden matrix has the base model's times m^-1/2; one into the residual stream, which already has 1 / sqrt(n_layer), times 1/l in all.
     """

@@ -38,13 +38,13 @@ class Line:
     """The name that series of several runs share: these series are one line of a picture, and one row of a table."""
 
     metric: str
-    what: str  # task or source, with its options where another task has the same name
+    subject: str  # task or source, with its options where another task has the same name
     setting: str  # inference setting; empty: the evaluation has none
 
     @property
-    def of(self) -> tuple[str, ...]:
+    def labels(self) -> tuple[str, ...]:
         """Words for the task and the inference setting, where there are such."""
-        return tuple(filter(None, (self.what, self.setting)))
+        return tuple(filter(None, (self.subject, self.setting)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class Section:
     series: dict[tuple[RunRecord, Line], Series]  # in the order of the runs' files
 
     @property
-    def first(self) -> Series:
+    def example_series(self) -> Series:
         """Any series of the section, from which to read what all its series share."""
         return next(iter(self.series.values()))
 
@@ -72,7 +72,7 @@ class Section:
     @property
     def shape(self) -> Shape:
         """The shape of the axis that the section's series have."""
-        return self.first.shape
+        return self.example_series.shape
 
     def example(self, metric: str) -> Series:
         """A series of a metric: one with samples, if there is one."""
@@ -92,11 +92,11 @@ class Section:
         return sorted({series.seq_len for series in self.series.values() if series.axis and series.axis.unit == "tokens"})
 
     @property
-    def how(self) -> str:
+    def interval_method(self) -> str:
         """Words for the method of the intervals, where some are Wilson's; else empty."""
         return WILSON if any(series.interval == "wilson" for series in self.series.values()) else ""
 
-    def of_run(self, run: RunRecord) -> list[Series]:
+    def series_of_run(self, run: RunRecord) -> list[Series]:
         """The section's series of a run."""
         return [series for (owner, _), series in self.series.items() if owner is run]
 
@@ -104,7 +104,7 @@ class Section:
         """The series of a line of an arm, by the seeds of the runs that have it."""
         return {run.seeds: self.series[run, line] for run in arm.runs if (run, line) in self.series}
 
-    def of_arm(self, arm: ArmRuns, line: Line) -> list[Series]:
+    def series_of_arm(self, arm: ArmRuns, line: Line) -> list[Series]:
         """The series of a line of an arm, one for each run that has it."""
         return [*self.by_seed(arm, line).values()]
 
@@ -113,23 +113,23 @@ class Section:
 
         Of several sets of sequences it is the sha256 of the list of theirs.
         """
-        sums = sorted({sha256 for _, sha256 in identities(self.of_run(run))})
+        sums = sorted({sha256 for _, sha256 in identities(self.series_of_run(run))})
         return sums[0] if len(sums) == 1 else hashlib.sha256(", ".join(sums).encode()).hexdigest() if sums else None
 
     def tokens_seen(self, run: RunRecord) -> str | None:
         """Tokens, as text, that a run had seen when the section's series were measured; None: none were."""
-        run_series = self.of_run(run)
+        run_series = self.series_of_run(run)
         counts = {evaluation.tokens_seen for evaluation in run.evaluations if any(series in evaluation.series for series in run_series)}
         return ", ".join(f"{tokens:,}" for tokens in sorted(counts)) or None
 
-    def alike(self, arm: ArmRuns, line: Line, place: str) -> list[Series]:
+    def comparable_series(self, arm: ArmRuns, line: Line, place: str) -> list[Series]:
         """The series of a line of an arm that have a mean at a place; [] if the runs were measured on different sequences there."""
-        run_series = [series for series in self.of_arm(arm, line) if place in series.places]
+        run_series = [series for series in self.series_of_arm(arm, line) if place in series.places]
         return run_series if len(identities(run_series, place)) < 2 else []
 
     def mean(self, arm: ArmRuns, line: Line, place: str) -> float | None:
         """The mean over the arm's runs at a place; None if no run has one, or if the runs were measured on different sequences."""
-        run_series = self.alike(arm, line, place)
+        run_series = self.comparable_series(arm, line, place)
         return float(np.mean([series.mean_at(place) for series in run_series])) if run_series else None
 
     def interval(self, arm: ArmRuns, line: Line, place: str) -> Interval | None:
@@ -137,7 +137,7 @@ class Section:
 
         Where the runs have Wilson intervals, it contains all of them. None: no finite mean, or series without intervals.
         """
-        run_series, mean = self.alike(arm, line, place), self.mean(arm, line, place)
+        run_series, mean = self.comparable_series(arm, line, place), self.mean(arm, line, place)
         if mean is None or not np.isfinite(mean) or run_series[0].interval == "none":
             return None
         run_intervals = [interval_of(series, series.column_at(place), mean) for series in run_series]
@@ -149,7 +149,7 @@ class Section:
         low, high = min(interval.low for interval in run_intervals), max(interval.high for interval in run_intervals)
         if seed_interval.bounded:
             low, high = min(low, max(0.0, seed_interval.low)), max(high, min(1.0, seed_interval.high))
-        return Interval(mean, low, high, seed_interval.over)
+        return Interval(mean, low, high, seed_interval.coverage)
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +189,7 @@ class RunComparison:
         return next(((name, level) for series in unit_series for name, level in series.references.items() if np.isfinite(level)), None)
 
 
-def across(arms: tuple[ArmRuns, ...], value: Callable[[RunRecord], object]) -> tuple[bool | None, str]:
+def shared_value(arms: tuple[ArmRuns, ...], value: Callable[[RunRecord], object]) -> tuple[bool | None, str]:
     """Whether all runs agree on a value (None: some runs don't record it), and the value as text, by arm if arms differ."""
     by_arm = [list(dict.fromkeys(show(value(run)) for run in arm.runs)) for arm in arms]
     distinct_values = set().union(*by_arm)
@@ -225,10 +225,10 @@ def comparison_of(arms: tuple[ArmRuns, ...], names: tuple[str, ...]) -> RunCompa
     sections = _sections_of(arms)
     missing_notes = [f"{printable(run.name)}: {lack}" for arm in arms for run in arm.runs for lack in run.missing]
     mixed_arms = dict.fromkeys(
-        (arm, section.first.shown.measured_on)
+        (arm, section.example_series.shown.measured_on)
         for arm in arms
         for section in sections
-        if any(len(identities(section.of_arm(arm, line), place)) > 1 for line in section.lines for place in section.places)
+        if any(len(identities(section.series_of_arm(arm, line), place)) > 1 for line in section.lines for place in section.places)
     )
     missing_notes += [f"{arm.label}: the {measured_on} of its runs differ: no mean over them" for arm, measured_on in mixed_arms]
     if len(arms) == 1:
@@ -239,7 +239,9 @@ def comparison_of(arms: tuple[ArmRuns, ...], names: tuple[str, ...]) -> RunCompa
         for arm in (arms[1:] if arms[0].label == names[0] else ())
         for section in sections
         for line in section.lines
-        if any(series.samples and not series.control for series in (*section.of_arm(arm, line), *section.of_arm(arms[0], line)))
+        if any(
+            series.samples and not series.control for series in (*section.series_of_arm(arm, line), *section.series_of_arm(arms[0], line))
+        )
     ]
     warning = " ".join(_warnings(arms, sections, diff))
     return RunComparison(names, arms, sections, tuple(missing_notes), tuple(differences), diff, warning)
@@ -249,14 +251,16 @@ def _warnings(arms: tuple[ArmRuns, ...], sections: tuple[Section, ...], diff: Ma
     """Words for what differs besides the normalizer."""
     keys = [key for key in diff if is_learned(key) and not key.startswith(_NORMALIZER)]
     warnings = [f"The arms differ in more than the normalizer: {', '.join(keys)}."] if keys else []
-    agreement, tokens = across(arms, lambda run: run.tokens_before)
+    agreement, tokens = shared_value(arms, lambda run: run.tokens_before)
     warnings += [f"They started from weights that had seen different numbers of tokens: {tokens}."] if agreement is False else []
-    agreement, tokens_seen = across(arms, lambda run: run.tokens_seen)
+    agreement, tokens_seen = shared_value(arms, lambda run: run.tokens_seen)
     warnings += [f"The runs have not seen the same number of tokens: {tokens_seen}."] if agreement is False else []
     for section in sections:
-        agreement, tokens = across(arms, section.tokens_seen)
+        agreement, tokens = shared_value(arms, section.tokens_seen)
         if agreement is False and tokens != tokens_seen:
-            warnings.append(f"They were measured on {section.first.shown.measured_on} after different numbers of tokens: {tokens}.")
+            warnings.append(
+                f"They were measured on {section.example_series.shown.measured_on} after different numbers of tokens: {tokens}."
+            )
     return warnings
 
 
@@ -299,8 +303,8 @@ def arm_label(run: RunRecord) -> str:
     if run.config.get("init_from"):  # the weights that the run started from have replaced the initial values
         first_normalizer = {key: value for key, value in first_normalizer.items() if key != "init"}
     names = [catalogue.label(first_normalizer), *(f"{catalogue.label(normalizer)} at step {step}" for step, normalizer in later_phases)]
-    original = run.measured("swap.normalizer")
-    return " -> ".join([f"{original}", f"{names[0]} after training (init {run.measured('swap.init')})"] if original else names)
+    original = run.environment_entry("swap.normalizer")
+    return " -> ".join([f"{original}", f"{names[0]} after training (init {run.environment_entry('swap.init')})"] if original else names)
 
 
 def _config_diff(arms: Sequence[ArmRuns]) -> dict[str, tuple[str, ...]]:
@@ -355,7 +359,7 @@ class Difference:
     section: Section
     line: Line
     place: str  # label of the place, such as `4x-8x`; empty: the series is a single number
-    what: str  # metric, task, place and setting in words
+    subject: str  # metric, task, place and setting in words
     interval: Interval | None  # in the unit of the series
     note: str  # how the interval was made, or why there is none
 
@@ -371,7 +375,7 @@ def mean_interval(differences: list[Units]) -> Interval | None:
     if len(np.unique(first_units.groups)) < FEWEST_DOCUMENTS:
         return None
     interval = paired_difference(first_units.values, np.zeros_like(first_units.values), first_units.weights, first_units.groups)
-    return replace(interval, over=f"{sampled(first_units.groups)}, 1 seed")
+    return replace(interval, coverage=f"{sampled(first_units.groups)}, 1 seed")
 
 
 def shown_interval(interval: Interval | None, series: Series) -> Interval | None:
@@ -390,7 +394,7 @@ def seeds_shown(seeds: tuple[int, ...]) -> str:
 
 def _difference_of(arm: ArmRuns, base: ArmRuns, section: Section, line: Line) -> Difference:
     """The difference of two arms in a line, at the farthest place that both arms have."""
-    series_by_side = [[series for series in section.of_arm(side, line) if series.samples] for side in (arm, base)]
+    series_by_side = [[series for series in section.series_of_arm(side, line) if series.samples] for side in (arm, base)]
     arm_places, base_places = ({label for series in side_series for label in series.places} for side_series in series_by_side)
     place = [label for label in section.places if label in (arm_places & base_places or arm_places | base_places)][-1]
     example = next(series for side_series in series_by_side for series in side_series if place in series.places)
@@ -398,7 +402,7 @@ def _difference_of(arm: ArmRuns, base: ArmRuns, section: Section, line: Line) ->
     if example.axis is not None:
         start, stop = example.units(*example.places[place]).place
         place_words = f" {example.axis.before} {f'{number(start)}-{number(stop)}' if example.bins else place}"
-    words = ", ".join(filter(None, (line.metric, line.what))) + place_words + (line.setting and f", {line.setting}")
+    words = ", ".join(filter(None, (line.metric, line.subject))) + place_words + (line.setting and f", {line.setting}")
     interval, note = _difference(arm, base, section, line, place)
     if interval and not interval.bounded:
         note = "all sequences, or all seeds, agree: their spread gives no interval"

@@ -145,7 +145,7 @@ def along_axis(comparison: RunComparison, section: Section) -> Picture | None:
     """
     if len(section.places) < 2 and not any(series.references for series in section.series.values()):
         return None
-    first_series, panels, sentences = section.first, [], dict[str, None]()
+    first_series, panels, sentences = section.example_series, [], dict[str, None]()
     base, *other_arms = comparison.arms
     caption = f"{first_series.shown.caption[:1].upper()}{first_series.shown.caption[1:]}."
     caption += " Thin: single seeds; thick: their mean." if max(len(arm.runs) for arm in comparison.arms) > 1 else ""
@@ -156,14 +156,14 @@ def along_axis(comparison: RunComparison, section: Section) -> Picture | None:
         difference_traces: Traces = {}
         if base.label == comparison.names[0] and not line_series[0].control:
             difference_traces = {arm.label: differences_along(series_by_arm[arm.label], series_by_arm[base.label]) for arm in other_arms}
-        title, y_range = f"{section.title}: {', '.join((line.metric, *line.of))}", (-0.03, 1.03)
+        title, y_range = f"{section.title}: {', '.join((line.metric, *line.labels))}", (-0.03, 1.03)
         if first_series.unit != "fraction":
             y_range, clip_note = _y_range(comparison, section, value_traces)
             sentences |= {clip_note: None} if clip_note else {}
         nonfinite_arms = [arm for arm, traces in value_traces.items() if not all(np.isfinite(trace.y).all() for trace in traces)]
-        sentences |= {f"Not finite at some places: {', '.join((*line.of, *nonfinite_arms))}.": None} if nonfinite_arms else {}
+        sentences |= {f"Not finite at some places: {', '.join((*line.labels, *nonfinite_arms))}.": None} if nonfinite_arms else {}
         for traces_by_arm, template in ((value_traces, "Bands: 95% intervals over {}."), (difference_traces, DIFFERENCE_BANDS)):
-            sentences |= {template.format(trace.over): None for traces in traces_by_arm.values() for trace in traces if trace.over}
+            sentences |= {template.format(trace.coverage): None for traces in traces_by_arm.values() for trace in traces if trace.coverage}
         levels = {level: f"{name} {level:.3g}" for series in line_series for name, level in series.references.items()}
         panels.append(_axis_panel(comparison, section, title, with_unit(line.metric, first_series.unit), value_traces, y_range, levels))
         difference_title = f"{title}: paired difference to {base.label}"
@@ -172,7 +172,7 @@ def along_axis(comparison: RunComparison, section: Section) -> Picture | None:
             if any(difference_traces.values())
             else None
         )
-    sentences |= {f"Intervals are {section.how}.": None} if section.how else {}
+    sentences |= {f"Intervals are {section.interval_method}.": None} if section.interval_method else {}
     sentences |= {f"Dotted, if any: {first_series.shown.levels}.": None} if first_series.shown.levels else {}
     sentences |= {f"From position {FIRST_POSITION}.": None} if first_series.bins else {}
     return Picture(panels, comparison.names, " ".join([caption, *sentences]))
@@ -224,10 +224,10 @@ def _traces(seeds: Iterable[tuple[int, ...]], values: Mapping[float, list[float]
     x, rows, ends, coverage = np.array([*values]), np.array([*values.values()]).T, (None, None), ""
     mean = rows.mean(0)
     if any(intervals):
-        ends = np.array([(interval or Interval(y, y, y)).drawn() for interval, y in zip(intervals, mean, strict=True)]).T[1:]
-        coverage = next(interval.over for interval in intervals if interval)
+        ends = np.array([(interval or Interval(y, y, y)).picture_values() for interval, y in zip(intervals, mean, strict=True)]).T[1:]
+        coverage = next(interval.coverage for interval in intervals if interval)
     lines = [Trace(0, f"seed {run_seeds[-1]}", x, row, "seed") for run_seeds, row in zip(seeds, rows, strict=True)]
-    return [*lines, Trace(0, f"mean of {_seeds(len(rows))}", x, mean, "mean", *ends, over=coverage)]
+    return [*lines, Trace(0, f"mean of {_seeds(len(rows))}", x, mean, "mean", *ends, coverage=coverage)]
 
 
 def _places(series_list: Sequence[Series]) -> dict[float, tuple[float, float]]:
@@ -251,11 +251,11 @@ def _axis_panel(
     """A panel of traces over the section's axis. `levels` are words by reference level of values; None: the traces are differences."""
     numbers = {arm: comparison.names.index(arm) for arm in traces_by_arm}
     traces = [replace(trace, arm=numbers[arm], label=f"{arm}, {trace.label}") for arm, lines in traces_by_arm.items() for trace in lines]
-    axis, x = section.first.axis, np.concatenate([trace.x for trace in traces] or [np.ones(1)])
+    axis, x = section.example_series.axis, np.concatenate([trace.x for trace in traces] or [np.ones(1)])
     ticks = doublings(x.min(), x.max()) if section.shape == "bins" else plain_ticks(sorted(set(x.tolist())))
     marks = {float(length): f"training length {length:,}" for length in section.seq_lens}
     log, reference = 2 if axis.log else 0, levels or {}
-    return Panel(title, axis.label, label, traces, ticks, log, y_range=y_range, zero=levels is None, marks=marks, levels=reference)
+    return Panel(title, axis.label, label, traces, ticks, log, y_range=y_range, zero_line=levels is None, marks=marks, levels=reference)
 
 
 def _y_range(comparison: RunComparison, section: Section, traces_by_arm: Traces) -> tuple[tuple[float, float] | None, str]:
@@ -263,14 +263,14 @@ def _y_range(comparison: RunComparison, section: Section, traces_by_arm: Traces)
 
     The range is None, and the note empty, without finite values, without a level, and where higher is better.
     """
-    level, training_length = comparison.level(section.first.unit), max(section.seq_lens, default=0)
+    level, training_length = comparison.level(section.example_series.unit), max(section.seq_lens, default=0)
     values_by_arm = {}
     for arm, traces in traces_by_arm.items():
         arrays = [array for trace in traces for array in (trace.y, trace.low, trace.high) if array is not None]
         values_by_arm[arm] = np.concatenate(arrays or [np.empty(0)])
         values_by_arm[arm] = values_by_arm[arm][np.isfinite(values_by_arm[arm])]
     values = np.concatenate([*values_by_arm.values()]) if values_by_arm else np.empty(0)
-    if not len(values) or level is None or section.first.better == "higher":
+    if not len(values) or level is None or section.example_series.better == "higher":
         return None, ""
     training_values = np.concatenate([trace.y[trace.x <= training_length] for traces in traces_by_arm.values() for trace in traces])
     low = values.min()

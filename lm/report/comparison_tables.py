@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from lm.attention import catalogue
-from lm.report.comparison import ArmRuns, Line, RunComparison, Section, across, seeds_shown
+from lm.report.comparison import ArmRuns, Line, RunComparison, Section, seeds_shown, shared_value
 from lm.report.tables import Cell, Column, Filled, Table, digits, four_digits, print_tables, printable, show
 from lm.runs.folder import peak_memory, training_seconds
 from lm.runs.record import RunRecord, differing, starts
@@ -33,27 +33,31 @@ def comparison_tables(comparison: RunComparison) -> tuple[Table, ...]:
 def _table(comparison: RunComparison, section: Section) -> Table:
     arm_lines = [(arm, line) for line in dict.fromkeys(replace(line, metric="") for line in section.lines) for arm in comparison.arms]
     by_metric = [[(arm, replace(line, metric=metric)) for arm, line in arm_lines] for metric in section.metrics]
-    by_metric = [*zip(*(row for row in zip(*by_metric, strict=True) if any(section.of_arm(*arm_line) for arm_line in row)), strict=True)]
+    by_metric = [
+        *zip(*(row for row in zip(*by_metric, strict=True) if any(section.series_of_arm(*arm_line) for arm_line in row)), strict=True)
+    ]
     rows, is_number = by_metric[0], section.shape == "number"
     labels = {
         "arm": [arm.label for arm, _ in rows],
-        "task": [line.what for _, line in rows],
+        "task": [line.subject for _, line in rows],
         "inference setting": [line.setting for _, line in rows],
     }
     columns: list[Filled] = [(Column(name, kind="label"), cells) for name, cells in labels.items() if any(cells)]
     columns += [(Column("seeds"), [str(len(arm.runs)) for arm, _ in rows])]
     if is_number:
-        for name, value in (("params", lambda run: run.measured("parameters.total")), ("tokens", lambda run: run.tokens_seen)):
+        for name, value in (("params", lambda run: run.environment_entry("parameters.total")), ("tokens", lambda run: run.tokens_seen)):
             columns.append((Column(name, "M"), [_mean_of([value(run) for run in arm.runs], 1e6) for arm, _ in rows]))
     columns += [column for rows in by_metric for column in _means(comparison, section, rows)]
     for rows in by_metric if is_number else ():
         example = section.example(rows[0][1].metric)
         for name in example.references:
-            levels = [[series.references[name] for series in section.alike(*row, "") if name in series.references] for row in rows]
+            levels = [
+                [series.references[name] for series in section.comparable_series(*row, "") if name in series.references] for row in rows
+            ]
             columns.append((Column(name, _unit(example.unit)), [digits(float(np.mean(values))) if values else None for values in levels]))
     columns += [column for rows in by_metric for column in _differences(comparison, section, rows)]
     title = section.title + (" in training lengths" if section.shape == "bins" else "")
-    return Table(title, _unit(section.first.unit), tuple(columns))
+    return Table(title, _unit(section.example_series.unit), tuple(columns))
 
 
 def _mean_of(values: Sequence[float | None], unit: float = 1.0) -> str | None:
@@ -71,11 +75,11 @@ def _means(comparison: RunComparison, section: Section, rows: list[tuple[ArmRuns
         name = place + (f", {start / lengths[0]:g}x" if points and len(lengths) == 1 else "")
         name = name if points and len(section.metrics) == 1 else f"{example.metric} {name}".strip()
         columns[name] = [(section.interval(*row, place) if points else None) or digits(section.mean(*row, place)) for row in rows]
-    coverages = covered(cell for cells in columns.values() for cell in cells if isinstance(cell, Interval))
+    coverages = coverage_kinds(cell for cells in columns.values() for cell in cells if isinstance(cell, Interval))
     fields = {"unit": _with_interval(unit, " or over ".join(coverages)), "kind": "mean", "decimals": 3 if example.unit == "fraction" else 4}
     means = [(Column(name, **fields if coverages else {"unit": unit}), cells) for name, cells in columns.items()]
     if section.shape == "number" and example.samples and any(len(arm.runs) > 1 for arm in comparison.arms):
-        values = [[series.mean_at("") for series in section.alike(*row, "")] for row in rows]
+        values = [[series.mean_at("") for series in section.comparable_series(*row, "")] for row in rows]
         means.append(
             (
                 Column("sd over seeds", unit),
@@ -104,19 +108,20 @@ def _differences(comparison: RunComparison, section: Section, rows: list[tuple[A
         row_differences = [by_row.get((arm.label, line)) for arm, line in rows]
         intervals = [difference.interval if difference and difference.place == place else None for difference in row_differences]
         columns += [
-            (Column(name, _with_interval(unit, coverage), "difference"), _covering(coverage, intervals)) for coverage in covered(intervals)
+            (Column(name, _with_interval(unit, coverage), "difference"), _cells_with_coverage(coverage, intervals))
+            for coverage in coverage_kinds(intervals)
         ]
     return columns
 
 
-def covered(intervals: Iterable[Interval | None]) -> list[str]:
+def coverage_kinds(intervals: Iterable[Interval | None]) -> list[str]:
     """The kinds of noise that intervals cover, such as `3 seeds`, each once."""
-    return list(dict.fromkeys(interval.over for interval in intervals if interval))
+    return list(dict.fromkeys(interval.coverage for interval in intervals if interval))
 
 
-def _covering(coverage: str, intervals: list[Interval | None]) -> list[Cell]:
+def _cells_with_coverage(coverage: str, intervals: list[Interval | None]) -> list[Cell]:
     """The cells of a column that holds only the intervals over `coverage`, with None in place of all other intervals."""
-    return [interval if interval and interval.over == coverage else None for interval in intervals]
+    return [interval if interval and interval.coverage == coverage else None for interval in intervals]
 
 
 def _unit(unit: str) -> str:
@@ -133,10 +138,10 @@ def difference_table(comparison: RunComparison) -> Table:
     """The differences to the baseline, with a column for each noise that intervals cover."""
     differences, intervals = comparison.differences, [difference.interval for difference in comparison.differences]
     columns: list[Filled] = [(Column("arm", kind="label"), [difference.arm for difference in differences])]
-    columns.append((Column("of", kind="label"), [difference.what for difference in differences]))
-    for coverage in covered(intervals) or [""]:
+    columns.append((Column("of", kind="label"), [difference.subject for difference in differences]))
+    for coverage in coverage_kinds(intervals) or [""]:
         column = Column(f"mean [{_with_interval('', coverage).removeprefix(', ')}]", kind="difference")
-        columns.append((column, _covering(coverage, intervals)))
+        columns.append((column, _cells_with_coverage(coverage, intervals)))
     units = []
     for section, metric in dict.fromkeys((difference.section, difference.line.metric) for difference in differences):
         series = section.example(metric)
@@ -165,8 +170,8 @@ def notes(comparison: RunComparison) -> list[str]:
     for note in dict.fromkeys(difference.note for difference in comparison.differences):
         group = [difference for difference in comparison.differences if difference.note == note]
         subjects_by_arms: dict[tuple[str, ...], list[str]] = {}  # by the names of the arms whose differences have this note
-        for subject in dict.fromkeys(difference.what for difference in group):
-            subjects_by_arms.setdefault(tuple(difference.arm for difference in group if difference.what == subject), []).append(subject)
+        for subject in dict.fromkeys(difference.subject for difference in group):
+            subjects_by_arms.setdefault(tuple(difference.arm for difference in group if difference.subject == subject), []).append(subject)
         kind = "" if group[0].interval else "no "
         lines += [f"{kind}difference of {', '.join(arms)} in {'; '.join(subjects)}: {note}" for arms, subjects in subjects_by_arms.items()]
     return [*lines, *comparison.missing]
@@ -178,7 +183,7 @@ def notes(comparison: RunComparison) -> list[str]:
 def cost_table(arms: Sequence[ArmRuns], concurrent_runs: Sequence[RunRecord], title: str = "What a run took") -> Table:
     """The costs of a run of each arm, as means over its runs. `concurrent_runs`: all runs that may have been under way at the same time."""
     spans = {run.folder: _under_way(run) for run in concurrent_runs}
-    on_cpu = [str(run.used("device") or "cpu").startswith("cpu") for arm in arms for run in arm.runs]
+    on_cpu = [str(run.setting("device") or "cpu").startswith("cpu") for arm in arms for run in arm.runs]
     memory = "GiB, whole process" if all(on_cpu) else "GiB, whole process on a CPU" if any(on_cpu) else "GiB, tensors on the GPU"
     units = {
         "parameters": "M", "in the normalizer": "parameters", "tokens": "M a run", "training": "TFLOP a run", "training time": "s a run",
@@ -192,14 +197,14 @@ def cost_table(arms: Sequence[ArmRuns], concurrent_runs: Sequence[RunRecord], ti
     for (name, unit), by_arm in zip(units.items(), zip(*costs, strict=True), strict=True):
         cells = [_mean_of(values) for values in by_arm]
         columns += [(Column(name, unit), cells)] if any(cells) else []
-    devices = [", ".join(dict.fromkeys(show(run.used("device")) for run in arm.runs)) for arm in arms]
+    devices = [", ".join(dict.fromkeys(show(run.setting("device")) for run in arm.runs)) for arm in arms]
     return Table(title, "", (*columns, (Column("device", kind="words"), devices)))
 
 
 def _costs(run: RunRecord, spans: Mapping[Path, Span | None]) -> tuple[float | None, ...]:
     """The costs of a run in the order and units of `cost_table`; None where the run folder does not record a cost."""
     tokens, seconds, memory = run.tokens_seen, training_seconds(run.logged), peak_memory(run.logged)
-    total, normalizer, flops = (run.measured(name) for name in ("parameters.total", "parameters.normalizer", "flops_per_token"))
+    total, normalizer, flops = (run.environment_entry(name) for name in ("parameters.total", "parameters.normalizer", "flops_per_token"))
     concurrency = None
     if own_span := spans[run.folder]:  # how many other runs were under way at a time, on average over this run's span
         other_spans = [span for folder, span in spans.items() if span and folder != run.folder]
@@ -234,70 +239,70 @@ def _under_way(run: RunRecord) -> Span | None:
 class Fact:
     """A setting or measurement of all runs: its value, by arm if arms differ, and whether it is the same in all runs.
 
-    `same` is None if a run doesn't record it. A fact is a `condition` of a fair comparison, or describes how runs were measured.
+    `agrees` is None if a run doesn't record it. A fact is a `condition` of a fair comparison, or describes how runs were measured.
     """
 
-    what: str
-    same: bool | None
+    name: str
+    agrees: bool | None
     value: str
     condition: bool = True
 
 
 def run_facts(comparison: RunComparison) -> list[Fact]:
     """Facts on the settings of all runs and on how they were measured: conditions of a fair comparison first."""
-    arms, sections = comparison.arms, {section.first.shown.measured_on: section for section in comparison.sections}
+    arms, sections = comparison.arms, {section.example_series.shown.measured_on: section for section in comparison.sections}
 
-    def same(name: str, value: Callable[[RunRecord], object]) -> Fact:
-        return Fact(name, *across(arms, value))
+    def fact(name: str, value: Callable[[RunRecord], object]) -> Fact:
+        return Fact(name, *shared_value(arms, value))
 
     def config(*prefixes: str) -> Callable[[RunRecord], str]:
         return lambda run: ", ".join(f"{key}={value}" for key, value in run.flat.items() if key.startswith(prefixes))
 
-    def outside(run: RunRecord) -> int | None:
-        total, normalizer = run.measured("parameters.total"), run.measured("parameters.normalizer")
+    def parameters_outside_normalizer(run: RunRecord) -> int | None:
+        total, normalizer = run.environment_entry("parameters.total"), run.environment_entry("parameters.normalizer")
         return None if total is None or normalizer is None else total - normalizer
 
     def steps(run: RunRecord) -> str:
         return f"{show(run.evaluations[0].step if run.evaluations else None)} / {show(run.flat.get('trainer.max_steps'))}"
 
     def parameters(run: RunRecord) -> str:
-        return " / ".join(show(run.measured(f"parameters.{name}")) for name in ("total", "non_embedding", "normalizer"))
+        return " / ".join(show(run.environment_entry(f"parameters.{name}")) for name in ("total", "non_embedding", "normalizer"))
 
     def tasks(run: RunRecord) -> str | None:
         return "; ".join(_pairs(share) for share in run.config["data"].get("tasks") or []) or None
 
-    same_code, code = across(arms, lambda run: run.commits)  # equal commits with uncommitted changes need not be equal code
+    same_code, code = shared_value(arms, lambda run: run.commits)  # equal commits with uncommitted changes need not be equal code
     seeds = [tuple(seeds_shown(run.seeds) for run in arm.runs) for arm in arms]
     by_arm = "; ".join(f"{arm.label}: {', '.join(arm_seeds)}" for arm, arm_seeds in zip(arms, seeds, strict=True))
     unequal = [f"{printable(run.name)}: {'; '.join(differences)}" for run in comparison.runs if (differences := differing(run.environment))]
     settings = dict.fromkeys(line.setting for section in comparison.sections for line in section.lines if line.setting)
     conditions = [
-        same("tokens seen", lambda run: run.tokens_seen),
-        same("tokens in the weights started from", lambda run: run.tokens_before),
-        *(same(f"tokens seen, {name}", section.tokens_seen) for name, section in list(sections.items())[1:]),
-        same("data fingerprint", lambda run: run.measured("data_fingerprint")),
-        *(same(f"{name} (sha256)", section.sha256) for name, section in sections.items()),
-        same("tokens in a step", lambda run: run.flat.get("optim.batch_tokens")),
-        same("steps", lambda run: run.flat.get("trainer.max_steps")),
+        fact("tokens seen", lambda run: run.tokens_seen),
+        fact("tokens in the weights started from", lambda run: run.tokens_before),
+        *(fact(f"tokens seen, {name}", section.tokens_seen) for name, section in list(sections.items())[1:]),
+        fact("data fingerprint", lambda run: run.environment_entry("data_fingerprint")),
+        *(fact(f"{name} (sha256)", section.sha256) for name, section in sections.items()),
+        fact("tokens in a step", lambda run: run.flat.get("optim.batch_tokens")),
+        fact("steps", lambda run: run.flat.get("trainer.max_steps")),
         Fact("seeds", len(set(seeds)) == 1, by_arm if len(set(seeds)) > 1 else ", ".join(seeds[0])),
-        same("learning rate and schedule", config("optim.lr", "optim.warmup_steps", "optim.schedule.")),
-        same("parameters outside the normalizer", outside),
-        same("precision", lambda run: run.used("precision")),
-        same("device", lambda run: run.used("device")),
+        fact("learning rate and schedule", config("optim.lr", "optim.warmup_steps", "optim.schedule.")),
+        fact("parameters outside the normalizer", parameters_outside_normalizer),
+        fact("precision", lambda run: run.setting("precision")),
+        fact("device", lambda run: run.setting("device")),
         Fact("what each start of a run used", not unequal, ". ".join(unequal) or "the same at every start"),
         Fact("code", None if same_code and "uncommitted" in code else same_code, code),
     ]
     other_facts = [
         *(Fact(f"normalizer: {arm.label}", None, _normalizer(arm.runs[0])) for arm in arms),
-        same("training length (tokens)", lambda run: run.flat["data.seq_len"]),
-        *(same(name, partial(_amount, section)) for name, section in sections.items()),
+        fact("training length (tokens)", lambda run: run.flat["data.seq_len"]),
+        *(fact(name, partial(_amount, section)) for name, section in sections.items()),
         Fact("inference settings", None, ", ".join(settings) or "none"),
-        same("data", corpus),
-        *([same("tasks", tasks)] if any(map(tasks, comparison.runs)) else []),
-        same("steps: evaluated / planned", steps),
-        same("parameters: total / non-embedding / normalizer", parameters),
-        same("torch.compile", lambda run: run.used("compile")),
-        same("versions", lambda run: _pairs(run.environment.get("versions"))),
+        fact("data", corpus),
+        *([fact("tasks", tasks)] if any(map(tasks, comparison.runs)) else []),
+        fact("steps: evaluated / planned", steps),
+        fact("parameters: total / non-embedding / normalizer", parameters),
+        fact("torch.compile", lambda run: run.setting("compile")),
+        fact("versions", lambda run: _pairs(run.environment.get("versions"))),
     ]
     return conditions + [replace(fact, condition=False) for fact in other_facts]
 
@@ -305,12 +310,12 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
 def facts_table(comparison: RunComparison) -> Table:
     """A table with a row for each of the `run_facts`; with several arms a column says whether the conditions of a fair comparison hold."""
     facts, several_arms = run_facts(comparison), len(comparison.arms) > 1
-    same_column = [(Column("same in all runs", kind="label"), [SAME[fact.same] if fact.condition else "" for fact in facts])]
+    same_column = [(Column("same in all runs", kind="label"), [SAME[fact.agrees] if fact.condition else "" for fact in facts])]
     what_column, value_column = Column("what", kind="label"), Column("value", kind="words")
     return Table(
         "Runs and environment",
         "",
-        ((what_column, [fact.what for fact in facts]), *same_column * several_arms, (value_column, [fact.value for fact in facts])),
+        ((what_column, [fact.name for fact in facts]), *same_column * several_arms, (value_column, [fact.value for fact in facts])),
     )
 
 
@@ -324,7 +329,9 @@ def configuration_table(comparison: RunComparison, is_omitted: Callable[[str], b
 
 def _amount(section: Section, run: RunRecord) -> str | None:
     """Number and length of the sequences that a run was measured on, task by task."""
-    amounts = [(line.what, series.shown.amount) for (owner, line), series in section.series.items() if owner is run and series.shown.amount]
+    amounts = [
+        (line.subject, series.shown.amount) for (owner, line), series in section.series.items() if owner is run and series.shown.amount
+    ]
     return "; ".join(": ".join(filter(None, pair)) for pair in dict.fromkeys(amounts)) or None
 
 

@@ -20,7 +20,7 @@ Cells = dict[tuple[tuple[int, str, str], Column], str]  # by row (number of the 
 
 
 @dataclass(frozen=True, eq=False)
-class Evaluated:
+class EvaluationResult:
     """One evaluation of one checkpoint of a run. `cached`: the numbers had been measured before, with the same weights and options."""
 
     folder: Path
@@ -61,13 +61,13 @@ def _rows(series: Series, name: str) -> Iterator[Row]:
     for place, (start, stop) in series.places.items():
         place_text = ", ".join(filter(None, (name, _place(series, start, stop))))
         interval = interval_of(series, series.column_at(place)) if _has_intervals(series) else None
-        ends = (interval.low, interval.high, interval.over) if interval else (None, None, TOO_FEW * _has_intervals(series))
+        ends = (interval.low, interval.high, interval.coverage) if interval else (None, None, TOO_FEW * _has_intervals(series))
         if interval and math.isfinite(interval.mean) and not interval.bounded:
             ends = None, None, NO_SPREAD
         yield Row(series.setting, place_text, series.metric, series.mean_at(place), *ends)
         yield from (Row(series.setting, place_text, f"{series.metric}: {level}", value) for level, value in series.references.items())
     if series.bins:
-        yield Row(series.setting, name, series.metric, series.whole)
+        yield Row(series.setting, name, series.metric, series.overall_mean)
 
 
 def _has_intervals(series: Series) -> bool:
@@ -87,7 +87,7 @@ def logged(evaluation: Evaluation) -> dict[str, float]:
     return {name: value for series in evaluation.series for name, value in series.scores.items()}
 
 
-def print_results(results: list[Evaluated], output: Path | None = None) -> None:
+def print_results(results: list[EvaluationResult], output: Path | None = None) -> None:
     """Print tables by kind of evaluation: few numbers in full; of many numbers the means over all places, and the ends of curves.
 
     Runs measured on different data, which their fingerprints tell, are not comparable. `output`: the file or folder that has all numbers.
@@ -157,7 +157,7 @@ def _with_intervals(rows: list[list[Row]]) -> Cells:
     return cells
 
 
-def _by_metric(title: str, metrics: list[str], results: list[Evaluated]) -> Table:
+def _by_metric(title: str, metrics: list[str], results: list[EvaluationResult]) -> Table:
     """A table of many metrics, each as its mean over all places: a row for each metric, a column for each model and setting."""
     columns: dict[tuple[str, str], dict[str, Row]] = {}
     for model, row in ((result, row) for result in results for row in result.rows if row.metric in metrics and not row.where):
@@ -187,7 +187,7 @@ def _together(rows: Iterable[Row]) -> list[list[str]]:
     return groups
 
 
-def results_bytes(results: list[Evaluated], path: Path) -> bytes:
+def results_bytes(results: list[EvaluationResult], path: Path) -> bytes:
     """All numbers as the content of the file `path`: CSV or JSON by its suffix, one row or object a number."""
     labelled_rows = [
         ({"run": str(result.folder), "step": result.evaluation.step, "kind": result.evaluation.kind}, result.rows) for result in results

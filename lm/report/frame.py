@@ -134,7 +134,7 @@ def run_columns(record: RunRecord) -> Lines:
 
 
 def _blocks(record: RunRecord, history: bool) -> Iterator[Lines]:
-    """The blocks of lines of a run; `history`: as of `results`."""
+    """The blocks of lines of a run; `history`: as in `results`."""
     run = run_columns(record)
     evaluations = list(record.evaluations)
     if history:

@@ -61,19 +61,19 @@ class Answer:
 
     Attributes:
         effect, value, ends: the name of the effect, its value, and its interval, in words; empty: unknown.
-        over: the noise that the interval covers; empty if the verdict names it.
+        coverage: the noise that the interval covers; empty if the verdict names it.
         place: mean, ends, zero and ends of the margin, in per cent of a line's width; None: the effect has no ends.
         marks: labels below zero and below the ends of the margin.
     """
 
     arm: str
     verdict: str
-    because: str
+    reason: str
     tone: Literal["good", "bad", ""] = ""
     effect: str = ""
     value: str = ""
     ends: str = ""
-    over: str = ""
+    coverage: str = ""
     place: tuple[float, ...] | None = None
     marks: tuple[str, ...] = ()
 
@@ -158,7 +158,7 @@ def run_sections(
 
 def run_details(run: DrawnRun) -> tuple[str, str]:
     """A run's name with its command, and its configuration."""
-    return f"{run.label}: {show(run.record.measured('command'))}", dump_yaml(run.record.config)
+    return f"{run.label}: {show(run.record.environment_entry('command'))}", dump_yaml(run.record.config)
 
 
 def page_files(parts: list[PagePart], folder: Path) -> dict[Path, bytes]:

@@ -71,9 +71,9 @@ class Trace:
         low, high: ends of the interval, (points,); None: there are none.
         dashes: number of the trace's dash pattern.
         hollow: whether its markers are hollow, so that traces behind them can be seen.
-        over: the noise that the interval covers, in words.
-        keyed: whether its panel has a legend that names it; else the arm is named above all panels. A keyed trace without points stands
-            in the legend only.
+        coverage: the noise that the interval covers, in words.
+        in_legend: whether its panel has a legend that names it; else the arm is named above all panels. Such a trace without
+            points stands in the legend only.
     """
 
     arm: int
@@ -85,8 +85,8 @@ class Trace:
     high: np.ndarray | None = None
     dashes: int = 0
     hollow: bool = False
-    keyed: bool = False
-    over: str = ""
+    in_legend: bool = False
+    coverage: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,8 +98,8 @@ class Panel:
         log: base of a logarithmic x axis, 2 or 10; 0: the axis is linear.
         log_y: whether the y axis is logarithmic.
         x_range, y_range: ends of the axes; None: the range of the traces.
-        zero: whether a line is drawn at zero, as for differences.
-        small: half-width of the shaded band around zero, in which differences do not matter; 0: no band.
+        zero_line: whether a line is drawn at zero, as for differences.
+        margin: half-width of the shaded band around zero, in which differences do not matter; 0: no band.
         marks: words by x of vertical reference lines.
         levels: words by y of horizontal reference lines.
         rings: points (x, y, arm) that have a ring, such as the rate that was chosen.
@@ -114,8 +114,8 @@ class Panel:
     log_y: bool = False
     x_range: tuple[float, float] | None = None
     y_range: tuple[float, float] | None = None
-    zero: bool = False
-    small: float = 0.0
+    zero_line: bool = False
+    margin: float = 0.0
     marks: Mapping[float, str] = field(default_factory=dict)
     levels: Mapping[float, str] = field(default_factory=dict)
     rings: Sequence[tuple[float, float, int]] = ()
@@ -129,7 +129,7 @@ class Map:
         columns, rows: labels of columns and rows; an empty label has no tick.
         values: (rows, columns); a cell without a finite value has no colour.
         low, top: ends of the scale of colours, to which values beyond them are clipped.
-        written: whether the values stand in the cells; else maps of equal scales share a colour bar.
+        shows_values: whether the values stand in the cells; else maps of equal scales share a colour bar.
         scale: linear, logarithmic, or logarithmic on both sides of 0 (`signed`) from `low` to `top`, which are magnitudes.
         unit: label of the colour bar.
     """
@@ -141,7 +141,7 @@ class Map:
     values: np.ndarray
     top: float = 1.0
     low: float = 0.0
-    written: bool = True
+    shows_values: bool = True
     y_label: str = ""
     scale: Literal["linear", "log", "signed"] = "linear"
     unit: str = ""
@@ -163,7 +163,7 @@ class Picture:
         columns: panels in a row.
         panel_size: width and height of a panel in inches; None: the default size of its kind.
         shared: axes whose labels and ticks stand once: `x` for panels below each other, `y` for panels side by side.
-        named: whether the names of the arms stand above.
+        names_arms: whether the names of the arms stand above.
     """
 
     panels: Sequence[Panel | Map | None]
@@ -172,26 +172,26 @@ class Picture:
     columns: int = 2
     panel_size: tuple[float, float] | None = None
     shared: Literal["", "x", "y", "xy"] = ""
-    named: bool = True
+    names_arms: bool = True
 
     @property
-    def shown(self) -> list[int]:
+    def shown_arms(self) -> list[int]:
         """Numbers of the arms that are drawn and named above all panels."""
         traces = [trace for panel in self.panels if isinstance(panel, Panel) for trace in panel.traces if len(trace.x)]
-        return sorted({trace.arm for trace in traces if not trace.keyed and trace.arm >= 0})
+        return sorted({trace.arm for trace in traces if not trace.in_legend and trace.arm >= 0})
 
     @property
-    def mapped(self) -> bool:
+    def has_maps(self) -> bool:
         """Whether the picture has maps, which share a scale."""
         return any(isinstance(panel, Map) for panel in self.panels)
 
     @property
     def parts(self) -> "list[Picture | None]":
         """A picture for each panel, for a page that places them by its width; maps stay together."""
-        if self.mapped:
+        if self.has_maps:
             return [self]
-        single_panels = [panel and replace(self, panels=[panel], columns=1, named=False) for panel in self.panels]
-        return single_panels if len(single_panels) > 1 else [replace(self, named=False)]
+        single_panels = [panel and replace(self, panels=[panel], columns=1, names_arms=False) for panel in self.panels]
+        return single_panels if len(single_panels) > 1 else [replace(self, names_arms=False)]
 
     def sign(self, arm: int) -> str:
         """The marker of an arm as a character."""
@@ -246,7 +246,7 @@ def dark_style() -> str:
 def _drawn(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
     """The picture as a file, with the same bytes whenever and wherever it is drawn."""
     (rows, columns), (width, height), arms = picture.grid, picture.size, picture.arms
-    shown_arms = picture.shown if picture.named else []
+    shown_arms = picture.shown_arms if picture.names_arms else []
     font = min(11.0, 2.4 * width / columns)
     with matplotlib.rc_context(SETTINGS | {"font.size": font, "axes.titlesize": font + 1}):
         figure = Figure(figsize=(width, height), dpi=100, layout="constrained")  # before colour bars, which need the layout
@@ -259,7 +259,7 @@ def _drawn(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
             axes = figure.add_subplot(grid[row, column])
             if isinstance(panel, Map):
                 mesh = _map(axes, panel, (width / columns, height / rows))
-                if not panel.written:
+                if not panel.shows_values:
                     maps.setdefault((panel.scale, panel.low, panel.top, panel.unit), (mesh, []))[1].append(axes)
             else:
                 _panel(axes, panel)
@@ -270,7 +270,7 @@ def _drawn(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
         for (scale, *_, unit), (mesh, map_axes) in maps.items():
             tick_format = {} if scale == "linear" else {"format": "{x:g}"}
             figure.colorbar(mesh, ax=map_axes, label=unit, **tick_format, aspect=20 * max(1, len(map_axes) // columns), pad=0.02)
-        keys = max((_keyed(panel) for panel in picture.panels if isinstance(panel, Panel)), default=0)
+        keys = max((_legend_lines(panel) for panel in picture.panels if isinstance(panel, Panel)), default=0)
         height += 0.1 * rows * (keys + 2) if keys > MOST_KEYS else 0
         legend_rows = 0
         if shown_arms:
@@ -296,9 +296,9 @@ def _panel(axes: Axes, panel: Panel) -> None:
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.ticklabel_format(axis="y", useOffset=False)
-    if panel.small:
-        axes.axhspan(-panel.small, panel.small, color=SHADE, zorder=0)
-    if panel.zero:
+    if panel.margin:
+        axes.axhspan(-panel.margin, panel.margin, color=SHADE, zorder=0)
+    if panel.zero_line:
         axes.axhline(0, color=GREY, linewidth=1)
     lines = Counter(trace.arm for trace in panel.traces if trace.kind in ("seed", "mean"))
     for trace in panel.traces:
@@ -326,21 +326,21 @@ def _panel(axes: Axes, panel: Panel) -> None:
         note(axes, text, (1, y), (-4, 3), axes.get_yaxis_transform(), ha="right", va="bottom")
     if not any(len(trace.x) for trace in panel.traces):
         axes.text(0.5, 0.5, "nothing to draw", transform=axes.transAxes, ha="center", va="center", color=GREY)
-    if _keyed(panel) > MOST_KEYS:
+    if _legend_lines(panel) > MOST_KEYS:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, fontsize=9)
-    elif _keyed(panel):
+    elif _legend_lines(panel):
         axes.legend(loc="best", fontsize=9)
 
 
-def _keyed(panel: Panel) -> int:
+def _legend_lines(panel: Panel) -> int:
     """The number of lines in the legend of a panel."""
-    return sum(trace.keyed for trace in panel.traces)
+    return sum(trace.in_legend for trace in panel.traces)
 
 
 def _trace(axes: Axes, trace: Trace, is_alone: bool) -> None:
     """Draw a trace. `is_alone`: it is the only line of its arm, and as thick as a mean."""
     style = colour_and_marker(trace.arm) | dashes_and_width(trace.dashes)
-    style |= {"fillstyle": "none" if trace.hollow else "full"} | ({"label": trace.label} if trace.keyed else {})
+    style |= {"fillstyle": "none" if trace.hollow else "full"} | ({"label": trace.label} if trace.in_legend else {})
     points = style | {"linestyle": "none"}
     match trace.kind:
         case "seed":
@@ -373,7 +373,7 @@ def _map(axes: Axes, panel: Map, size: tuple[float, float]) -> QuadMesh:
     mesh = axes.pcolormesh(*edges, values, norm=norm, cmap=kind, **look)
     axes.invert_yaxis()
     axes.grid(visible=False)
-    for (row, column), value in np.ndenumerate(panel.values) if panel.written else ():
+    for (row, column), value in np.ndenumerate(panel.values) if panel.shows_values else ():
         text, colour = f"{value:.2f}" if np.isfinite(value) else "-", "#010101" if value > 0.6 * panel.top else "#fefefe"
         axes.text(column, row, text, ha="center", va="center", fontsize=9, color=colour if np.isfinite(value) else GREY)
     ticks = [{place: label for place, label in enumerate(labels) if label} for labels in (panel.columns, panel.rows)]

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from lm.runs.evaluations import listed
+from lm.runs.evaluations import json_value
 from lm.runs.folder import json_bytes
 from lm.schema import Plain
 from lm.statistics.intervals import Interval
@@ -47,7 +47,7 @@ class Column:
         """One number of an interval as text: a difference has its sign."""
         return signed(value) if self.kind == "difference" else f"{value:z.{self.decimals}f}"
 
-    def shown(self, cell: Cell) -> str:
+    def cell_text(self, cell: Cell) -> str:
         """The cell as text: an interval as `mean [low, high]`."""
         if isinstance(cell, Interval):
             return f"{self.text(cell.mean)} {self.ends(cell)}"
@@ -128,7 +128,7 @@ def to_markdown(tables: tuple[Table, ...], notes: list[str]) -> str:
     blocks = []
     for table in tables:
         heads = [column.heading for column in table.columns]
-        lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *([column.shown(cell) for column, cell in row] for row in table.rows)]
+        lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *([column.cell_text(cell) for column, cell in row] for row in table.rows)]
         blocks.append(
             f"{table.title}\n\n" + "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
         )
@@ -147,7 +147,7 @@ def to_csv(tables: tuple[Table, ...]) -> str:
             for column, cell in row:
                 if column.kind != "label" and cell is not None:
                     is_plain = not isinstance(cell, Interval)
-                    values = [cell] if is_plain else [*(column.text(value) for value in cell.listed()), cell.over]
+                    values = [cell] if is_plain else [*(column.text(value) for value in cell.as_list()), cell.coverage]
                     lines.append({"table": table.title} | row_key | dict(zip(numbers, [column.name, column.unit, *values], strict=False)))
     return csv_text(lines, ("table", *labels, *numbers))
 
@@ -182,7 +182,7 @@ def _in_columns(name: str, value: Plain, intervals: Sequence[str]) -> list[tuple
 
 def table_bytes(lines: Sequence[dict[str, Plain]], path: Path) -> bytes:
     """Lines as the content of the file `path`: CSV or JSON by its suffix. Numbers that are not finite are null in JSON."""
-    return json_bytes(listed(list(lines))) if path.suffix == ".json" else csv_text(lines).encode()
+    return json_bytes(json_value(list(lines))) if path.suffix == ".json" else csv_text(lines).encode()
 
 
 def to_latex(tables: tuple[Table, ...]) -> str:
@@ -213,9 +213,9 @@ def _tex_unit(unit: str) -> str:
 
 def _tex_cell(column: Column, cell: Cell) -> str:
     if isinstance(cell, Interval) and cell.bounded:
-        mean, low, high = (f"${column.text(value)}$" for value in cell.listed())
+        mean, low, high = (f"${column.text(value)}$" for value in cell.as_list())
         return f"\\shortstack{{{mean}\\\\{{\\scriptsize [{low}, {high}]}}}}" if column.kind == "mean" else f"{mean} [{low}, {high}]"
-    return _tex(column.shown(cell))
+    return _tex(column.cell_text(cell))
 
 
 # ---------------------------------------------------------------- terminal
@@ -243,7 +243,9 @@ def grid(table: Table) -> RichTable:
     columns = []
     for column, cells in table.contents:
         is_mean_only = is_brief and column.kind == "mean"
-        columns.append([column.text(cell.mean) if is_mean_only and isinstance(cell, Interval) else column.shown(cell) for cell in cells])
+        columns.append(
+            [column.text(cell.mean) if is_mean_only and isinstance(cell, Interval) else column.cell_text(cell) for cell in cells]
+        )
         heading = column.name if column.unit == table.unit or is_mean_only else column.heading
         if column.kind in ("label", "words"):
             rich_table.add_column(escape(heading), min_width=8, overflow="fold")

@@ -16,7 +16,7 @@ from torch import Tensor
 from lm.errors import RunError
 from lm.files import replacing, sync_folder
 from lm.runs.folder import BEST, step_path
-from lm.runs.metadata import SHA256, alternative, checked, load_metadata, unreadable
+from lm.runs.metadata import SHA256, alternative, checked_content, load_metadata, unreadable
 
 _TYPES = {
     torch.float32: "F32",
@@ -210,7 +210,7 @@ def _read(path: Path) -> dict[str, object]:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a file of another kind fails in many ways inside torch
         raise unreadable(path, error) from None
-    checkpoint = checked(checkpoint, path)
+    checkpoint = checked_content(checkpoint, path)
     if not all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in checkpoint["state_dict"].items()):
         raise RunError(f"{path}: its `state_dict` must hold tensors by their names")
     return checkpoint

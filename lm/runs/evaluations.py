@@ -222,7 +222,7 @@ class Series:
         return self.units(x, x)
 
     @property
-    def whole(self) -> float | None:
+    def overall_mean(self) -> float | None:
         """The mean over all bins, or the single number; None for points."""
         return float(self.curve.mean()) if self.bins else None if self.axis else float(self.means[0])
 
@@ -283,7 +283,7 @@ class Series:
     @property
     def scores(self) -> dict[str, float]:
         """The numbers of the series that are logged among a run's metrics, by their names in the log."""
-        means = self.means.tolist() if self.whole is None else [self.whole]
+        means = self.means.tolist() if self.overall_mean is None else [self.overall_mean]
         return dict(zip(self.logged, means, strict=False))
 
     def plain(self) -> dict[str, Plain]:
@@ -292,23 +292,23 @@ class Series:
         content["axis"], content["shown"] = self.axis and asdict(self.axis), self.shown and asdict(self.shown)
         content["samples"] = [vars(sample) | {"values": sample.values.astype(float).round(6)} for sample in self.samples]
         content["curve"] = None if self.curve is None else self.curve.round(6)
-        return listed(content)
+        return json_value(content)
 
     @classmethod
-    def of(cls, content: dict[str, Plain]) -> "Series":
+    def from_plain(cls, content: dict[str, Plain]) -> "Series":
         """The series that `plain` was called on. Raises ValueError, TypeError or KeyError where `content` is nothing that `plain` gives."""
         field_names = {spec.name for spec in fields(cls)}
         _require(not set(content) - field_names, f"a series has no {', '.join(sorted(set(content) - field_names))}")
-        parts = typed(cls, content)
+        parts = typed_fields(cls, content)
         if parts["axis"]:
-            parts["axis"] = Axis(**typed(Axis, parts["axis"]) | {"values": tuple(parts["axis"]["values"])})
+            parts["axis"] = Axis(**typed_fields(Axis, parts["axis"]) | {"values": tuple(parts["axis"]["values"])})
             numbers(parts["axis"].values)
         samples = (
             Sample(sample["sha256"], *(numbers(sample[name]) for name in ("values", "weights")), np.array(sample["groups"]))
             for sample in parts["samples"]
         )
         parts |= {
-            "shown": parts["shown"] and Shown(**typed(Shown, parts["shown"])),
+            "shown": parts["shown"] and Shown(**typed_fields(Shown, parts["shown"])),
             "samples": tuple(samples),
             "means": numbers(parts["means"]),
             "curve": None if parts["curve"] is None else numbers(parts["curve"]),
@@ -334,7 +334,7 @@ def series_names(series: Iterable[Series]) -> dict[Series, str]:
 _PLAIN = {str: "a text", int: "an integer", bool: "true or false", dict: "a map"}
 
 
-def typed(schema: type, content: dict[str, Plain]) -> dict[str, Plain]:
+def typed_fields(schema: type, content: dict[str, Plain]) -> dict[str, Plain]:
     """The fields of a dataclass in `content`. Raises KeyError where a field is missing, ValueError where one is of another type."""
     values = {spec.name: content[spec.name] for spec in fields(schema)}
     for spec in fields(schema):
@@ -358,12 +358,12 @@ def _shaped(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
     _require(array.shape == shape, f"{name} has shape {array.shape}, not {shape}")
 
 
-def listed(value: object) -> Plain:
+def json_value(value: object) -> Plain:
     """`value` without arrays and tuples, and with null for numbers that are not finite."""
     if isinstance(value, dict):
-        return {name: listed(item) for name, item in value.items()}
+        return {name: json_value(item) for name, item in value.items()}
     if isinstance(value, np.ndarray | list | tuple):
-        return [listed(item) for item in (value.tolist() if isinstance(value, np.ndarray) else value)]
+        return [json_value(item) for item in (value.tolist() if isinstance(value, np.ndarray) else value)]
     return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
@@ -470,11 +470,11 @@ class Evaluation:
         return vars(self) | {"series": [series.plain() for series in self.series]}
 
     @classmethod
-    def of(cls, content: dict[str, Plain]) -> "Evaluation":
+    def from_plain(cls, content: dict[str, Plain]) -> "Evaluation":
         """The evaluation that `plain` was called on. Raises KeyError where a field is missing, ValueError where one is of another kind."""
         try:
-            series = tuple(Series.of(entry) for entry in content["series"])
-            return cls(**typed(cls, {"asked": {}, "code": {}} | content) | {"series": series})
+            series = tuple(Series.from_plain(entry) for entry in content["series"])
+            return cls(**typed_fields(cls, {"asked": {}, "code": {}} | content) | {"series": series})
         except (TypeError, AttributeError, IndexError, OverflowError) as error:
             raise ValueError(f"a field has another type than it should: {one_line(error, None)}") from None
 
@@ -512,7 +512,7 @@ def evaluation_in(path: Path) -> Evaluation | None:
     """The evaluation in a file; None if the file holds no series. Raises RunError if the file is damaged, or an older version wrote it."""
     content = read_evaluation(path)
     try:
-        return Evaluation.of(content) if "series" in content else None
+        return Evaluation.from_plain(content) if "series" in content else None
     except (KeyError, ValueError) as error:
         raise RunError(f"{path}: not an evaluation of this version: {one_line(error)}; {remedy(path)}") from None
 
@@ -538,7 +538,7 @@ def last_evaluations(
     """
     last_paths, wanted_kinds = {kind: path for (kind, _), path in sorted(evaluation_files(run).items())}, _wanted(config)
     evaluations, gaps = [], []
-    for kind in dict.fromkeys((*EvalConfig.known(), *last_paths)):
+    for kind in dict.fromkeys((*EvalConfig.kind_names(), *last_paths)):
         name = f"{kind.replace('_', '-')} evaluation"
         if kind not in last_paths:
             gaps += [f"no {name}"] if kind in wanted_kinds else []
@@ -549,7 +549,7 @@ def last_evaluations(
         content = read_evaluation(last_paths[kind])
         try:
             if "series" in content or kind in wanted_kinds:  # results of downstream tasks hold no series
-                evaluations.append(Evaluation.of(content))
+                evaluations.append(Evaluation.from_plain(content))
         except KeyError as error:
             advice = "if it was measured by an older version, measure it again with `lm eval`"
             gaps.append(f"no {name} that can be read ({last_paths[kind]}: no {error.args[0]}; {advice})")
@@ -564,4 +564,4 @@ def _wanted(config: dict[str, Plain]) -> set[str]:
     eval_config, data_config = (
         build(schema, config.get(key) or {}, key, problems) for key, schema in (("eval", EvalConfig), ("data", DataConfig))
     )
-    return set() if problems else set(eval_config.wanted(data_config))
+    return set() if problems else set(eval_config.measurement_classes(data_config))

@@ -17,7 +17,7 @@ import numpy as np
 from lm.config.load import parse
 from lm.config.tree import Config, ExperimentConfig
 from lm.config.yaml_text import parse_yaml
-from lm.errors import ConfigError, RunError, one_line, shown
+from lm.errors import ConfigError, RunError, as_written, one_line
 from lm.files import plain_sha256, write_text, write_together
 from lm.schema import Plain, convert, suggest, type_name
 
@@ -65,7 +65,7 @@ def check_fields(content: dict[str, Plain], fields: Mapping[str, object], path: 
         value = convert(kind, content.get(name, MISSING))
         if value is MISSING or (isinstance(value, int | float) and value < 0):
             text = str(content[name])[:40] if name in content else "missing"
-            raise RunError(f"{path}: its `{prefix}{name}` must be {type_name(kind)}, not {shown(text)}")
+            raise RunError(f"{path}: its `{prefix}{name}` must be {type_name(kind)}, not {as_written(text)}")
 
 
 def command_line() -> str:

@@ -384,7 +384,7 @@ def save_model(
     if tokenizer and (tokens := load_tokenizer(tokenizer, end_of_text).get_vocab_size()) > decoder.vocab_size:
         raise RunError(f"{tokenizer}: has {tokens} tokens, the model {decoder.vocab_size}: give the one that it was trained with")
     check_finite(decoder.state_dict(), out)
-    return _write(decoder, ModelSpec.of(decoder, end_of_text), out, tokenizer, None, {})
+    return _write(decoder, ModelSpec.from_decoder(decoder, end_of_text), out, tokenizer, None, {})
 
 
 def _write(

@@ -48,7 +48,7 @@ def without_tensors(path: Path) -> dict[str, object]:
         raise unreadable(path, error) from None
     except Exception as error:  # other files fail in many ways
         raise unreadable(path, error) from None
-    return checked(content, path)
+    return checked_content(content, path)
 
 
 class _Metadata(pickle.Unpickler):
@@ -69,7 +69,7 @@ class _Nothing:
         return object.__new__(cls)
 
 
-def checked(checkpoint: object, path: Path) -> dict[str, object]:
+def checked_content(checkpoint: object, path: Path) -> dict[str, object]:
     """A checkpoint's content, with metadata of this version. Raises RunError if it is something else."""
     if not isinstance(checkpoint, dict) or not all(isinstance(checkpoint.get(name), dict) for name in ("lm", "state_dict")):
         raise RunError(f"{path}: not a checkpoint of lm")

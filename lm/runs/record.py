@@ -58,7 +58,7 @@ def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
     return history
 
 
-def used(environment: dict[str, Plain], name: str) -> Plain:
+def start_setting(environment: dict[str, Plain], name: str) -> Plain:
     """The setting that the starts used, such as `32`, or `32, from step 500 bf16-mixed` where they differ; None if no start recorded it."""
     changes: list[tuple[int, Plain]] = []
     for start in starts(environment):
@@ -75,7 +75,7 @@ def differing(environment: dict[str, Plain]) -> list[str]:
     entries = starts(environment)
     names = dict.fromkeys(name for start in entries for name in start if name not in ("step", "time", "command"))
     differing_names = [name for name in names if len({json.dumps(start[name]) for start in entries if start.get(name) is not None}) > 1]
-    return [f"{name} {used(environment, name)}" for name in differing_names]
+    return [f"{name} {start_setting(environment, name)}" for name in differing_names]
 
 
 def arm_definition(config: dict[str, Plain], environment: dict[str, Plain]) -> dict[str, Plain]:
@@ -85,7 +85,7 @@ def arm_definition(config: dict[str, Plain], environment: dict[str, Plain]) -> d
     this run branches from (`branch_from`) are identified by their arm, not by their path.
     """
     definition = {key: value for key, value in flatten(canonical(config)).items() if is_learned(key)}
-    settings = {key: used(environment, key.rpartition(".")[2]) for key in recorded_per_start()}
+    settings = {key: start_setting(environment, key.rpartition(".")[2]) for key in recorded_per_start()}
     definition |= {key: value for key, value in settings.items() if value is not None}
     start, swap = environment.get("started_from") or {}, environment.get("swap") or {}
     if config.get("init_from") and "arm" in start:
@@ -215,11 +215,11 @@ class RunRecord:
     @property
     def tokens_before(self) -> int:
         """Tokens that the weights it started from had seen (`init_from`); 0 for a run from scratch."""
-        return self.measured("started_from.tokens") or 0
+        return self.environment_entry("started_from.tokens") or 0
 
-    def used(self, name: str) -> Plain:
+    def setting(self, name: str) -> Plain:
         """The setting that its starts used, e.g. of `precision`, in words where starts differ; None if environment.json does not say."""
-        return used(self.environment, name)
+        return start_setting(self.environment, name)
 
     @property
     def commits(self) -> str | None:
@@ -230,7 +230,7 @@ class RunRecord:
         )
         return ", then ".join(words) or None
 
-    def measured(self, path: str) -> Plain:
+    def environment_entry(self, path: str) -> Plain:
         """A dotted entry of environment.json, e.g. `parameters.total`; None if there is no such entry."""
         return flatten(self.environment).get(path)
 
@@ -279,7 +279,8 @@ def read_run(folder: Path, log: Log | None = None, known_evaluations: Mapping[Pa
         gaps.append("its validation loss is the last one logged while training, without an interval")
     for evaluation in evaluations[1:]:
         first = evaluations[0]
-        if evaluation.step != first.step and evaluation.kind in EvalConfig.known():  # other kinds, such as a swap, have steps of their own
+        # Other kinds, such as a swap, have steps of their own.
+        if evaluation.step != first.step and evaluation.kind in EvalConfig.kind_names():
             gaps.append(f"the {first.name} is of step {first.step:,}, the {evaluation.name} of step {evaluation.step:,}")
     return RunRecord(folder, folder.resolve().name, config, environment, lines, tuple(evaluations), tuple(gaps))
 

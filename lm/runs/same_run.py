@@ -8,7 +8,7 @@ from lm.config.eval_config import EvalConfig
 from lm.config.load import parse
 from lm.config.tree import Config, differences, effect_of
 from lm.config.yaml_text import parse_yaml
-from lm.errors import ConfigError, Problem, RunError, one_line, shown
+from lm.errors import ConfigError, Problem, RunError, as_written, one_line
 from lm.runs.evaluations import Evaluation, evaluation_path, remedy
 from lm.runs.folder import EMPTY_LOG, METRICS, Log, check_fields, read_json
 from lm.runs.metadata import SEALS, SHA256, without_tensors
@@ -56,7 +56,7 @@ def config_problems(
         remedy = "branch with that" if branches else "resume it with that, or choose another name"
         if on_resume == "branch":
             remedy = f"resume it with that; or go on from its step and optimizer state in a new run: branch_from={path} name=..."
-        problems.append(Problem(key, value, f"the checkpoint was trained with {shown(trained_value)}", remedy))
+        problems.append(Problem(key, value, f"the checkpoint was trained with {as_written(trained_value)}", remedy))
     # Normalizers and phases are compared up to the step: later ones may change.
     problems += _length_problems(config, training_config, metadata["step"], path)
     return problems + _plan_problems(config, training_config, metadata["phase"], metadata["step"], path)
@@ -110,7 +110,7 @@ def check_measured(run: Path, evaluations: Sequence[Evaluation], checkpoint: Pat
         weights.setdefault(seals["step"], set()).add(digest)
     checked = True
     for evaluation in evaluations:
-        if evaluation.kind not in EvalConfig.known():  # other kinds, such as a swap, may be of other weights
+        if evaluation.kind not in EvalConfig.kind_names():  # other kinds, such as a swap, may be of other weights
             continue
         step, digests = evaluation.step, weights.get(evaluation.step, set())
         if digests and evaluation.weights_sha256 not in digests:
@@ -126,7 +126,7 @@ def check_measured(run: Path, evaluations: Sequence[Evaluation], checkpoint: Pat
 def _length_problems(config: Config, training_config: Config, step: int, path: Path) -> list[Problem]:
     """Problems of a changed trainer.max_steps, which a curriculum of lengths follows: lengths of the steps up to `step` may not change."""
     lengths = config.data.lengths
-    schedules = (lengths.begins(config.data.seq_len, setup.trainer.max_steps) for setup in (training_config, config))
+    schedules = (lengths.length_by_step(config.data.seq_len, setup.trainer.max_steps) for setup in (training_config, config))
     trained_lengths, new_lengths = ({start: length for start, length in schedule.items() if start < step} for schedule in schedules)
     if lengths != training_config.data.lengths or trained_lengths == new_lengths:
         return []
@@ -142,7 +142,10 @@ def _plan_problems(config: Config, training_config: Config, phase: int, step: in
         if index >= len(config.plan):
             return [*problems, Problem("phases", len(config.plan), f"{path} is in phase {phase + 1}", "resume it with the phases it had")]
         label, trained_label = (plan[index].normalizer.label() for plan in (config.plan, training_config.plan))
-        if any(config.plan[index].normalizer.of_layer(layer) != training_config.plan[index].normalizer.of_layer(layer) for layer in layers):
+        if any(
+            config.plan[index].normalizer.layer_option(layer) != training_config.plan[index].normalizer.layer_option(layer)
+            for layer in layers
+        ):
             arguments = config.plan[index].normalizer.swap_arguments()
             remedy = f"to change it now: lm swap {path} --to {arguments} -o OUT, then init_from=OUT in a run of another name"
             problems.append(Problem(f"{place}.normalizer", label, f"the checkpoint was trained with {trained_label}", remedy))

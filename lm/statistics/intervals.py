@@ -19,24 +19,25 @@ _Z = 1.959963984540054  # 97.5 % quantile of the normal distribution
 class Interval:
     """A mean and its 95 % interval; NaN where a value was not finite.
 
-    `over` names the units that the interval covers, such as `3 seeds` or `documents, 1 seed`: another sample of them would move the mean.
+    `coverage` names the units that the interval covers, such as `3 seeds` or `documents, 1 seed`: another sample of these units would move
+    the mean.
     """
 
     mean: float
     low: float
     high: float
-    over: str = ""
+    coverage: str = ""
 
     @property
     def bounded(self) -> bool:
-        """Whether the interval says something: without spread it has no length, or no ends (`Estimate.half`)."""
+        """Whether the interval has finite ends and a length above 0: without spread it has no length, or no ends (`Estimate.half`)."""
         return bool(np.isfinite([self.low, self.high]).all() and self.low < self.high)
 
-    def drawn(self) -> list[float]:
+    def picture_values(self) -> list[float]:
         """[mean, low, high] for a picture; three times the mean where the interval has no bounds."""
-        return self.listed() if self.bounded else [self.mean] * 3
+        return self.as_list() if self.bounded else [self.mean] * 3
 
-    def listed(self) -> list[float]:
+    def as_list(self) -> list[float]:
         """The interval as result files hold it: [mean, low, high]."""
         return [self.mean, self.low, self.high]
 
@@ -50,19 +51,21 @@ class Estimate:
 
     Attributes:
         mean, error, degrees: (...,) means, their standard errors, and degrees of freedom of Student's t.
-        over: the units that the intervals cover, as in `Interval`.
+        coverage: the units that the intervals cover, as in `Interval`.
         floors: estimates of the same means; intervals of this estimate are at least as long as intervals of `floors`.
     """
 
     mean: np.ndarray
     error: np.ndarray
     degrees: np.ndarray
-    over: str
+    coverage: str
     floors: tuple["Estimate", ...] = ()
 
     def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> "Estimate":
         """The estimates of the samples at `index`, as an array is indexed."""
-        return Estimate(self.mean[index], self.error[index], self.degrees[index], self.over, tuple(floor[index] for floor in self.floors))
+        return Estimate(
+            self.mean[index], self.error[index], self.degrees[index], self.coverage, tuple(floor[index] for floor in self.floors)
+        )
 
     def half(self, family: int = 1) -> np.ndarray:
         """Half the length of an interval, (...,), of which a `family` of so many hold together with 95 % (Bonferroni).
@@ -91,7 +94,7 @@ class Estimate:
     def interval(self, family: int = 1) -> Interval:
         """The interval of a single sample."""
         mean, half = float(self.mean), float(self.half(family))
-        return Interval(mean, mean - half, mean + half, self.over)
+        return Interval(mean, mean - half, mean + half, self.coverage)
 
 
 def _estimate(mean: np.ndarray, variance: np.ndarray, degrees: np.ndarray, largest_value: np.ndarray, coverage: str = "") -> Estimate:
@@ -114,7 +117,7 @@ def interval_of(series: Series, column: int, mean: float | None = None) -> Inter
     if series.interval == "wilson":
         right_answers, questions = by_group(values * sample.weights, sample.groups), by_group(sample.weights, sample.groups)
         trials, unit = effective_trials(right_answers, questions), "sequences" if questions.max() > 1 else "questions"
-        return replace(wilson(mean * trials, trials), over=f"{unit}, 1 seed")
+        return replace(wilson(mean * trials, trials), coverage=f"{unit}, 1 seed")
     if len(np.unique(sample.groups[sample.weights > 0])) < FEWEST_DOCUMENTS:
         return None
     (low,), (high,) = mean_ends(values[:, None], sample.weights, sample.groups)

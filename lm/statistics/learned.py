@@ -21,20 +21,20 @@ class LearnedCounts:
             that both were trained at. Each pair must show the difference. A run that diverged has not learned.
         ended: number of seeds whose runs have ended in both arms.
         diverged: number of runs that diverged, of both arms.
-        tuned: False if the best rate of either arm is at an edge of the grid.
-        planned: number of planned seeds.
+        is_tuned: False if the best rate of either arm is at an edge of the grid.
+        n_planned_seeds: number of planned seeds.
     """
 
     learned: Sequence[tuple[int, int]]
     ended: int
     diverged: int = 0
-    tuned: bool = True
-    planned: int = 0
+    is_tuned: bool = True
+    n_planned_seeds: int = 0
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the runs of all planned seeds have ended."""
-        return self.ended >= self.planned
+        return self.ended >= self.n_planned_seeds
 
     @property
     def p(self) -> list[float]:
@@ -56,7 +56,7 @@ def learned_verdicts(counts: Mapping[Name, LearnedCounts], looks: int = 1) -> di
     """
     family = max(1, len(counts)) * looks
     fewest = fewest_seeds(ALPHA / family)
-    p_values = {name: max(arm.p) if arm.tuned and arm.whole else 1.0 for name, arm in counts.items()}
+    p_values = {name: max(arm.p) if arm.is_tuned and arm.is_complete else 1.0 for name, arm in counts.items()}
     return {name: _verdict(arm, min(1.0, family * p_values[name]), fewest) for name, arm in counts.items()}
 
 
@@ -65,10 +65,10 @@ def _verdict(counts: LearnedCounts, p: float, fewest: int) -> Verdict:
     words = f"{arm_count} of {seeds} have learned, {base_count} of {seeds} of the baseline"
     words += f"; {counts.diverged} diverged, and count as not learned" if counts.diverged else ""
     kind, reason, open_words = "undecided", f"{words}; Fisher's exact test: p = {p:.2g}", "no arm is shown to learn more often"
-    if not counts.tuned:
+    if not counts.is_tuned:
         kind, (reason, open_words) = "not tuned", UNTUNED
-    elif not counts.whole:
-        kind, reason = "incomplete", f"{seeds} of {counts.planned} seeds have ended"
+    elif not counts.is_complete:
+        kind, reason = "incomplete", f"{seeds} of {counts.n_planned_seeds} seeds have ended"
         open_words = reason
     elif p <= ALPHA:
         kind, open_words = "better" if arm_count > base_count else "worse", ""
@@ -76,8 +76,8 @@ def _verdict(counts: LearnedCounts, p: float, fewest: int) -> Verdict:
         reason = f"{words}; but not so at the other rates that the arms were trained at"
     elif seeds < fewest:
         reason = f"{words}; Fisher's exact test can show a difference from {fewest} seeds on"
-    tested_seeds = seeds if counts.tuned and counts.whole else 0
-    return Verdict(kind, reason, None, p, (fewest, fewest, fewest), open=open_words, seeds=tested_seeds)
+    tested_seeds = seeds if counts.is_tuned and counts.is_complete else 0
+    return Verdict(kind, reason, None, p, (fewest, fewest, fewest), open_reason=open_words, seeds=tested_seeds)
 
 
 def fisher_exact(successes: int, runs: int, base_successes: int, base_runs: int) -> float:
@@ -147,4 +147,4 @@ def log_tokens(tokens: float) -> float:
 def factor(log_ratio: Interval | None) -> Interval | None:
     """The interval of a ratio, from the interval of its logarithm."""
     with np.errstate(over="ignore"):
-        return log_ratio and Interval(*map(float, np.exp(log_ratio.listed())), log_ratio.over)
+        return log_ratio and Interval(*map(float, np.exp(log_ratio.as_list())), log_ratio.coverage)

@@ -84,7 +84,7 @@ def read_rate(cell: Rate | str) -> Rate:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuningOutcome:
     """The learning rates of the arms, or the rates that must be measured to choose them.
 
     Attributes:
@@ -99,7 +99,9 @@ class Tuned:
     at_edge: tuple[str, ...] = ()
 
 
-def tuned(axes: Sequence[Sequence[float]], losses: Mapping[str, Losses], possible: Callable[[Rate], bool] = lambda rate: True) -> Tuned:
+def tuning_outcome(
+    axes: Sequence[Sequence[float]], losses: Mapping[str, Losses], possible: Callable[[Rate], bool] = lambda rate: True
+) -> TuningOutcome:
     """The outcome of tuning by the losses so far; every arm is trained at all rates of the grid.
 
     A rate at which any seed diverged has infinite mean loss. Where the best value of some arm is the highest (lowest) value of a key,
@@ -125,8 +127,8 @@ def tuned(axes: Sequence[Sequence[float]], losses: Mapping[str, Losses], possibl
                 if rate in by_rate and len(by_rate[rate]) < FEWEST_TUNING_SEEDS:
                     raise ValueError(f"arm {arm}: {len(by_rate[rate])} seeds at {rate_words(rate)}; tuning needs {FEWEST_TUNING_SEEDS}")
         if missing_rates := tuple(rate for rate in rates if not all(rate in by_rate for by_rate in losses.values())):
-            return Tuned({}, missing_rates)
-        outcome = chosen(losses, rates)
+            return TuningOutcome({}, missing_rates)
+        outcome = rate_choice(losses, rates)
         grown_axes = _grown(axes, {arm: best_rate(losses[arm], rates) for arm in outcome.at_edge}, losses, possible)
         if growths == EXTENSIONS or grown_axes == axes:
             return outcome
@@ -134,7 +136,7 @@ def tuned(axes: Sequence[Sequence[float]], losses: Mapping[str, Losses], possibl
         growths += 1
 
 
-def chosen(losses: Mapping[str, Losses], rates: Iterable[Rate] | None = None) -> Tuned:
+def rate_choice(losses: Mapping[str, Losses], rates: Iterable[Rate] | None = None) -> TuningOutcome:
     """Each arm's rate of the lowest mean loss, among all measured rates or among `rates`; none for an arm whose best is at an edge."""
     rate_by_arm, edge_arms = {}, []
     for arm, by_rate in losses.items():
@@ -143,7 +145,7 @@ def chosen(losses: Mapping[str, Losses], rates: Iterable[Rate] | None = None) ->
         edges = [(values[0], values[-1]) for values in _axes(candidates)]
         if any(value in ends for value, ends in zip(coordinates(best), edges, strict=True)) or mean_loss(by_rate[best]) == math.inf:
             edge_arms.append(arm)
-    return Tuned({arm: rate for arm, rate in rate_by_arm.items() if arm not in edge_arms}, at_edge=tuple(edge_arms))
+    return TuningOutcome({arm: rate for arm, rate in rate_by_arm.items() if arm not in edge_arms}, at_edge=tuple(edge_arms))
 
 
 def crossed_rates(base: str, rates: Mapping[str, Rate]) -> dict[str, tuple[Rate, ...]]:

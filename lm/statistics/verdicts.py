@@ -35,36 +35,36 @@ class Comparison:
 
     Attributes:
         by_rates: arm minus baseline on the report text, one value a seed that both were trained with: (seeds,), or of several learning
-            rates (the arm's rates, the baseline's rates, seeds). The claim is about both arms at their best rates (`hardest`).
-        place: indices in `by_rates` of the pair of rates that are judged.
+            rates (the arm's rates, the baseline's rates, seeds). The claim is about both arms at their best rates (`hardest_claim`).
+        judged_pair: indices in `by_rates` of the pair of rates that are judged.
         diverged: number of final runs of either arm that diverged; they are counted, never dropped.
-        shared: number of the baseline's rates, from the first on, that the arm was trained at, too. The arm is worse only if
+        n_shared_rates: number of the baseline's rates, from the first on, that the arm was trained at, too. The arm is worse only if
             it is worse than the baseline at one of these rates. None: all rates.
-        every: whether the best rates were chosen by another metric than the compared metric: the claim must hold at every pair of rates.
-        higher: whether higher values of the metric are better: an arm's best rate is then the rate of its highest value.
-        tuned: False if the best rate of either arm is at an edge of the grid.
-        planned: number of planned seeds; None: the seeds in `by_rates`. Until all have ended there is no verdict.
-        why: the runs that diverged, and how, in words.
+        all_pairs: whether the claim must hold at every pair of rates, since the best rates were chosen by another metric.
+        higher_is_better: whether higher values of the metric are better: an arm's best rate is then the rate of its highest value.
+        is_tuned: False if the best rate of either arm is at an edge of the grid.
+        n_planned_seeds: number of planned seeds; None: the seeds in `by_rates`. Until all have ended there is no verdict.
+        divergence: the runs that diverged, and how, in words.
         over_documents: (the arm's rates, the baseline's rates), the estimates over seeds and documents, where there are enough of both.
-        unreached: the runs that have no value because they did not reach a level, in words; with such runs there is no verdict.
+        unreached_runs: the runs that have no value because they did not reach a level, in words; with such runs there is no verdict.
     """
 
     by_rates: np.ndarray | Sequence[float]
-    place: tuple[int, int] = (0, 0)
+    judged_pair: tuple[int, int] = (0, 0)
     diverged: int = 0
-    shared: int | None = None
-    every: bool = False
-    higher: bool = False
-    tuned: bool = True
-    planned: int | None = None
-    why: str = ""
+    n_shared_rates: int | None = None
+    all_pairs: bool = False
+    higher_is_better: bool = False
+    is_tuned: bool = True
+    n_planned_seeds: int | None = None
+    divergence: str = ""
     over_documents: Estimate | None = None
-    unreached: str = ""
+    unreached_runs: str = ""
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the runs of all planned seeds have ended."""
-        return self.planned is None or len(self.differences) >= self.planned
+        return self.n_planned_seeds is None or len(self.differences) >= self.n_planned_seeds
 
     @property
     def finite(self) -> bool:
@@ -79,8 +79,8 @@ class Comparison:
     @cached_property
     def differences(self) -> np.ndarray:
         """The differences at the rates that are judged, (seeds,), without differences of runs that have no value."""
-        values = self.at_rates[self.place]
-        return values[np.isfinite(values)] if self.unreached else values
+        values = self.at_rates[self.judged_pair]
+        return values[np.isfinite(values)] if self.unreached_runs else values
 
     @cached_property
     def estimates(self) -> Estimate:
@@ -97,14 +97,18 @@ class Comparison:
         Args:
             by_rates: (the arm's rates, the baseline's rates), the difference at each pair; the interval is NaN where any difference is.
         """
-        if self.higher:
-            mirror = replace(self, higher=False).enclosing(replace(by_rates, mean=-by_rates.mean), family)
-            return replace(mirror, mean=float(by_rates.mean[self.place]), low=0.0 - mirror.high, high=0.0 - mirror.low)  # no -0.0
-        interval, shared_estimate, all_pairs = by_rates[self.place].interval(family), by_rates[:, : self.shared], self.every
+        if self.higher_is_better:
+            mirror = replace(self, higher_is_better=False).enclosing(replace(by_rates, mean=-by_rates.mean), family)
+            return replace(mirror, mean=float(by_rates.mean[self.judged_pair]), low=0.0 - mirror.high, high=0.0 - mirror.low)  # no -0.0
+        interval, shared_estimate, all_pairs = (
+            by_rates[self.judged_pair].interval(family),
+            by_rates[:, : self.n_shared_rates],
+            self.all_pairs,
+        )
         arm_rates, base_rates = (1, 1) if all_pairs else shared_estimate.mean.shape
         high, low = (
-            hardest(by_rates.mean + by_rates.half(arm_rates * family), all_pairs),
-            -hardest((shared_estimate.half(base_rates * family) - shared_estimate.mean).T, all_pairs),
+            hardest_claim(by_rates.mean + by_rates.half(arm_rates * family), all_pairs),
+            -hardest_claim((shared_estimate.half(base_rates * family) - shared_estimate.mean).T, all_pairs),
         )
         return replace(interval, low=float(np.minimum(interval.low, low)), high=float(np.maximum(interval.high, high)))
 
@@ -118,7 +122,7 @@ class Verdict:
         reason: the facts that the verdict rests on, with the smallest difference of interest.
         interval: the interval of the difference, from which the verdict follows. All intervals of the experiment hold together with 95 %.
             None with fewer than two seeds.
-        alone: the 95 % interval of this difference by itself, for all looks together.
+        single_interval: the 95 % interval of this difference by itself, for all looks together.
         p: two-sided p of no difference, times the number of comparisons; 1 where nothing was tested.
         p_exact: the same p by the sign-flip test, which assumes symmetric differences, not normal ones; None: too few or too many seeds.
         seeds_needed: numbers of seeds that find a difference that matters with probability `POWER`: for the measured spread, and for the
@@ -126,8 +130,8 @@ class Verdict:
         over_documents: the interval over seeds and documents; None where there are too few of either.
         exploratory: whether the plan was changed after results were known, so that p is too small.
         margin: the smallest difference of interest, in words; empty if fractions of runs that learn are compared.
-        beyond: whether every difference in the interval is at least the margin.
-        open: the reason why there is no answer, in a few words; empty if there is an answer.
+        exceeds_margin: whether every difference in the interval is at least the margin.
+        open_reason: the reason why there is no answer, in a few words; empty if there is an answer.
         seeds: number of seeds that the verdict rests on; 0: nothing was tested.
     """
 
@@ -136,13 +140,13 @@ class Verdict:
     interval: Interval | None
     p: float
     seeds_needed: tuple[int | None, int | None, int | None] | None
-    alone: Interval | None = None
+    single_interval: Interval | None = None
     p_exact: float | None = None
     over_documents: Interval | None = None
     exploratory: bool = False
     margin: str = ""
-    beyond: bool = False
-    open: str = ""
+    exceeds_margin: bool = False
+    open_reason: str = ""
     seeds: int = 0
 
     @property
@@ -153,12 +157,12 @@ class Verdict:
     @property
     def statement(self) -> str:
         """The verdict in plain words with its margin, such as `no difference above 0.01`: the one place where a kind becomes words."""
-        if self.open:
-            return f"{self.kind}: {self.open}"
+        if self.open_reason:
+            return f"{self.kind}: {self.open_reason}"
         if not self.margin:
             return f"learns {'more' if self.kind == 'better' else 'less'} often"
         if self.kind in ("better", "worse"):
-            return f"{self.kind} by more than {self.margin}" if self.beyond else f"{self.kind}, perhaps by less than {self.margin}"
+            return f"{self.kind} by more than {self.margin}" if self.exceeds_margin else f"{self.kind}, perhaps by less than {self.margin}"
         return f"{'a ' if self.kind == 'difference below margin' else ''}{self.kind.removesuffix('margin')}{self.margin}"
 
     @property
@@ -192,12 +196,17 @@ def verdicts(comparisons: Mapping[Name, Comparison], matters: float, ratio: bool
 def _verdict(comparison: Comparison, margin: float, amount: str, comparisons: int, looks: int) -> Verdict:
     family = comparisons * looks
     seeds, finite = len(comparison.differences), np.isfinite(comparison.differences).all()
-    has_interval = seeds > 1 and not comparison.unreached
+    has_interval = seeds > 1 and not comparison.unreached_runs
     interval = comparison.interval(family) if has_interval else None
     needed_seeds = _needed(comparison, margin, family) if seeds > 1 and finite else None
     document_estimate = comparison.over_documents
     is_tested = (
-        comparison.tuned and comparison.whole and not comparison.diverged and has_interval and seeds >= FEWEST_SEEDS and comparison.finite
+        comparison.is_tuned
+        and comparison.is_complete
+        and not comparison.diverged
+        and has_interval
+        and seeds >= FEWEST_SEEDS
+        and comparison.finite
     )
     p = min(1.0, family * p_difference(comparison)) if is_tested else 1.0
     exact_p = p_exact(comparison) if is_tested else None
@@ -205,23 +214,23 @@ def _verdict(comparison: Comparison, margin: float, amount: str, comparisons: in
     def verdict(kind: Kind, reason: str, open_words: str = "", beyond: bool = False) -> Verdict:
         return Verdict(
             kind, reason, interval, p, needed_seeds,
-            alone=comparison.interval(looks) if has_interval else None,
+            single_interval=comparison.interval(looks) if has_interval else None,
             p_exact=None if exact_p is None else min(1.0, family * exact_p),
             over_documents=document_estimate and comparison.enclosing(document_estimate, family),
-            margin=amount, beyond=beyond, open=open_words, seeds=seeds if is_tested else 0,
+            margin=amount, exceeds_margin=beyond, open_reason=open_words, seeds=seeds if is_tested else 0,
         )  # fmt: skip
 
     if comparison.diverged:
         runs = f"{comparison.diverged} final run{'s' * (comparison.diverged > 1)} diverged"
-        return verdict("unstable", f"{runs}{comparison.why and ': '}{comparison.why}", runs)
+        return verdict("unstable", f"{runs}{comparison.divergence and ': '}{comparison.divergence}", runs)
     if not finite:
         return verdict("unstable", "a difference is not finite", "a difference is not finite")
-    if not comparison.tuned:
+    if not comparison.is_tuned:
         return verdict("not tuned", *UNTUNED)
-    if comparison.unreached:
-        return verdict("not reached", comparison.unreached, "runs have no number of tokens")
-    if not comparison.whole:
-        progress = f"{seeds} of {comparison.planned} seeds have ended"
+    if comparison.unreached_runs:
+        return verdict("not reached", comparison.unreached_runs, "runs have no number of tokens")
+    if not comparison.is_complete:
+        progress = f"{seeds} of {comparison.n_planned_seeds} seeds have ended"
         return verdict("incomplete", progress, progress)
     if seeds < FEWEST_SEEDS:
         words = f"a verdict takes {FEWEST_SEEDS} seeds"
@@ -230,14 +239,14 @@ def _verdict(comparison: Comparison, margin: float, amount: str, comparisons: in
         reason = "a difference at another of the learning rates, all of which a verdict is on, is not finite"
         return verdict("undecided", reason, "another learning rate has no finite difference")
     is_within = -margin < interval.low and interval.high < margin
-    is_tied = comparison.estimates.error[comparison.place] == 0
+    is_tied = comparison.estimates.error[comparison.judged_pair] == 0
     method = f" by the sign-flip test, as all {seeds} seeds differ by the same" if is_tied else ""
     if interval.low > 0 or interval.high < 0:
         if is_within:
             return verdict("difference below margin", f"the interval leaves out 0 and lies within {amount} (p = {p:.2g}{method})")
         beyond = min(abs(interval.low), abs(interval.high)) >= margin
         addition = f" and every difference below {amount}" if beyond else ""
-        kind = "better" if (interval.mean > 0) == comparison.higher else "worse"
+        kind = "better" if (interval.mean > 0) == comparison.higher_is_better else "worse"
         return verdict(kind, f"the interval leaves out 0{addition} (p = {p:.2g}{method})", beyond=beyond)
     if is_within:
         return verdict("no difference above margin", f"the interval holds 0 and lies within {amount}{method}")
@@ -258,12 +267,12 @@ def _verdict(comparison: Comparison, margin: float, amount: str, comparisons: in
 def _needed(comparison: Comparison, margin: float, family: int) -> tuple[int | None, ...]:
     """Numbers of seeds that find a difference of `margin`: for the spread so far, and for the ends of the spread's 95 % interval."""
     seeds, spread = len(comparison.differences), float(np.std(comparison.differences, ddof=1))
-    rates = 1 if comparison.every or comparison.unreached else max(comparison.at_rates[:, : comparison.shared].shape[:2])
+    rates = 1 if comparison.all_pairs or comparison.unreached_runs else max(comparison.at_rates[:, : comparison.n_shared_rates].shape[:2])
     factors = (math.sqrt((seeds - 1) / chdtri(seeds - 1, tail)) for tail in (0.025, 0.975))
     return tuple(seeds_needed(spread * factor, margin, ALPHA / family / rates) for factor in (1.0, *factors))
 
 
-def hardest(values: np.ndarray, all_pairs: bool) -> float:
+def hardest_claim(values: np.ndarray, all_pairs: bool) -> float:
     """The p, or the end of an interval, of the claim that arm A is better than arm B, both at their best rates.
 
     A is better than B if, for each rate of B, A is better at one of A's rates. Over the rates of A this is the least p, times their
@@ -306,12 +315,18 @@ def _two_sided(comparison: Comparison, p_below: np.ndarray, p_above: np.ndarray)
     def claim(p: np.ndarray, place: tuple[int, int], shared: int | None) -> float:
         shared_p = p[:shared]
         return float(
-            np.maximum(p[place], hardest(shared_p if comparison.every else np.minimum(1.0, len(shared_p) * shared_p), comparison.every))
+            np.maximum(
+                p[place],
+                hardest_claim(shared_p if comparison.all_pairs else np.minimum(1.0, len(shared_p) * shared_p), comparison.all_pairs),
+            )
         )
 
-    if comparison.higher:
+    if comparison.higher_is_better:
         p_below, p_above = p_above, p_below
-    p_better, p_worse = claim(p_below, comparison.place, None), claim(p_above.T, comparison.place[::-1], comparison.shared)
+    p_better, p_worse = (
+        claim(p_below, comparison.judged_pair, None),
+        claim(p_above.T, comparison.judged_pair[::-1], comparison.n_shared_rates),
+    )
     return float(np.minimum(1.0, 2 * np.minimum(p_better, p_worse)))
 
 

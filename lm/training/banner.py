@@ -77,7 +77,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         "data": f"{store.path}: {store.train.n_tokens:,} training tokens, {store.val.n_tokens:,} held out, "
         f"fingerprint {store.fingerprint[:16]}",
         "tasks": _tasks(store, config) if data.tasks else "",
-        "lengths": _lengths(store, config) if data.lengths.shorter else "",
+        "lengths": _lengths(store, config) if data.lengths.allows_shorter else "",
         "documents": "isolated: attention and n restart at each" if data.documents == "isolate" else "",
         "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,}, {_ratio(config, parameters):.3g} a parameter"
         + (f" ({', '.join(f'{label} {number:.2f}'.strip() for label, number in epochs)} epochs)" if epochs else ""),
@@ -233,7 +233,7 @@ def environment(config: Config, store: Store, start: PhaseStart, machine: Machin
         "parameters": count_parameters(start.decoder),
         "flops_per_token": flops_per_token(start.decoder),
         "peak_flops": machine.peak_flops,
-        **({"sequence_lengths": _length_fractions(store, config)} if config.data.lengths.shorter else {}),
+        **({"sequence_lengths": _length_fractions(store, config)} if config.data.lengths.allows_shorter else {}),
         "tokens_total": config.trainer.max_steps * config.optim.batch_tokens,
         "wandb_id": old_facts.get("wandb_id") or os.urandom(6).hex(),
         "starts": [*old_facts.get("starts", []), {"step": start.step, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **facts}],

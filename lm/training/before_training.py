@@ -9,7 +9,7 @@ from lm.attention.catalogue import make_normalizer
 from lm.config.training_config import Group
 from lm.config.tree import Config, differences, effect_of
 from lm.data.tasks import symbol_tokenizer
-from lm.errors import ConfigError, Problem, shown
+from lm.errors import ConfigError, Problem, as_written
 from lm.model.decoder import Decoder, group_of
 from lm.model.device import resolve_device
 from lm.model.spec import with_steps
@@ -22,7 +22,7 @@ from lm.training.optimizers import GROUPS, freeze, implied_state
 
 
 def check_before_data(config: Config, checkpoint: Path | None) -> tuple[Config, Loaded | None]:
-    """Check what needs no data, before their preparation takes minutes.
+    """Check everything that needs no data, before the preparation of the data takes minutes.
 
     checkpoint: the checkpoint from which the run goes on, its own or the one that it branches from; None: the run starts at step 0.
 
@@ -30,7 +30,8 @@ def check_before_data(config: Config, checkpoint: Path | None) -> tuple[Config, 
     model that `init_from` names, for a new run.
 
     Raises:
-        ConfigError: a device that is not there, nothing to train, a model too large for the machine, or other than that of the weights.
+        ConfigError: a device that is not there, nothing to train, a model too large for the machine, or another model than the
+            weights have.
         RunError: nothing to load there.
     """
     accelerator, _ = resolve_device(config)
@@ -77,7 +78,7 @@ def _source_problems(config: Config, decoder: Decoder, source_model: Loaded) -> 
     """Problems where the model or normalizer differs from that of the weights that `init_from` names: both values, and what to do."""
     models = ({"model": to_plain(model)} for model in (decoder.config, source_model.decoder.config))
     problems = [
-        Problem(key, value, f"{source_model.path} has {shown(source_value)}", "set it to that")
+        Problem(key, value, f"{source_model.path} has {as_written(source_value)}", "set it to that")
         for key, (value, source_value) in differences(*models).items()
         if effect_of(key).affects == "model" and not key.startswith("model.normalizer")  # compared below
     ]
@@ -93,7 +94,7 @@ def _source_problems(config: Config, decoder: Decoder, source_model: Loaded) -> 
         base = ", ".join(f"{name}: {value}" for name, value in source_config.base_shape.items())
         remedy = f"set model.transfer={{{base}}}" if source_config.transfer else "drop it"
         problems.append(Problem("model.transfer", model_config.base_shape, reason, remedy))
-    if config.model.position.ends and source_model.decoder.seq_len != decoder.seq_len:
+    if config.model.position.has_last and source_model.decoder.seq_len != decoder.seq_len:
         reason = f"{source_model.path} has learned positions for {source_model.decoder.seq_len}"
         problems.append(Problem("data.seq_len", decoder.seq_len, reason, "set it to that"))
     return problems
@@ -130,7 +131,7 @@ def check_trainable(config: Config, decoder: Decoder) -> None:
     shape = decoder.normalizers()[0].layer
     groups = {group_of(name, p) for name, p in decoder.named_parameters() if p.requires_grad} - {"normalizer"}
     for index, phase in enumerate(config.plan):
-        normalizers = (make_normalizer(phase.normalizer.of_layer(layer), shape) for layer in range(config.model.n_layer))
+        normalizers = (make_normalizer(phase.normalizer.layer_option(layer), shape) for layer in range(config.model.n_layer))
         if any(True for normalizer in normalizers for _ in normalizer.parameters()):
             groups.add("normalizer")
         elif config.train_only:

@@ -39,7 +39,7 @@ class Clock:
         self._begin = self._paused = 0.0
 
     def start(self, seconds: float = 0.0) -> None:
-        """Start at `seconds`."""
+        """Start the clock at `seconds`."""
         self._begin, self._paused = time.perf_counter() - seconds, 0.0
 
     def seconds(self) -> float:
@@ -180,7 +180,7 @@ class StopOnSignal(StepCallback):
 
 
 class Metrics(StepCallback):
-    """Logs metrics every `log.every` steps, and at the first and last.
+    """Logs metrics every `log.every` steps, and at the first and last step.
 
     They are the mean loss since the last line, the step's gradient norm and learning rate, tokens per second, MFU, and the peak of memory.
     The normalizers' parameters and what `log.dynamics` names follow.
@@ -220,16 +220,16 @@ class Metrics(StepCallback):
                 **mfu(module.decoder, speed, self.peak_flops),
                 "elapsed_s": round(elapsed_s, 3),
                 PEAK_MEMORY: peak_memory_bytes(module.device),
-                **({"sequence_length": module.sequence_length} if self.config.data.lengths.shorter else {}),
+                **({"sequence_length": module.sequence_length} if self.config.data.lengths.allows_shorter else {}),
                 **({"train/skipped": state.skipped} if self.config.optim.on_nonfinite == "skip" else {}),
                 **module.last.layers,
-                **(transferred(self._of_the_model(module, step)) if trainer.is_global_zero else {}),
+                **(transferred(self._weight_metrics(module, step)) if trainer.is_global_zero else {}),
             }
         )
         self.progress.advance(step, loss, speed)
 
-    def _of_the_model(self, module: TrainModule, step: int) -> Iterator[Named]:
-        """Numbers that are logged of the weights after the step, the largest scores on the first of its sequences."""
+    def _weight_metrics(self, module: TrainModule, step: int) -> Iterator[Named]:
+        """The metrics of the weights after the step; the largest scores are measured on the first of the step's sequences."""
         yield from normalizer_parameters(module.decoder)
         if "logit_scale" in self.config.log.dynamics:
             yield from logit_scales(module.decoder)
@@ -307,14 +307,14 @@ class Evaluate(Evaluations):
 
     def on_train_start(self, trainer: L.Trainer, module: TrainModule) -> None:
         """Make the evaluations that are missing at the step from which training continues, and measure a new swap, as `lm swap` does."""
-        step, old_decoder = trainer.global_step, module.start.before
+        step, old_decoder = trainer.global_step, module.start.replaced_decoder
         for measurement in self.due(step) if step else []:
             is_missing = not evaluation_path(self.config.run_folder, measurement.kind, step).exists()
             if trainer.strategy.reduce_boolean_decision(is_missing and trainer.is_global_zero, all=False):
                 self.run(trainer, module, measurement, old_decoder or module.decoder)  # at a phase's start: of the phase before
         if old_decoder and self.config.eval.swap_lengths:
             self.run(trainer, module, SwapMeasurement(self.config, module.store, old_decoder), module.decoder)
-        module.start.before = None
+        module.start.replaced_decoder = None
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -421,7 +421,7 @@ class ProfileSteps(StepCallback):
             self.progress.say(f"trainer.profile: steps {self.window.first} to {self.window.last} were made before: none is recorded")
 
     def on_train_batch_start(self, trainer: L.Trainer, module: TrainModule, batch: Batch, batch_idx: int) -> None:
-        """Start with the first step of the window that is made here."""
+        """Start recording at the first step of the window that this process makes."""
         step = trainer.global_step + 1
         if self.profiler or not self.window or not self.window.first <= step <= self.window.last or not trainer.is_global_zero:
             return

@@ -122,7 +122,7 @@ def start_mirrors(mode: str, config: Config, environment: dict[str, Plain], step
     Args:
         environment: the content of environment.json, which names the wandb run that a resumed run goes on with.
         step: the step from which the run goes on. CSV has a folder for each start, as its logger begins its file anew.
-        loggers: Lightning's module of this name.
+        loggers: Lightning's module `loggers`.
 
     Raises:
         ConfigError: a logger is not installed.

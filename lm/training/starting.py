@@ -54,7 +54,7 @@ class RunState:
     Attributes:
         best: the lowest validation so far.
         skipped: steps whose update was skipped.
-        skipped_in_a_row: number of consecutive ones up to the last step.
+        skipped_in_a_row: number of consecutive skipped steps up to the last step.
         nll_since_line, targets_since_line: loss (nats) and targets over all ranks since the last logged line.
         elapsed_s: seconds of training.
         weights_sha256: digests of the weights that were measured or saved, by step; a swap's step has those before and after it.
@@ -69,7 +69,7 @@ class RunState:
     weights_sha256: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, metadata: dict[str, Plain], folder: Path) -> "RunState":
+    def from_plain(cls, metadata: dict[str, Plain], folder: Path) -> "RunState":
         """The state in a checkpoint's `metadata`. A best model that is no longer in `folder`, that of the run's checkpoints, is dropped.
 
         Raises:
@@ -118,13 +118,13 @@ class RunState:
 
 @dataclass
 class PhaseStart:
-    """The start of a phase of a run. `optimizer` and `before` are cleared after use, to free their memory.
+    """The start of a phase of a run. `optimizer` and `replaced_decoder` are cleared after use, to free their memory.
 
     Attributes:
         step: optimizer steps done.
         decoder: on the CPU, with the weights to train from.
         optimizer: its state by parameter name.
-        before: the decoder that a swap at this step replaced.
+        replaced_decoder: the decoder that a swap at this step replaced.
     """
 
     step: int
@@ -132,7 +132,7 @@ class PhaseStart:
     decoder: Decoder
     state: RunState = field(default_factory=RunState)
     optimizer: State = field(default_factory=dict)
-    before: Decoder | None = None
+    replaced_decoder: Decoder | None = None
 
 
 # ---------------------------------------------------------------- a new run, from random weights or those of another run (init_from)
@@ -203,9 +203,11 @@ def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> Phas
     phase = config.phase_at(metadata["step"])
     decoder = Decoder(config.model_in(metadata["phase"]), metadata["vocab_size"], config.data.seq_len, seed=None)
     decoder.load_state_dict(checkpoint["state_dict"])
-    start = PhaseStart(metadata["step"], phase, decoder, RunState.of(metadata, config.run_folder / CHECKPOINTS), checkpoint["optimizer"])
+    start = PhaseStart(
+        metadata["step"], phase, decoder, RunState.from_plain(metadata, config.run_folder / CHECKPOINTS), checkpoint["optimizer"]
+    )
     if phase != metadata["phase"]:
-        start.decoder, start.before = swapped(decoder, config.model_in(phase).normalizer), decoder
+        start.decoder, start.replaced_decoder = swapped(decoder, config.model_in(phase).normalizer), decoder
         start.optimizer = after_swap(start.optimizer)
     freeze(start.decoder, config.train_only)
     return start
