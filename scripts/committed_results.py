@@ -26,13 +26,15 @@ def at_best(
 ) -> Comparison:
     """The comparison of two arms by the values (seeds,) at each of their rates, of which the first is each arm's best.
 
+    Arms that share no rate, as their rates were not crossed, are compared at the rates that they have.
+
     Args:
         higher: whether an arm is the better the higher its values are.
         every: whether rates were chosen by other values, so that a verdict must hold at every pair of rates.
     """
     rates = sorted(baseline_values, key=lambda rate: rate not in arm_values)
     by_rates = np.stack([*arm_values.values()])[:, None] - np.stack([baseline_values[rate] for rate in rates])
-    place, shared = (0, rates.index(next(iter(baseline_values)))), sum(rate in arm_values for rate in baseline_values)
+    place, shared = (0, rates.index(next(iter(baseline_values)))), sum(rate in arm_values for rate in baseline_values) or None
     return Comparison(by_rates, place, n_shared_rates=shared, all_pairs=every, higher_is_better=higher)
 
 

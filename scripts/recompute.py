@@ -62,6 +62,16 @@ PUT_IN = {
     )
 }
 GROWTH_ALONE = tuple((f"{arm}_no_qk_norm", f"{baseline}_no_qk_norm") for arm, baseline in GROWTH)
+GAU = {
+    "n-256": "relu^2, n = 256",
+    "n-sample": "relu^2, n of the sample",
+    "n-visible": "relu^2, visible n",
+    "n-sum": "relu^2, by its sum",
+    "softmax": "softmax",
+    "attention": "softmax, a standard block",
+    "mixed-n-256": "relu^2, n = 256, mixed lengths",
+    "mixed-n-sample": "relu^2, n of the sample, mixed lengths",
+}
 SHOWN = (
     *(
         Losses(
@@ -94,6 +104,18 @@ SHOWN = (
         "theta x 50",
         0.02,
         rows={"QK-norm": (("ssmax", "ssmax_fixed"), *((line, "ssmax_fixed") for line in PUT_IN))},
+    ),
+    Losses(
+        "gau-lengths",
+        "gau.md",
+        GAU,
+        tuple((arm, "n-256") for arm in ("n-sample", "n-visible", "n-sum", "softmax", "attention")),
+        {"256": ("", "loss", "as trained", 256)}
+        | {f"{length}": (f"-at-{length}", "loss", "as trained", length) for length in (32, 64, 128, 512)}
+        | {f"{length}, not fine-tuned": ("", "loss", "as trained", length) for length in (32, 512)},
+        ("32", "64", "128", "512"),
+        "256",
+        0.01,
     ),
     Recall("recall", "retrieval.md", {arm: LABELS[arm] for arm in ("softmax", "ssmax", "log_n")}, "softmax", (2048,), 0.1, picture=True),
     Recall("recall-control", "retrieval.md", LABELS, "ssmax_fixed", (2048, 8192), 0.1, picture=True),

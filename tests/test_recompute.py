@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pandas as pd
 import pytest
 from conftest import ROOT
@@ -149,3 +150,11 @@ def test_a_page_without_a_place_for_results_is_an_error():
 def test_recomputing_needs_no_torch():
     code = f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r}); import recompute; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_arms_that_share_no_rate_are_compared_at_their_own(every: bool):
+    baseline = 4 + 0.001 * np.sin(np.arange(8))
+    arm = baseline + 0.1 + 0.001 * np.cos(np.arange(8))
+    comparison = committed_results.at_best({0.1: arm}, {0.2: baseline}, higher=False, every=every)
+    assert verdicts({"arm": comparison}, 0.01)["arm"].statement == "worse by more than 0.01"
