@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 
 from lm import machine
 from lm.attention import cpu_kernel
-from lm.attention.cpu_kernel import LARGEST_WIDTH, ROWS, WIDTH, causal_softmax
+from lm.attention.cpu_kernel import ROWS, WIDTH, causal_softmax
 from lm.attention.layout import AttentionLayout
 from lm.attention.routes import LONGEST, fused_softmax
 
@@ -54,7 +54,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 @needs_kernel
 @pytest.mark.parametrize("keys", [1, WIDTH, BLOCK - 1, BLOCK, BLOCK + 1, 8 * ROWS + 1, 1000])
-@pytest.mark.parametrize(("size", "width"), [(32, 32), (17, 48), (64, 33), (128, 300)])
+@pytest.mark.parametrize(("size", "width"), [(32, 32), (17, 48), (64, 33), (128, 1100)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_as_near_to_fp64_as_the_fused_kernel(keys: int, size: int, width: int, dtype: torch.dtype):
     q, k, v = inputs(keys, keys, size, width)
@@ -130,7 +130,6 @@ def test_the_fused_kernel_takes_what_it_can_not_compute(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert not cpu_kernel.why_not(V)
     assert "float32" in cpu_kernel.why_not(V.float())
-    assert "wide" in cpu_kernel.why_not(V.repeat(1, 1, LARGEST_WIDTH))
     with FakeTensorMode():
         assert "no numbers" in cpu_kernel.why_not(torch.empty(1, 1, 8, dtype=torch.bfloat16))
     monkeypatch.setattr(cpu_kernel, "usable_cores", lambda: 1)

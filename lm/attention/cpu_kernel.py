@@ -25,7 +25,7 @@ from lm.files import write_together
 from lm.machine import compiled_code_folder, cpp_compiler, cpu_flags, usable_cores
 
 SOURCE = Path(__file__).with_name("causal_softmax.cpp")
-ROWS, WIDTH, LARGEST_WIDTH = 12, 32, 1024  # queries and keys of a tile, and the widest values
+ROWS, WIDTH = 12, 32  # queries and keys of a tile
 MOST_KEYS = 2**17  # of the heads that are computed together: copies of their operands are held
 COMPILE_SECONDS = 120  # more than a compiler takes on a busy machine
 
@@ -36,8 +36,6 @@ def why_not(v: Tensor) -> str:
         return "operands are traced, or have no numbers"
     if v.dtype != torch.bfloat16:
         return f"the kernel has no {v.dtype}"
-    if v.size(-1) > LARGEST_WIDTH:
-        return f"the kernel has no values over {LARGEST_WIDTH} wide"
     if usable_cores() < torch.get_num_threads():  # OMP_PROC_BIND binds this thread, and so all that it starts
         return "this thread is bound to fewer cores than PyTorch has threads"
     return _unusable()
@@ -99,8 +97,7 @@ def _unusable() -> str:
 @cache
 def _library() -> ctypes.CDLL:
     """The kernel, compiled unless this machine's cache holds it. Raises OSError or subprocess.SubprocessError."""
-    command = [cpp_compiler(), "-O3", "-std=c++17", "-march=native", "-shared", "-fPIC", "-pthread"]
-    command += [f"-D{name}={value}" for name, value in (("ROWS", ROWS), ("WIDTH", WIDTH), ("LARGEST_WIDTH", LARGEST_WIDTH))]
+    command = [cpp_compiler(), "-O3", "-std=c++17", "-march=native", "-shared", "-fPIC", "-pthread", f"-DROWS={ROWS}", f"-DWIDTH={WIDTH}"]
     identity = hashlib.sha256(f"{command} {SOURCE.read_text()}".encode()).hexdigest()[:16]
     folder = compiled_code_folder()
     path = folder and folder / f"{SOURCE.stem}-{identity}.so"
