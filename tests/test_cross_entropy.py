@@ -94,6 +94,27 @@ def test_loss_in_bf16_autocast_is_near_the_exact_one():
     assert decoder.head.weight.grad.dtype == torch.float32
 
 
+def test_the_faster_cap_on_bf16_logits_is_as_near_to_fp64_as_tanh(monkeypatch: pytest.MonkeyPatch):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(*shape, generator=generator) for shape in ((500, 64), (400, 64)))
+    targets = torch.randint(400, (500,), generator=generator)
+
+    def loss_and_gradients(dtype: torch.dtype, autocast: bool) -> list[torch.Tensor]:
+        leaves, head = [x.to(dtype).requires_grad_() for x in (hidden, weight)], Head(64, 400, 15.0)
+        del head.weight
+        head.weight = leaves[1]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss, _ = training_loss(leaves[0], head, targets)
+        return [x.double().flatten() for x in (loss, *torch.autograd.grad(loss, leaves))]
+
+    exact, fast = loss_and_gradients(torch.float64, False), loss_and_gradients(torch.float32, True)
+    monkeypatch.setattr("lm.model.cross_entropy._rough_tanh", lambda x, scale: (x / scale).tanh_())
+    slow = loss_and_gradients(torch.float32, True)
+    assert not torch.equal(fast[1], slow[1])
+    for expected, actual, before in zip(exact, fast, slow, strict=True):
+        assert 0 < (actual - expected).norm() < 1.01 * (before - expected).norm()
+
+
 def test_loss_and_evaluation_never_hold_tokens_times_vocabulary(monkeypatch: pytest.MonkeyPatch):
     """The largest tensor made while computing the loss of 4,096 tokens and 1,000 words stays far below 4,096 x 1,000."""
     from torch.utils._python_dispatch import TorchDispatchMode

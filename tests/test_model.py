@@ -23,7 +23,7 @@ from lm.config.model_config import GAUBlock, Learned, ModelConfig, NoPosition, R
 from lm.data.batches import Batch
 from lm.errors import ConfigError
 from lm.model.attention_stream import attention_blocks
-from lm.model.blocks import DecodingCache, ForwardContext
+from lm.model.blocks import DecodingCache, ForwardContext, RMSNorm
 from lm.model.decoder import Decoder
 from lm.model.rope import frequencies, rope_rotation, rotate
 from lm.model.spec import count_parameters, flops_per_token
@@ -79,6 +79,21 @@ def test_initial_spread_is_as_documented():
     assert weights["blocks.0.attention.qkv.weight"].std().item() == pytest.approx(0.02, rel=0.02)
     assert weights["blocks.0.mlp.out.weight"].std().item() == pytest.approx(0.02 / 4, rel=0.02)
     assert weights["blocks.0.attention.out.weight"].std().item() == pytest.approx(0.02 / 4, rel=0.02)
+
+
+@pytest.mark.parametrize("shape", [(7, 3, 33), (2, 1, 40), (4, 50, 6, 32)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_the_root_mean_square_norm_is_torchs_to_the_bit(dtype: torch.dtype, shape: tuple[int, ...]):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = x.transpose(-3, -2)[..., 1:, :].requires_grad_()  # not contiguous, as heads are
+    outcomes = []
+    for module in (torch.nn.RMSNorm(shape[-1], 1e-6, dtype=dtype), RMSNorm(shape[-1], 1e-6, dtype=dtype)):
+        module.weight.data.copy_(torch.linspace(0.5, 2, shape[-1]))
+        y = module(x)
+        outcomes.append((y, *torch.autograd.grad(y, [x, module.weight], torch.linspace(-1, 2, y.numel()).view_as(y).to(dtype))))
+        with torch.no_grad():
+            assert torch.equal(module(x), y)
+    assert all(torch.equal(actual, expected) for expected, actual in zip(*outcomes, strict=True))
 
 
 def test_mlp_width_defaults():
