@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from committed_results import HUES, at_best, final_runs, markdown, rate_words, verdict_words
-from pages import canvas, finish, saved
+from pages import canvas, saved
 
 from lm.report.pictures import COLOURS
 from lm.statistics.intervals import over_seeds
@@ -132,7 +132,8 @@ class Losses:
                     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
                     axes.spines[["top", "right"]].set_visible(False)
                 row[0].set_ylabel(f"{title}\nloss minus the baseline's, nats")
-            finish(panels[0, 0])
+            handles, words = panels[0, 0].get_legend_handles_labels()
+            figure.legend(handles, words, loc="outside upper center", ncols=4, frameon=False, fontsize=9)
             for axes, column in zip(panels[0], columns, strict=True):
                 axes.set_title(f"RoPE: {column}", fontsize=9)
             figure.supxlabel(f"position (dotted: the training length, {self.length} tokens)", fontsize=9)

@@ -67,6 +67,7 @@ CASES = {
     "alibi": opt.ALiBi(),
     "window": opt.Window(size=5),
     "window of 1": opt.Window(size=1),
+    "window of few keys": opt.Window(size=3),
     "window, longer than the sequence": opt.Window(size=200),
     "scale_invariant": opt.ScaleInvariant(),
 }
