@@ -83,14 +83,17 @@ def test_initial_spread_is_as_documented():
 
 @pytest.mark.parametrize("shape", [(7, 3, 33), (2, 1, 40), (4, 50, 6, 32)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_the_root_mean_square_norm_is_torchs_to_the_bit(dtype: torch.dtype, shape: tuple[int, ...]):
+def test_the_root_mean_square_norm_alone_is_torchs_to_the_bit(dtype: torch.dtype, shape: tuple[int, ...]):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     x = x.transpose(-3, -2)[..., 1:, :].requires_grad_()  # not contiguous, as heads are
     outcomes = []
-    for module in (torch.nn.RMSNorm(shape[-1], 1e-6, dtype=dtype), RMSNorm(shape[-1], 1e-6, dtype=dtype)):
+    for module in (torch.nn.RMSNorm(shape[-1], 1e-6).to(dtype), RMSNorm(shape[-1], 1e-6).to(dtype)):
         module.weight.data.copy_(torch.linspace(0.5, 2, shape[-1]))
-        y = module(x)
-        outcomes.append((y, *torch.autograd.grad(y, [x, module.weight], torch.linspace(-1, 2, y.numel()).view_as(y).to(dtype))))
+        y, cotangent = module(x), torch.linspace(-1, 2, x.numel()).view_as(x).to(dtype)
+        outcomes.append((y, *torch.autograd.grad(y, [x, module.weight], cotangent)))
+        assert torch.equal(torch.autograd.grad(module(x.detach()), module.weight, cotangent)[0], outcomes[-1][2])
+        module.requires_grad_(False)
+        assert torch.equal(torch.autograd.grad(module(x), x, cotangent)[0], outcomes[-1][1])
         with torch.no_grad():
             assert torch.equal(module(x), y)
     assert all(torch.equal(actual, expected) for expected, actual in zip(*outcomes, strict=True))

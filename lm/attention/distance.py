@@ -10,7 +10,7 @@ from lm.attention.normalizer import SoftmaxNormalizer, logits
 from lm.attention.options import LARGEST, LONGEST, Options
 from lm.schema import key
 
-FEW_KEYS = 4  # of a window that blocks of queries are slower for
+FEW_KEYS = 4  # a window of up to so many keys is faster distance by distance, on a CPU
 
 
 @dataclass
@@ -55,7 +55,7 @@ class WindowNormalizer(SoftmaxNormalizer):
     """softmax(z) over the latest w keys, the query's own among them: sliding windows, for local layers.
 
     A sequence is cut into blocks of w queries, which see their own block and the one before: O(T w) time and memory on the fused kernel.
-    Scores with few keys are computed distance by distance, in a third of the time.
+    Windows of few keys are computed distance by distance on a CPU.
     """
 
     schema = Window
@@ -70,7 +70,7 @@ class WindowNormalizer(SoftmaxNormalizer):
         (b, _, t, _), w = q.shape, self.options.size
         if t <= w:
             return routes.fused_softmax(q, k, v, layout)
-        if w <= FEW_KEYS:
+        if self._has_few_keys(q.device.type):
             return self._by_distance(q, k, v)
 
         def blocks(x: Tensor, n_before: int) -> Tensor:
@@ -90,8 +90,13 @@ class WindowNormalizer(SoftmaxNormalizer):
         t, dtype, q = q.size(2), v.dtype, q.to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.size(-1))
         scores = [F.pad((q[:, :, d:] * k[:, :, : t - d]).sum(-1), (d, 0), value=-math.inf) for d in range(self.options.size)]
         weights = torch.stack(scores, -1).softmax(-1)
-        parts = [F.pad(weights[:, :, d:, d, None] * v[:, :, : t - d], (0, 0, d, 0)) for d in range(self.options.size)]
-        return sum(parts[1:], parts[0]).to(dtype)
+        output = weights[..., :1] * v
+        for d in range(1, self.options.size):
+            output[:, :, d:] += weights[:, :, d:, d, None] * v[:, :, : t - d]
+        return output.to(dtype)
+
+    def _has_few_keys(self, device: str) -> bool:
+        return self.options.size <= FEW_KEYS and device == "cpu"
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: object) -> tuple[Tensor, object]:
         """Remembers the latest w - 1 keys and values."""
@@ -100,7 +105,7 @@ class WindowNormalizer(SoftmaxNormalizer):
         return output, (k[:, :, start:], v[:, :, start:])
 
     def kernel_description(self, device: str = "cpu") -> str:
-        if self.options.size <= FEW_KEYS:
+        if self._has_few_keys(device):
             return f"a sum over a window of {self.options.size} keys"
         return f"SDPA on blocks of {self.options.size} queries and the keys of two blocks: a window of that many keys"
 

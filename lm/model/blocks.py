@@ -29,31 +29,45 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
-        r = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        r = _reciprocal_root(x, eps)
         scaled = x * r
-        if not any(ctx.needs_input_grad):
-            return scaled.mul_(weight)
-        ctx.save_for_backward(x, weight, r, scaled)
+        ctx.save_for_backward(x, weight, r, scaled if ctx.needs_input_grad[1] else None)
         return scaled * weight
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, r, scaled = ctx.saved_tensors
-        dweight, dscaled = (grad * scaled).sum(tuple(range(x.dim() - 1))), grad * weight
+        dweight = (grad * scaled).sum_to_size(weight.shape) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:
+            return None, dweight, None
+        dscaled = grad * weight
         dr = (dscaled * x).sum(-1, keepdim=True)
         factor = dr.mul_(-0.5).mul_(r.pow(3)).div_(x.size(-1)).mul_(2)  # x times it is the part of the gradient that goes through r
         return dscaled.mul_(r).add_(x * factor), dweight, None
 
 
+def _reciprocal_root(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean x^2 + eps) of each row of x (..., C): (..., 1)."""
+    return x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+
+
 class RMSNorm(nn.RMSNorm):
-    """`torch.nn.RMSNorm`, to the bit. torch has no kernel of it for CPUs, and differentiates the formula step by step there."""
+    """`torch.nn.RMSNorm` of the last dimension. torch has no kernel of it for CPUs, and differentiates the formula step by step there.
+
+    By itself it gives the same numbers to the bit. Where x has other uses, gradients are summed in another order.
+    """
+
+    def __init__(self, size: int, eps: float):
+        super().__init__(size, eps)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.dtype == self.weight.dtype in (torch.float32, torch.float64)
-        if x.device.type == "cpu" and wide and not torch.compiler.is_compiling():
+        if x.device.type != "cpu" or not wide or x.shape[-1:] != self.weight.shape or torch.compiler.is_compiling():
+            return super().forward(x)
+        if torch.is_grad_enabled():
             return _RMSNorm.apply(x, self.weight, self.eps)
-        return super().forward(x)
+        return torch.mul(x, _reciprocal_root(x, self.eps), out=torch.empty(x.shape, dtype=x.dtype)).mul_(self.weight)
 
 
 def make_norm(config: ModelConfig, kind: str | None = None) -> nn.Module:
