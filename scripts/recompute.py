@@ -62,6 +62,8 @@ PUT_IN = {
     )
 }
 GROWTH_ALONE = tuple((f"{arm}_no_qk_norm", f"{baseline}_no_qk_norm") for arm, baseline in GROWTH)
+WITH_AND_WITHOUT = QK_NORM | {f"{arm}_no_qk_norm": f"{label}, no QK-norm" for arm, label in QK_NORM.items()}
+SETTINGS = ("as trained", "theta x 50", "yarn")
 GAU = {
     "n-256": "relu^2, n = 256",
     "n-sample": "relu^2, n of the sample",
@@ -77,15 +79,29 @@ SHOWN = (
         Losses(
             "eight-times",
             "length.md",
-            QK_NORM | {f"{arm}_no_qk_norm": f"{label}, no QK-norm" for arm, label in QK_NORM.items()},
+            WITH_AND_WITHOUT,
             (*GROWTH, *GROWTH_ALONE, ("softmax_no_qk_norm", "softmax")),
-            {"at 256 tokens": ("", "val loss", "", 0)}
-            | {words: ("", "mean loss", words, 2048) for words in ("as trained", "theta x 50", "yarn")},
+            {"at 256 tokens": ("", "val loss", "", 0)} | {words: ("", "mean loss", words, 2048) for words in SETTINGS},
             ("as trained", "theta x 50"),
             "theta x 50",
             0.02,
             corpus,
             {"QK-norm": GROWTH, "no QK-norm": GROWTH_ALONE},
+        )
+        for corpus in ("speeches", "code")
+    ),
+    *(
+        Losses(
+            "twenty-times",
+            "length.md",
+            WITH_AND_WITHOUT,
+            (),
+            {words: ("", "mean loss", words, 5120) for words in SETTINGS},
+            (),
+            "theta x 50",
+            0.02,
+            corpus,
+            {"QK-norm": GROWTH, "no QK-norm": GROWTH_ALONE} if corpus == "speeches" else {},
         )
         for corpus in ("speeches", "code")
     ),
