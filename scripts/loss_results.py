@@ -67,9 +67,18 @@ class Losses:
 
     def _runs(self, line: str, column: str) -> dict[float, np.ndarray]:
         end, metric, setting, x = self.columns[column]
-        data, arm = self._measured(line, metric, setting)
-        runs = data[(data.arm == (arm + end if arm + end in set(data.arm) else arm)) & (data.x == x)]
-        return {rate: run.sort_values("seed").value.to_numpy() for rate, run in runs.groupby("rate")}
+        arm, comma, change = line.partition(", ")
+        is_arm = any(name == arm + end for name, *_ in self._losses)
+        return self._losses[arm + end if is_arm else arm, metric, setting + comma + change, x]
+
+    @cached_property
+    def _losses(self) -> dict[tuple[str, str, str, int], dict[float, np.ndarray]]:
+        """The losses (seeds,) of the columns' metrics by arm, metric, setting and x, and by rate."""
+        data = self.data[self.data.metric.isin({metric for _, metric, *_ in self.columns.values()})].sort_values("seed")
+        losses: dict[tuple[str, str, str, int], dict[float, np.ndarray]] = {}
+        for (*place, rate), runs in data.groupby(["arm", "metric", "setting", "x", "rate"]):
+            losses.setdefault(tuple(place), {})[rate] = runs.value.to_numpy()
+        return losses
 
     def _measured(self, line: str, metric: str, setting: str) -> tuple[pd.DataFrame, str]:
         """A metric of all arms in a setting, with what a line changes of the normalizer, and the line's arm."""
