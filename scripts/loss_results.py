@@ -67,9 +67,9 @@ class Losses:
 
     def _runs(self, line: str, column: str) -> dict[float, np.ndarray]:
         end, metric, setting, x = self.columns[column]
-        arm, comma, change = line.partition(", ")
+        arm, setting = _place(line, setting)
         is_arm = any(name == arm + end for name, *_ in self._losses)
-        return self._losses[arm + end if is_arm else arm, metric, setting + comma + change, x]
+        return self._losses[arm + end if is_arm else arm, metric, setting, x]
 
     @cached_property
     def _losses(self) -> dict[tuple[str, str, str, int], dict[float, np.ndarray]]:
@@ -79,11 +79,6 @@ class Losses:
         for (*place, rate), runs in data.groupby(["arm", "metric", "setting", "x", "rate"]):
             losses.setdefault(tuple(place), {})[rate] = runs.value.to_numpy()
         return losses
-
-    def _measured(self, line: str, metric: str, setting: str) -> tuple[pd.DataFrame, str]:
-        """A metric of all arms in a setting, with what a line changes of the normalizer, and the line's arm."""
-        arm, comma, change = line.partition(", ")
-        return self.data[(self.data.metric == metric) & (self.data.setting == setting + comma + change)], arm
 
     @cached_property
     def verdicts(self) -> dict[tuple[str, str, str], Verdict]:
@@ -151,6 +146,13 @@ class Losses:
     def _curves(self, line: str, column: str) -> pd.DataFrame:
         """The losses by position (positions, seeds) of a line in a setting at its best rate, from an eighth of the training length on."""
         _, metric, setting, _ = self.columns[column]
-        data, arm = self._measured(line, metric.removeprefix("mean "), setting)
-        runs = data[(data.arm == arm) & (data.rate == next(iter(self.by_rate(line, column)))) & (data.x >= self.length // 8)]
+        (arm, setting), data = _place(line, setting), self.data[self.data.x >= self.length // 8]
+        data = data[(data.metric == metric.removeprefix("mean ")) & (data.setting == setting)]
+        runs = data[(data.arm == arm) & (data.rate == next(iter(self.by_rate(line, column))))]
         return runs.pivot(index="x", columns="seed", values="value")
+
+
+def _place(line: str, setting: str) -> tuple[str, str]:
+    """The arm of a line of the table, and an inference setting together with what the line changes of the normalizer."""
+    arm, comma, change = line.partition(", ")
+    return arm, setting + comma + change
