@@ -18,7 +18,7 @@ from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
 from lm.attention.options import Options
 from lm.attention.routes import by_query_blocks
-from lm.attention.sparse import entmax15_threshold
+from lm.attention.sparse import threshold
 from lm.config.load import load_normalizer
 from lm.errors import ConfigError
 from lm.training.memory import TensorMemory
@@ -171,7 +171,8 @@ def test_the_row_sum_of_sigmoid_does_not_depend_on_n():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 64, 4096, 131_072])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_the_threshold_of_entmax_is_found_in_the_steps_it_is_given(size: int, dtype: torch.dtype):
+@pytest.mark.parametrize(("options", "p"), [(opt.Sparsemax(), 1), (opt.Entmax15(), 2)], ids=["sparsemax", "entmax15"])
+def test_thresholds_are_found_in_the_steps_they_are_given(size: int, dtype: torch.dtype, options: Options, p: int):
     """By halving, of rows that are hard for Newton's method: equal, geometric, of few levels, drawn, and one large entry beside many."""
     ranks, samples = (
         torch.arange(size, dtype=torch.float64),
@@ -191,17 +192,17 @@ def test_the_threshold_of_entmax_is_found_in_the_steps_it_is_given(size: int, dt
     )
     z = torch.stack(rows)
     z[:, 0] = 1
-    z = z.to(dtype).double()
-    low, high = z.new_zeros(len(z), 1), z.new_ones(len(z), 1)
+    z = (z - 1).to(dtype).double()
+    low, high = -z.new_ones(len(z), 1), z.new_zeros(len(z), 1)
     for _ in range(60):  # to 2^-60
         middle = (low + high) / 2
-        exceeds = (z - middle).relu().square().sum(-1, keepdim=True) >= 1
+        exceeds = (z - middle).relu().pow(p).sum(-1, keepdim=True) >= 1
         low, high = torch.where(exceeds, middle, low), torch.where(exceeds, high, middle)
-    thresholds = entmax15_threshold(z.to(dtype)).double()
+    thresholds = threshold(z.to(dtype), p).double()
     assert (thresholds - low).abs().max() <= 64 * torch.finfo(dtype).eps
-    normalizer = make_normalizer(opt.Entmax15(), LayerSpec(1, 1, 1, size))
-    weights = normalizer.normalize(2 * z.to(dtype)[:, None, None], AttentionLayout.full(size).select(slice(size - 1, size), size))
-    expected = (z - low).relu().square()[:, None, None]
+    normalizer = make_normalizer(options, LayerSpec(1, 1, 1, size))
+    weights = normalizer.normalize(p * z.to(dtype)[:, None, None], AttentionLayout.full(size).select(slice(size - 1, size), size))
+    expected = (z - low).relu().pow(p)[:, None, None]
     assert (weights - expected).abs().sum(-1).max() <= 8 * size**0.5 * torch.finfo(dtype).eps
     assert (weights.sum(-1) - 1).abs().max() <= 8 * size**0.5 * torch.finfo(dtype).eps
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from lm.attention.lazy import AttentionLayout, F, Tensor, routes, torch
 from lm.attention.normalizer import Normalizer, logits
@@ -12,12 +13,9 @@ from lm.schema import key
 
 
 def relative_to_largest(z: Tensor, layout: AttentionLayout) -> Tensor:
-    """Logits with their row's largest visible entry subtracted, entries below -2 raised to it and masked ones set to it.
-
-    Neither sparsemax nor 1.5-entmax gives weight to anything that far below the largest.
-    """
+    """Logits minus the largest visible one of their row, whose gradient leaves it out: no weight depends on it. Masked ones are -inf."""
     z = z.masked_fill(~layout.visible(), -math.inf)
-    return (z - z.amax(-1, keepdim=True).detach()).clamp(min=-2.0)
+    return z - z.amax(-1, keepdim=True).detach()
 
 
 @dataclass
@@ -35,12 +33,10 @@ class SparsemaxNormalizer(Normalizer):
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         z = relative_to_largest(scores, layout)
-        sorted_scores = z.sort(-1, descending=True).values
-        rank = torch.arange(1, z.size(-1) + 1, device=z.device, dtype=z.dtype)
-        partial_sums = sorted_scores.cumsum(-1) - 1
-        size = (rank * sorted_scores > partial_sums).sum(-1, keepdim=True)  # keys in the support
-        tau = partial_sums.gather(-1, size - 1) / size
-        return (z - tau).relu()
+        over_bound = z - threshold(z.detach(), 1)
+        margin = over_bound.relu()
+        # The linear equation for tau on the support of `margin`: exact, and with the gradient of tau.
+        return (over_bound - (margin.sum(-1, keepdim=True) - 1) / margin.detach().sign().sum(-1, keepdim=True)).relu()
 
 
 @dataclass
@@ -57,30 +53,29 @@ class Entmax15Normalizer(Normalizer):
     schema = Entmax15
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        # From 0 to 1; what is 0 has no weight, so that sums of many such entries have nothing to cancel.
-        z = 1 + relative_to_largest(scores, layout) / 2
-        lower_bound = entmax15_threshold(z.detach())
-        margin = (z - lower_bound).relu()
-        # The quadratic equation for tau - lower_bound on the support of `margin`: exact, and with the gradient of tau.
+        z = relative_to_largest(scores, layout) / 2
+        over_bound = z - threshold(z.detach(), 2)
+        margin = over_bound.relu()
+        # The quadratic equation for tau on the support of `margin`: exact, and with the gradient of tau.
         total, excess = margin.sum(-1, keepdim=True), margin.square().sum(-1, keepdim=True) - 1
         size = margin.detach().sign().sum(-1, keepdim=True)
-        tau = lower_bound + excess / (total + (total.square() - size * excess).clamp(min=1e-30).sqrt())
-        # Not clamp, whose gradient at 0, where rows of one key have tau, differs between releases of torch.
-        return (z - tau.masked_fill(tau < 0, 0.0)).relu().square()
+        return (over_bound - excess / (total + (total.square() - size * excess).clamp(min=1e-30).sqrt())).relu().square()
 
 
-def entmax15_threshold(z: Tensor) -> Tensor:
-    """tau of rows (..., S) from 0 to 1, the largest entry 1, with sum relu(z - tau)^2 = 1: (..., 1), to 32 times the dtype's eps.
+def threshold(z: Tensor, p: Literal[1, 2]) -> Tensor:
+    """tau of rows (..., S) with a largest entry of 0, at which relu(z - tau) has p-norm 1: (..., 1), to 32 times the dtype's eps.
 
-    By Newton's method on g(tau) = |relu(z - tau)| - 1, which is convex and falls: from 0 it does not pass the root. Each step divides
-    g x slope by 4 at least, as g_new / g + slope_new / slope <= 1. At the start g x slope is S at most, and no slope is below 1.
+    By Newton's method on g(tau) = |relu(z - tau)| - 1, which is convex and falls: from -1 it does not pass the root. Each step divides
+    g x slope by 4 at least, as g_new / g + slope_new / slope <= 1. At the start g x slope is S^(2 / p) at most, and no slope is below 1.
     z has no gradient.
     """
-    tau, margin, bits = torch.zeros_like(z[..., :1]), torch.empty_like(z), -math.log2(torch.finfo(z.dtype).eps)
-    for _ in range(math.ceil((math.log2(z.size(-1)) + bits - 5) / 2)):
+    tau, margin, bits = torch.full_like(z[..., :1], -1), torch.empty_like(z), -math.log2(torch.finfo(z.dtype).eps)
+    for _ in range(math.ceil(math.log2(z.size(-1)) / p + (bits - 5) / 2)):
         torch.sub(z, tau, out=margin).relu_()
-        norm = torch.linalg.vector_norm(margin, dim=-1, keepdim=True)
-        tau = tau + norm * (norm - 1) / margin.sum(-1, keepdim=True)
+        total = margin.sum(-1, keepdim=True)
+        norm = total if p == 1 else torch.linalg.vector_norm(margin, dim=-1, keepdim=True)
+        slope = margin.sign_().sum(-1, keepdim=True) if p == 1 else total / norm
+        tau = tau + (norm - 1) / slope
     return tau
 
 
