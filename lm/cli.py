@@ -1,6 +1,7 @@
 """The command line: one Typer app of all commands, and the messages and exit statuses of errors."""
 
 import contextlib
+import gc
 import io
 import os
 import re
@@ -110,6 +111,7 @@ def main() -> None:
         try:
             status = app(prog_name="lm", standalone_mode=False)  # the code of typer.Exit, 130 of Ctrl-C, else None
         finally:
+            gc.freeze()  # at its end Python would look for cycles in all that torch has loaded, for half a second
             if sys.stdout:
                 sys.stdout.flush()  # here, where a full disk can be reported
         sys.exit(status or 0)
