@@ -1,5 +1,6 @@
 """The command line: one Typer app of all commands, and the messages and exit statuses of errors."""
 
+import atexit
 import contextlib
 import gc
 import io
@@ -105,13 +106,13 @@ app.add_typer(data, name="data")
 def main() -> None:
     """Entry point: an error meant for the user is one line and a non-zero exit status."""
     stop_with_parent()
+    atexit.register(gc.freeze)  # Python would otherwise end with a search for cycles in all that torch has loaded: half a second
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # é in an ASCII locale; names of files that are not valid Unicode
     try:
         try:
             status = app(prog_name="lm", standalone_mode=False)  # the code of typer.Exit, 130 of Ctrl-C, else None
         finally:
-            gc.freeze()  # at its end Python would look for cycles in all that torch has loaded, for half a second
             if sys.stdout:
                 sys.stdout.flush()  # here, where a full disk can be reported
         sys.exit(status or 0)

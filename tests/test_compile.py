@@ -15,6 +15,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from lm.attention import catalogue
 from lm.data.batches import Batch
+from lm.errors import ConfigError
 from lm.model.decoder import Decoder
 from lm.model.device import COMPILE_PAYS_FLOPS, LOADING_PAYS_FLOPS, resolve_compile, use_compile_cache
 from lm.training.train import train
@@ -102,6 +103,10 @@ def test_runs_that_share_code_compile_where_all_repay_making_it_and_each_repays_
     assert resolve_compile(tiny("trainer.compile=true"), flops, "cpu", {}, runs).value == "true"
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert resolve_compile(tiny("trainer.compile=auto"), flops, "cpu", {}, runs).value == "false"
+    assert resolve_compile(tiny("trainer.compile=auto"), flops, "cpu", {"compile": False}, runs).value == "false"
+    for setting, facts in (("true", {}), ("auto", {"compile": True})):
+        with pytest.raises(ConfigError, match=r"trainer\.compile = true: no C\+\+ compiler found"):
+            resolve_compile(tiny(f"trainer.compile={setting}"), flops, "cpu", facts, runs)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lm.attention import catalogue, distance
+from lm.attention.catalogue import make_normalizer
 from lm.attention.layout import AttentionLayout
+from lm.attention.normalizer import LayerSpec
 from lm.attention.routes import LONGEST, SHORT_BLOCK, SHORT_WEIGHTS, fused_softmax, short_attention, softmax_route
 
 LENGTHS = (1, 2, SHORT_BLOCK - 1, SHORT_BLOCK, SHORT_BLOCK + 1, 257, LONGEST)
@@ -93,3 +96,18 @@ def test_longer_sequences_take_the_kernel_and_the_banner_says_so(length: int, wo
     by_kernel = fused_softmax(q, k, v, AttentionLayout.full(length)).dim() == 0
     assert by_kernel == (words == "SDPA") == softmax_route("cpu", length).startswith("SDPA")
     assert softmax_route("cuda", length) == "SDPA"
+
+
+@pytest.mark.parametrize(
+    ("size", "words"), [(2, "a sum over a window of 2 keys"), (64, "SDPA on blocks of 64 queries"), (128, "blocks of queries (")]
+)
+def test_the_banner_names_the_route_that_a_window_takes_at_the_training_length(size: int, words: str, monkeypatch: pytest.MonkeyPatch):
+    normalizer = make_normalizer(catalogue.Window(size=size), LayerSpec(2, 16, 32, 128))
+    assert normalizer.kernel_description().startswith(words)
+    whole = []
+    monkeypatch.setattr(
+        distance.routes, "fused_softmax", lambda *tensors, **options: whole.append(not options) or fused_softmax(*tensors, **options)
+    )
+    q, k, v, _ = inputs(128, 16, 16, heads=2)
+    normalizer(q, k, v, AttentionLayout.full(128))
+    assert whole == {2: [], 64: [False], 128: [True]}[size]

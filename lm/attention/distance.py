@@ -105,6 +105,8 @@ class WindowNormalizer(SoftmaxNormalizer):
         return output, (k[:, :, start:], v[:, :, start:])
 
     def kernel_description(self, device: str = "cpu") -> str:
+        if self.layer.train_length <= self.options.size:
+            return f"{routes.softmax_route(device, self.layer.train_length)}: windows of {self.options.size} keys hold whole sequences"
         if self._has_few_keys(device):
             return f"a sum over a window of {self.options.size} keys"
         return f"SDPA on blocks of {self.options.size} queries and the keys of two blocks: a window of that many keys"

@@ -32,7 +32,7 @@ def compare(
     ],
     plan: Annotated[bool, typer.Option("--plan", help="print the plan alone")] = False,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="runs at a time; of GPUs: slots [default: all GPUs; 1 on a CPU]", show_default=False)
+        int | None, typer.Option(min=1, help="runs at a time, at most; of GPUs: slots [default: all GPUs; 1 on a CPU]", show_default=False)
     ] = None,
     jobs_per_gpu: Annotated[int, typer.Option(min=1, help="runs at a time on each GPU")] = 1,
     report_only: Annotated[bool, typer.Option("--report-only", help="judge what is there, train nothing")] = False,

@@ -72,7 +72,7 @@ class Slots:
         return lanes
 
     def __str__(self) -> str:
-        on_gpu = f"on {named(self.gpus[: self.jobs])}" + (f", {self.per_gpu} on each GPU" if self.per_gpu > 1 else "")
+        on_gpu = f"on {named(self.gpus[: self.jobs])}, {self.per_gpu} on each (--jobs-per-gpu)"
         return f"{len(self.lanes())} at a time {on_gpu if any(self.gpus_per_run.values()) else 'on the CPU'}"
 
 
@@ -86,10 +86,11 @@ def slots_of(experiment: Experiment, jobs: int | None, per_gpu: int) -> Slots:
     """The slots for an experiment on this machine.
 
     Args:
-        jobs: number of slots; None: `per_gpu` on each GPU, or one if all runs compute on the CPU.
+        jobs: number of slots, at most; None: `per_gpu` on each GPU, or one if all runs compute on the CPU.
+        per_gpu: number of slots on each GPU. Where a run takes a GPU, there are no others.
 
     Raises:
-        ConfigError: there are too few GPUs for the slots, or for a run.
+        ConfigError: there are too few GPUs, or slots, for a run.
     """
     from lm.model.device import gpus_of, visible_gpus  # torch takes seconds to import
 
@@ -98,15 +99,12 @@ def slots_of(experiment: Experiment, jobs: int | None, per_gpu: int) -> Slots:
     max_gpus = max(gpu_counts.values())
     if not max_gpus:
         return Slots(jobs or 1)
-    slot_count = len(gpus) * per_gpu
-    if (jobs or 1) > slot_count:
-        remedy = f"lower it, or let more runs share a GPU: --jobs-per-gpu {-(-(jobs or 1) // len(gpus))}"
-        raise ConfigError(f"--jobs {jobs}: there are {slot_count} slots, {per_gpu} on each of {named(gpus)}; {remedy}")
-    if (jobs or slot_count) < max_gpus:
+    slot_count = min(jobs or len(gpus) * per_gpu, len(gpus) * per_gpu)
+    if slot_count < max_gpus:
         raise ConfigError(
             f"--jobs {jobs}: a run of {max_gpus} GPUs (trainer.devices) takes {max_gpus} slots; raise it, or lower trainer.devices"
         )
-    return Slots(jobs or slot_count, gpus, per_gpu, gpu_counts)
+    return Slots(slot_count, gpus, per_gpu, gpu_counts)
 
 
 def log_path(experiment: Path, run: Run, suffix: str = "log") -> Path:

@@ -133,15 +133,15 @@ def resolve_compile(
         runs: the number of runs that share the compiled code, which the first of them makes.
         seconds: measured seconds of the whole run, eager, which then decide; None: FLOPs decide.
     """
-    setting = config.trainer.compile
+    setting, reason = config.trainer.compile, ""
     compiler = cpp_compiler()
+    if setting == "auto" and "compile" in old_facts:
+        setting, reason = old_facts["compile"], "as the run was started"
     if setting is True and not compiler:
         problem = Problem("trainer.compile", True, "no C++ compiler found", "install g++ or clang++, or set trainer.compile=false")
         raise ConfigError([problem])
     if setting != "auto":
-        return ResolvedSetting(str(setting).lower(), "")
-    if "compile" in old_facts:
-        return ResolvedSetting(str(old_facts["compile"]).lower(), "as the run was started")
+        return ResolvedSetting(str(setting).lower(), reason)
     if not compiler:
         return ResolvedSetting("false", "auto: no C++ compiler found")
     if seconds is None:
