@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from lm.attention import catalogue
+from lm.config.load import load
 from lm.data.batches import Batch
 from lm.errors import ConfigError
 from lm.model.decoder import Decoder
@@ -107,6 +108,13 @@ def test_runs_that_share_code_compile_where_all_repay_making_it_and_each_repays_
     for setting, facts in (("true", {}), ("auto", {"compile": True})):
         with pytest.raises(ConfigError, match=r"trainer\.compile = true: no C\+\+ compiler found"):
             resolve_compile(tiny(f"trainer.compile={setting}"), flops, "cpu", facts, runs)
+
+
+def test_training_on_tasks_alone_stays_eager_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    config = load([str(ROOT / "configs" / "recall.yaml")])
+    assert str(resolve_compile(config, 1e20, "cpu", {})) == "false (auto: steps on tasks alone compute less eager)"
+    assert resolve_compile(config, 1e20, "gpu", {}).value == "true"
 
 
 @pytest.mark.parametrize(

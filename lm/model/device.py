@@ -127,6 +127,8 @@ def resolve_compile(
 ) -> ResolvedSetting:
     """`true` or `false`. `auto` compiles where the runs repay it and a C++ compiler is there, or as the resumed run did.
 
+    On a CPU it does not compile training on tasks alone, whose eager steps leave out the queries before the first answer.
+
     Args:
         flops: the FLOPs of the whole run.
         old_facts: the environment.json of the resumed run.
@@ -144,6 +146,8 @@ def resolve_compile(
         return ResolvedSetting(str(setting).lower(), reason)
     if not compiler:
         return ResolvedSetting("false", "auto: no C++ compiler found")
+    if accelerator == "cpu" and config.data.text_weight < 1e-6:
+        return ResolvedSetting("false", "auto: steps on tasks alone compute less eager")
     if seconds is None:
         amount, run_threshold, total_threshold = flops, LOADING_PAYS_FLOPS[accelerator], COMPILE_PAYS_FLOPS[accelerator]
         cost, run_text, threshold_text = f"{amount:.1e} FLOP", f"{run_threshold:.0e}", f"{total_threshold:.0e}"
