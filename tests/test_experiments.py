@@ -320,6 +320,7 @@ def test_threads_are_shared_out_of_the_cores_that_the_job_may_use(tmp_path, over
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
     assert open_experiment(written(tmp_path), free, jobs=2).experiment.first_config.trainer.threads == 3
+    assert open_experiment(written(tmp_path), [*free, "trainer.devices=2"], jobs=1).experiment.first_config.trainer.threads == 3
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")
     assert open_experiment(written(tmp_path), free, jobs=2).experiment.first_config.trainer.threads == 2
 

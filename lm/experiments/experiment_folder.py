@@ -192,10 +192,11 @@ def _on_this_machine(experiment: Experiment, jobs: int) -> dict[str, Plain]:
 
     config = experiment.first_config
     precision = resolve_precision(config, "gpu" if gpus_of(config) else "cpu", {})
+    processes = jobs * (1 if gpus_of(config) else config.trainer.devices)  # a run takes a slot for each of its GPUs
     return {
         "precision": 32 if precision.value == "32" else precision.value,
         "compile": _compiled(experiment).value == "true",
-        "threads": config.trainer.threads or threads_each(jobs),
+        "threads": config.trainer.threads or threads_each(processes),
     }
 
 
