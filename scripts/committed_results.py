@@ -18,7 +18,8 @@ HUES |= {"ssmax_fixed, n=fixed:753": 4, "ssmax_fixed, n=fixed:2048": 5, "ssmax_f
 
 def final_runs(name: str) -> pd.DataFrame:
     """The numbers of an experiment's final runs, as scripts/collect.py writes them."""
-    return pd.read_csv(RESULTS / name / "seeds.csv").query("stage == 'final'")
+    data = pd.read_csv(RESULTS / name / "seeds.csv", dtype={"setting": str}).query("stage == 'final'")
+    return data.fillna({"setting": ""})
 
 
 def at_best(

@@ -56,7 +56,7 @@ class Losses:
     @cached_property
     def data(self) -> pd.DataFrame:
         """The numbers of the final runs."""
-        data = final_runs(self.name).fillna({"setting": ""})
+        data = final_runs(self.name)
         return data[data["size"] == self.size] if self.size else data
 
     def by_rate(self, line: str, column: str) -> dict[float, np.ndarray]:
