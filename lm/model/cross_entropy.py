@@ -142,7 +142,7 @@ def token_kl(p: Tensor, p_head: Head, q: Tensor, q_head: Head) -> Tensor:
     """KL(p || q) of two models' next-token distributions at every token, (N,) fp32 (nats), computed in fp32.
 
     p, q: (N, C) hidden states; p_head, q_head: of C to V. Exactly 0 where they are equal.
-    Holds `CHUNK_LOGITS` logits of each, not N x V, in the backward pass as well.
+    Holds a quarter of `CHUNK_LOGITS` logits of each, not N x V, in the backward pass as well.
     """
 
     def chunk(a: Tensor, b: Tensor) -> Tensor:
@@ -150,7 +150,8 @@ def token_kl(p: Tensor, p_head: Head, q: Tensor, q_head: Head) -> Tensor:
         log_q = soft_capped(b.float() @ q_matrix, q_head.softcap).log_softmax(-1)
         return (log_p.exp() * (log_p - log_q)).sum(-1)
 
-    divergences, size = torch.empty(len(p), device=p.device), chunk_tokens(p_head.weight)
+    divergences = torch.empty(len(p), device=p.device)
+    size = max(64, chunk_tokens(p_head.weight) // 4)  # of each, their log-softmax and the terms are held, too
     with torch.autocast(p.device.type, enabled=False):
         p_matrix, q_matrix = p_head.weight.float().t(), q_head.weight.float().t()
         for number, (a, b) in enumerate(zip(p.split(size), q.split(size), strict=True)):
