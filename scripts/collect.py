@@ -1,7 +1,7 @@
 """Every run of an experiment as results/NAME/seeds.csv: python scripts/collect.py FOLDER NAME
 
-A line is a run's mean by metric, inference setting and length, on the documents that report. Of final runs losses stand by position, too,
-and of models that recall pairs what the head that answers gives at the training length.
+A line is a run's mean by metric, inference setting and length, on the documents that report. Of final runs losses stand by position and
+by tokens seen, too, and of models that recall pairs what the head that answers gives at the training length.
 """
 
 import argparse
@@ -17,13 +17,16 @@ KEYS = ["arm", "rate", "stage", "seed", "metric", "setting", "x"]
 
 def collect(folder: Path, name: str) -> Path:
     """Write results/NAME/seeds.csv from the runs below a folder. Raises LMError: there are none."""
-    lines = lm.results(folder).query("state == 'finished' and part == 'reports'").fillna({"x": 0, "stage": "final"})
+    lines = lm.results(folder, history=True).query("state == 'finished' and part == 'reports'").fillna({"x": 0, "stage": "final"})
+    curves = lines[(lines.metric == "val loss") & (lines.stage == "final")]
+    curves = curves.assign(metric="val loss by tokens", x=curves.tokens)
+    lines = lines[lines.step == lines.groupby(["folder", "kind"]).step.transform("max")]
     lines["metric"] = (lines.task + " " + lines.metric).str.strip()
     keys = KEYS if lines["size"].isna().all() else ["size", *KEYS]
     bins = lines[lines.until.notna()]
     means = bins.assign(metric="mean " + bins.metric, weight=bins.weight * (bins.until - bins.x), x=bins.until.max())
     selected = lines[lines.until.isna() | (lines.stage == "final")]  # by position
-    lines = pd.concat([selected, means]).assign(weighted=lambda lines: lines.weight * lines.value)
+    lines = pd.concat([selected, means, curves]).assign(weighted=lambda lines: lines.weight * lines.value)
     sums = lines.groupby(keys, as_index=False).agg(weighted=("weighted", "sum"), weight=("weight", "sum"), sequences=("sample", "nunique"))
     sums["value"] = sums.weighted / sums.weight
     sums = pd.concat([sums, heads(lines[lines.stage == "final"], keys)])

@@ -1,5 +1,6 @@
 """An experiment on text in docs/: its tables, its picture and its verdicts."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +14,7 @@ from pages import canvas, saved
 
 from lm.report.pictures import COLOURS
 from lm.statistics.intervals import over_seeds
+from lm.statistics.learned import tokens_to_reach
 from lm.statistics.verdicts import Verdict, verdicts
 
 
@@ -34,6 +36,7 @@ class Losses:
         size: whose runs they are; empty if there is one.
         rows: rows of the picture, by their titles: pairs whose difference is drawn by position, a panel for each setting.
         length: training length, in tokens.
+        counts_tokens: whether a table has the tokens that each arm took to the highest final loss of any run.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Losses:
     size: str = ""
     rows: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
     length: int = 256
+    counts_tokens: bool = False
 
     @property
     def place(self) -> str:
@@ -90,8 +94,9 @@ class Losses:
         return verdicts(comparisons, self.matters)
 
     def tables(self) -> dict[str, str]:
-        """The tables of the page, by their places; the second only if something is decided."""
-        return {self.place: self.table()} | ({f"{self.place} verdicts": self.verdict_table()} if self.deciding else {})
+        """The tables of the page, by their places; verdicts only if something is decided, tokens only if they are counted."""
+        tables = {self.place: self.table()} | ({f"{self.place} verdicts": self.verdict_table()} if self.deciding else {})
+        return tables | ({f"{self.place} tokens": self.token_table()} if self.counts_tokens else {})
 
     def table(self) -> str:
         """The table in Markdown: the mean loss of each line in each setting, at its best rate, with the standard deviation of seeds."""
@@ -108,6 +113,22 @@ class Losses:
         for line, baseline in self.pairs:
             cells = [verdict_words(self.verdicts[line, baseline, column], 1, 3) for column in self.deciding]
             lines.append([self.labels[line], self.labels[baseline], *cells])
+        return markdown(lines)
+
+    def token_table(self) -> str:
+        """The tokens that each line took to the highest final loss of any run, and their factor with its 95 % interval over seeds, in
+        Markdown. Means are geometric."""
+        curves = self.data[self.data.metric == "val loss by tokens"].pivot(index=["arm", "seed"], columns="x", values="value")
+        level = math.ceil(curves.iloc[:, -1].max() * 100) / 100
+        tokens = {
+            key: tokens_to_reach(curves.columns, curve, level, "lower") for key, curve in zip(curves.index, curves.to_numpy(), strict=True)
+        }
+        logs = np.log(pd.Series(tokens)).unstack(0)
+        lines = [["", f"tokens to a loss of {level:.2f}", "factor"]]
+        factors = {line: np.exp(over_seeds((logs[line] - logs[baseline]).to_numpy()).interval().as_list()) for line, baseline in self.pairs}
+        for line, label in self.labels.items():
+            factor = "{:.3f} [{:.3f}, {:.3f}]".format(*factors[line]) if line in factors else "1"
+            lines.append([label, f"{np.exp(logs[line].mean()):,.0f}", factor])
         return markdown(lines)
 
     def drawn(self) -> bytes | None:

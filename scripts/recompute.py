@@ -133,16 +133,20 @@ SHOWN = (
         "256",
         0.01,
     ),
-    Losses(
-        "training-length",
-        "length.md",
-        {"softmax": "softmax", "ssmax": "SSMax", "ssmax_b": "SSMax with b", "ssmax_without_s": "SSMax without s", "log_n": "log n"},
-        tuple((arm, "softmax") for arm in ("ssmax", "ssmax_b", "ssmax_without_s", "log_n")),
-        {"at 256 tokens": ("", "val loss", "", 0)},
-        ("at 256 tokens",),
-        "at 256 tokens",
-        0.005,
-        "speeches",
+    *(
+        Losses(
+            "training-length",
+            "length.md",
+            {"softmax": "softmax", "ssmax": "SSMax", "ssmax_b": "SSMax with b", "ssmax_without_s": "SSMax without s", "log_n": "log n"},
+            tuple((arm, "softmax") for arm in ("ssmax", "ssmax_b", "ssmax_without_s", "log_n")),
+            {"at 256 tokens": ("", "val loss", "", 0)},
+            ("at 256 tokens",),
+            "at 256 tokens",
+            0.005,
+            corpus,
+            counts_tokens=True,
+        )
+        for corpus in ("speeches",)
     ),
     Recall("recall", "retrieval.md", {arm: LABELS[arm] for arm in ("softmax", "ssmax", "log_n")}, "softmax", (2048,), 0.1, picture=True),
     Recall("recall-control", "retrieval.md", LABELS, "ssmax_fixed", (2048, 8192), 0.1, picture=True),
