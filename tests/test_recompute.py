@@ -1,5 +1,6 @@
 """Tables and pictures of docs/ that scripts/recompute.py makes from results/."""
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -120,15 +121,18 @@ def test_a_line_may_be_an_arm_whose_normalizer_a_setting_changes(commit):
     assert row.endswith("*better by more than 0.02* |")
 
 
-def test_means_over_positions_weigh_each_bin_by_its_tokens(monkeypatch, tmp_path):
+def test_means_over_positions_weigh_each_bin_by_its_tokens_and_losses_stand_by_tokens_seen(monkeypatch, tmp_path):
     shared = {"size": None, "arm": "a", "rate": 0.1, "stage": "final", "seed": 1, "task": "", "metric": "loss", "setting": "as trained"}
-    shared |= {"state": "finished", "part": "reports", "weight": 1.0, "folder": "run"}
+    shared |= {"state": "finished", "part": "reports", "weight": 1.0, "folder": "run", "kind": "long", "step": 8, "tokens": 80}
     lines = [shared | {"x": x, "until": end, "sample": n, "value": loss + n} for x, end, loss in ((0, 1, 9.0), (1, 4, 5.0)) for n in (0, 2)]
-    monkeypatch.setattr(collect.lm, "results", lambda folder: pd.DataFrame(lines))
+    validation = {"kind": "validation", "metric": "val loss", "setting": "", "x": math.nan, "until": math.nan, "sample": 0}
+    lines += [shared | validation | {"step": step, "tokens": 10 * step, "value": 8.0 / step} for step in (4, 8)]
+    monkeypatch.setattr(collect.lm, "results", lambda folder, history: pd.DataFrame(lines))
     monkeypatch.setattr(collect, "RESULTS", tmp_path)
     frame = pd.read_csv(collect.collect(tmp_path, "made"))
     numbers = {(line.metric, line.x): (line.value, line.sequences) for line in frame.itertuples()}
-    assert numbers == {("loss", 0): (10, 2), ("loss", 1): (6, 2), ("mean loss", 4): (7, 2)}
+    positions = {("loss", 0): (10, 2), ("loss", 1): (6, 2), ("mean loss", 4): (7, 2)}
+    assert numbers == positions | {("val loss", 0): (1, 1), ("val loss by tokens", 40): (2, 1), ("val loss by tokens", 80): (1, 1)}
 
 
 def test_the_readme_says_what_its_first_experiment_found():
