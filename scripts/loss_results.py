@@ -36,7 +36,7 @@ class Losses:
         size: whose runs they are; empty if there is one.
         rows: rows of the picture, by their titles: pairs whose difference is drawn by position, a panel for each setting.
         length: training length, in tokens.
-        counts_tokens: whether a table has the tokens that each arm took to the highest final loss of any run.
+        counts_tokens: whether a table has the tokens that each arm, trained at one rate, took to the highest final loss of any run.
     """
 
     name: str

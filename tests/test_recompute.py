@@ -121,6 +121,24 @@ def test_a_line_may_be_an_arm_whose_normalizer_a_setting_changes(commit):
     assert row.endswith("*better by more than 0.02* |")
 
 
+def test_tokens_are_counted_to_the_highest_final_loss_of_any_run(commit):
+    curves = {"base": {100: 5.0, 200: 4.0, 400: 3.0}, "arm": {100: 6.0, 200: 5.0, 400: 4.0}}
+    lines = [
+        {"arm": arm, "rate": 0.1, "stage": "final", "seed": seed, "metric": "val loss by tokens", "setting": "", "x": tokens, "value": loss}
+        for arm, curve in curves.items()
+        for tokens, loss in curve.items()
+        for seed in range(8)
+    ]
+    commit(lines)
+    result = Losses("made", "", {"base": "a baseline", "arm": "an arm"}, (("arm", "base"),), {}, (), "", 0.02, counts_tokens=True)
+    assert result.token_table().splitlines() == [
+        "|  | tokens to a loss of 4.00 | factor |",
+        "| --- | --- | --- |",
+        "| a baseline | 200 | 1 |",
+        "| an arm | 400 | 2.000 [2.000, 2.000] |",
+    ]
+
+
 def test_means_over_positions_weigh_each_bin_by_its_tokens_and_losses_stand_by_tokens_seen(monkeypatch, tmp_path):
     shared = {"size": None, "arm": "a", "rate": 0.1, "stage": "final", "seed": 1, "task": "", "metric": "loss", "setting": "as trained"}
     shared |= {"state": "finished", "part": "reports", "weight": 1.0, "folder": "run", "kind": "long", "step": 8, "tokens": 80}
