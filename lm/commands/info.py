@@ -58,7 +58,6 @@ def _kernels() -> dict[str, Plain]:
     on_gpu = torch.cuda.is_available()
     return {
         "torch.compile": f"yes, with {compiler}" if compiler else "no: neither g++ nor clang++",
-        "FlexAttention": "yes" if on_gpu else "no: its backward pass needs a GPU",
         "Triton": "no: not installed" if not _version("triton") else "yes" if on_gpu else "in tests alone: no GPU",
     }
 
