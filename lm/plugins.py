@@ -68,7 +68,6 @@ class Plugins:
 
     def __init__(self) -> None:
         self._allowed: set[str] = set()
-        self._needed: set[str] = set()  # allowed packages whose code a file has named
         self._trusting = False
         self._loaded: dict[str, Plugin] = {}
         self._noted: set[tuple[str, str]] = set()  # groups and built-in names whose entry points have been looked for
@@ -76,10 +75,6 @@ class Plugins:
     def allow(self, packages: Iterable[str]) -> None:
         """Allow imports of the code of these packages (or modules) that files name."""
         self._allowed.update(packages)
-
-    def unneeded(self) -> set[str]:
-        """Allowed packages whose code no file has named."""
-        return self._allowed - self._needed
 
     @contextmanager
     def trusted(self) -> Iterator[None]:
@@ -101,10 +96,9 @@ class Plugins:
             raise Unavailable("names no class", "write package.module:Class")
         reference = name if ":" in name else metadata.entry_points(group=kind.group)[name].value  # nothing is imported
         module = reference.partition(":")[0]
-        allowing_packages = {package for package in self._allowed if f"{module}.".startswith(f"{package}.")}
-        self._needed |= allowing_packages
+        is_allowed = any(f"{module}.".startswith(f"{package}.") for package in self._allowed)
         if reference not in self._loaded or self._loaded[reference].kind is not kind:
-            if not self._trusting and not allowing_packages:
+            if not self._trusting and not is_allowed:
                 package, allowed_packages = _package(module), ", ".join(sorted(self._allowed))
                 remedy = f"if you trust it: --allow-plugin {package}, in Python PLUGINS.allow(['{package}']) of lm.plugins"
                 remedy += f"; allowed is {allowed_packages}" if allowed_packages else ""

@@ -1,12 +1,11 @@
 """Arguments and options that several commands have."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lm.errors import ConfigError, LMError
+from lm.errors import ConfigError
 
 Results = Annotated[Path | None, typer.Option("--out", "-o", help="also write all numbers to this .csv or .json file", show_default=False)]
 Checkpoint = Annotated[str, typer.Option(help="last, best (lowest selection loss), a step, or a checkpoint's path")]
@@ -14,17 +13,10 @@ Source = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="run fold
 New = Annotated[Path, typer.Option("--out", "-o", help="folder to create", show_default=False)]
 
 
-def _allow(context: typer.Context, packages: list[str] | None) -> None:
-    """Allow plugins; at the end of a command that succeeds, print the packages that nothing needed."""
+def _allow(packages: list[str] | None) -> None:
     from lm.plugins import PLUGINS
 
-    def report_unneeded() -> None:
-        for name in sorted(PLUGINS.unneeded().intersection(packages or ())):
-            if not isinstance(sys.exc_info()[1], LMError):
-                print(f"note: --allow-plugin {name}: nothing of this package is named here; nothing was imported", file=sys.stderr)
-
     PLUGINS.allow(packages or ())
-    context.call_on_close(report_unneeded)
 
 
 AllowPlugin = Annotated[
