@@ -1,7 +1,6 @@
 """The keys of `optim`, `phases`, `trainer` and `log`: the options of training."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -108,25 +107,6 @@ class AdamW(Optimizer):
         return 1.0
 
 
-@dataclass(frozen=True)
-class MuonRate:
-    """The learning rate of a projection under Muon, and how it transfers.
-
-    Attributes:
-        relative: its ratio to the group's rate, by the projection's outputs and inputs.
-        width_exponent: the group's rate falls as the width to this power, so that an update's largest singular value stays as it is.
-    """
-
-    relative: Callable[[int, int], float]
-    width_exponent: float
-
-
-MUON_RATES = {
-    "match_rms_adamw": MuonRate(lambda outputs, inputs: 0.2 * math.sqrt(max(outputs, inputs)), width_exponent=0.5),
-    "original": MuonRate(lambda outputs, inputs: math.sqrt(max(1, outputs / inputs)), width_exponent=0.0),
-}
-
-
 @dataclass
 class Muon(AdamW):
     """Muon (kellerjordan.github.io/posts/muon) for each projection in the group `matrices`; AdamW, with its options, for other groups."""
@@ -151,7 +131,12 @@ class Muon(AdamW):
 
     @property
     def width_exponent(self) -> float:
-        return MUON_RATES[self.adjust_lr].width_exponent
+        """0.5 or 0, by `adjust_lr`: an update's largest singular value stays as it is."""
+        return 0.5 if self.adjust_lr == "match_rms_adamw" else 0.0
+
+    def relative_rate(self, outputs: int, inputs: int) -> float:
+        """The learning rate of a projection, as a multiple of its group's rate."""
+        return 0.2 * math.sqrt(max(outputs, inputs)) if self.adjust_lr == "match_rms_adamw" else math.sqrt(max(1, outputs / inputs))
 
 
 OPTIMIZER = Kind("lm.optimizers", "optimizer", Optimizer, ("make",))

@@ -11,7 +11,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from lm.config.training_config import MUON_RATES, AdamW, Groups, Muon, OptimConfig
+from lm.config.training_config import AdamW, Groups, Muon, OptimConfig
 from lm.config.tree import Config
 from lm.model.decoder import Decoder, group_of, is_normalizer, projections
 from lm.model.device import has_native_bf16
@@ -86,7 +86,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         for projection, mean in batch:
             pairs_by_shape.setdefault(mean.shape, []).append((projection, mean))
         for shape, pairs in pairs_by_shape.items():
-            rate = lr * MUON_RATES[self.options.adjust_lr].relative(*shape)
+            rate = lr * self.options.relative_rate(*shape)
             means = torch.stack([mean for _, mean in pairs])
             products = torch.bfloat16 if has_native_bf16("gpu" if means.is_cuda else "cpu") else torch.float32
             updates = orthogonalised(means, self.options.ns_steps, products)
