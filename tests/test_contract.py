@@ -164,6 +164,16 @@ def test_a_factor_along_the_wrong_axis_is_named(broken: type[Normalizer], monkey
         contract.own_row(OfBroken())
 
 
+def test_a_normalizer_that_can_not_be_used_is_said_so_once_without_a_hint(monkeypatch: pytest.MonkeyPatch):
+    class Pair(SoftmaxNormalizer):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> tuple[Tensor, None]:
+            return v, None
+
+    monkeypatch.setattr(contract, "make_normalizer", Pair)
+    ((_, problem),) = checked_promises(OfBroken())
+    assert problem == "stopped by TypeError: `forward` gives tuple, not a tensor"
+
+
 def test_every_check_is_failed_by_some_normalizer():
     assert {check.__name__ for check in CHECKS} == set().union(*BROKEN.values())
 
@@ -186,7 +196,7 @@ def test_check_normalizer_says_what_is_broken_and_fails(tmp_path: Path, monkeypa
         "broken:Acausal: BROKEN: a later token changes nothing earlier, to the bit: other tokens from 25 on change an earlier output"
         in result.stdout
     )
-    assert "broken:Acausal: kept: initial values are the same each time" in result.stdout
+    assert "broken:Acausal: kept: it gives an output, and initial values are the same each time" in result.stdout
 
 
 def test_check_normalizer_accepts_built_in_normalizers_with_options_and_refuses_unknown_ones():

@@ -6,7 +6,7 @@ Shapes: B = 2 sequences, H = `HEADS`, T tokens, D head size, C = `WIDTH`. Unless
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ from lm.plugins import PLUGINS
 
 HEADS, SIZE, WIDTH, TRAIN_LENGTH = 4, 16, 12, 64
 OUTPUT, WEIGHTS = ("sequence", "head", "token", "dimension"), ("sequence", "head", "query", "key")  # axes of both, by name
+STOPPED = "stopped by"  # begins a problem of code that raises an error
 AUTOCAST_FACTOR = 10  # errors under bf16 autocast may be this many times softmax's
 
 
@@ -120,10 +121,14 @@ def assert_decodes(normalizer: Normalizer, q: Tensor, k: Tensor, v: Tensor, expe
 
 
 def initial_values(options: Options) -> None:
-    """initial values are the same each time, but for matrices named `hidden`
+    """it gives an output, and initial values are the same each time, but for matrices named `hidden`
 
     draw nothing in `initialise`; a matrix that is to be drawn is named `hidden`
     """
+    q, k, v = inputs(4, normalizer=(normalizer := randomized(options)))
+    output = normalizer(q, k, v, AttentionLayout.full(4))
+    if not isinstance(output, Tensor):
+        raise TypeError(f"`forward` gives {type(output).__name__}, not a tensor")
     with torch.random.fork_rng():
         first, second = (make_normalizer(options, LayerSpec(HEADS, SIZE, WIDTH, TRAIN_LENGTH)) for _ in range(2))
     for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
@@ -399,24 +404,15 @@ CHECKS: tuple[Callable[[Options], None], ...] = (
 )  # fmt: skip
 
 
-def used(options: Options) -> None:
-    """it can be made, and gives an output"""
-    q, k, v = inputs(4, normalizer=(normalizer := randomized(options)))
-    output = normalizer(q, k, v, AttentionLayout.full(4))
-    require(isinstance(output, Tensor), f"`forward` gives {type(output).__name__}, not a tensor")
-
-
-def checked_promises(
-    options: object, checks: Iterable[Callable[..., None]] = CHECKS, use: Callable[..., None] = used
-) -> Iterator[tuple[str, str]]:
+def checked_promises(options: object, checks: Sequence[Callable[..., None]] = CHECKS) -> Iterator[tuple[str, str]]:
     """Check each promise of code with these options (a normalizer's): its words, and the problem, with a hint; empty if it is kept.
-    Code that `use` can't use breaks the promise of `use` alone: other checks would repeat the reason."""
-    if problem := _broken(use, options):
-        yield use.__doc__, problem
-        return
+    Code that stops the first check can't be used, and breaks this promise alone: other checks would repeat the reason."""
     for check in checks:
         promise, _, hint = check.__doc__.partition("\n\n")
         problem = _broken(check, options)
+        if check is checks[0] and problem.startswith(STOPPED):
+            yield promise, problem
+            return
         yield promise, problem and f"{problem}; hint: {hint.strip()}"
 
 
@@ -428,5 +424,5 @@ def _broken(check: Callable[..., None], options: object) -> str:
         if isinstance(error, AssertionError) and str(error):
             return one_line(error)
         place, _ = PLUGINS.failure(error)
-        return f"stopped by {type(error).__name__}: {one_line(error)}" + (f"; {place}" if place else "")
+        return f"{STOPPED} {type(error).__name__}: {one_line(error)}" + (f"; {place}" if place else "")
     return ""
