@@ -15,7 +15,7 @@ Shapes: B sequences, T queries, S keys, H heads of queries, K of keys and values
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import TypeVar, cast
@@ -30,7 +30,7 @@ from lm.attention.options import Options
 from lm.attention.routes import AsModule
 from lm.errors import ConfigError, Problem
 from lm.plugins import PLUGINS
-from lm.schema import Plain, build, own_problems, variant
+from lm.schema import Plain, build_named
 
 Named = str | Mapping[str, Plain]
 Result = TypeVar("Result")
@@ -228,18 +228,9 @@ def _whole_numbers(name: str, tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
     return tensor.long()
 
 
-@dataclass
-class _Chosen:
-    normalizer: Options = variant(SINGLE, "softmax", "a normalizer by name, with its options")
-
-
 def _options(normalizer: Named) -> Options:
-    problems: list[Problem] = []
     with PLUGINS.trusted():  # the caller named it
-        chosen = build(_Chosen, {"normalizer": dict(normalizer) if isinstance(normalizer, Mapping) else normalizer}, "", problems)
-    if problems := problems or own_problems(chosen):
-        raise ConfigError(problems)
-    return chosen.normalizer
+        return build_named(SINGLE, dict(normalizer) if isinstance(normalizer, Mapping) else normalizer, "normalizer", "softmax")
 
 
 @lru_cache(maxsize=256)

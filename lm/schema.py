@@ -16,7 +16,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, is_dataclass
 
-from lm.errors import Problem
+from lm.errors import ConfigError, Problem
 
 Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 
@@ -289,6 +289,21 @@ def _build_variant(table: Mapping[str, type], default: str | None, value: Plain,
         problems.append(Problem(_join(path, "name"), name, "unknown name", suggest(name, table)))
         return MISSING
     return build(schema, value, path, problems, table)
+
+
+def build_named(table: Mapping[str, type], value: Plain, path: str, default: str | None = None):
+    """The block that `value` picks from `table`, read and checked as a field of `variant` at `path`, outside of any configuration.
+
+    default: the name in a block without one; None: each block must have a name.
+
+    Raises:
+        ConfigError: all problems of single keys, or else of the block in itself, in one message.
+    """
+    problems: list[Problem] = []
+    block = _build_variant(table, default, value, path, problems)
+    if problems := problems or own_problems(block, path):
+        raise ConfigError(problems)
+    return block
 
 
 def convert(hint: type, value: Plain):

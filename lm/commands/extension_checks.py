@@ -8,7 +8,6 @@ import io
 import json
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import make_dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from lm.evaluation.evaluation_kind import measurements
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.plugins import PLUGINS, Table
-from lm.schema import Plain, build, own_problems, to_plain, variants
+from lm.schema import Plain, build_named, to_plain
 from lm.training.optimizers import load_named_state, make_optimizer, named_state, optimizer_mismatch
 
 VOCABULARY, LENGTH = 60, 32
@@ -269,13 +268,8 @@ def check_extension(noun: str, name: str, overrides: list[str]) -> Iterator[tupl
         ConfigError: the class can't be imported, is of another kind or lm's own, or has no such options.
     """
     table, checks = KINDS[noun]
-    problems = []
     with PLUGINS.trusted():
-        schema = make_dataclass("Named", [(noun, list, variants(table, ""))])
-        holder = build(schema, {noun: {"name": name, **read_overrides(overrides)}}, "", problems)
-    if problems := problems or own_problems(holder):
-        raise ConfigError(problems)
-    (options,) = getattr(holder, noun)
+        options = build_named(table, {"name": name, **read_overrides(overrides)}, noun)
     if not isinstance(options, table.kind.base):
         raise ConfigError([Problem(noun, name, "is lm's own, and promises nothing to others", "name yours: package.module:Class")])
     return checked_promises(options, checks)

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
+from lm.attention.catalogue import OPTIONS
 from lm.attention.options import Options
 from lm.config import presets
 from lm.config.eval_config import empty_sequences
-from lm.config.model_config import ModelConfig
 from lm.config.training_config import WSD
 from lm.config.tree import Config
 from lm.config.yaml_text import MAX_BYTES, MAX_DEPTH, dump_yaml, interpolated, parse_yaml
@@ -23,6 +23,7 @@ from lm.schema import (
     Plain,
     block_of,
     build,
+    build_named,
     effect,
     effect_within,
     is_block,
@@ -241,13 +242,8 @@ def load_normalizer(name: str, overrides: list[str]) -> Options:
     Raises:
         ConfigError: all problems, in one message.
     """
-    problems: list[Problem] = []
     with PLUGINS.trusted():
-        model = build(ModelConfig, {"normalizer": {"name": name, **read_overrides(overrides)}}, "model", problems)
-    problems += own_problems(model.normalizer, "model.normalizer")
-    if problems:
-        raise ConfigError(problems)
-    return model.normalizer
+        return build_named(OPTIONS, {"name": name, **read_overrides(overrides)}, "model.normalizer")
 
 
 def parse(plain: dict[str, Plain]) -> Config:
