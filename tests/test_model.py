@@ -17,7 +17,7 @@ from folders import same, weights
 from lm.attention import catalogue
 from lm.attention import catalogue as opt
 from lm.attention.layout import AttentionLayout
-from lm.config.inference_config import NTK, AsTrained, InferenceSetting, Interpolation, RopeScaling, ThetaFactor, YaRNScaling
+from lm.config.inference_config import NTK, InferenceSetting, Interpolation, RopeScaling, ThetaFactor, YaRNScaling
 from lm.config.load import parse, to_yaml
 from lm.config.model_config import GAUBlock, Learned, ModelConfig, NoPosition, Rope
 from lm.data.batches import Batch
@@ -25,7 +25,7 @@ from lm.errors import ConfigError
 from lm.model.attention_stream import attention_blocks
 from lm.model.blocks import DecodingCache, ForwardContext, RMSNorm
 from lm.model.decoder import Decoder
-from lm.model.rope import frequencies, rope_rotation, rotate
+from lm.model.rope import AS_TRAINED, frequencies, rope_rotation, rotate
 from lm.model.spec import count_parameters, flops_per_token
 from lm.model.swapped import for_inference
 from lm.runs.loading import load as load_model
@@ -141,7 +141,7 @@ def test_theta_factor_multiplies_theta():
 
 def test_scalings_of_rope_have_their_closed_forms():
     rope, train_length, length = Rope(theta=1e4), 64, 512
-    plain = frequencies(64, rope, AsTrained(), train_length, length)
+    plain = frequencies(64, rope, AS_TRAINED, train_length, length)
     assert torch.equal(frequencies(64, rope, Interpolation(), train_length, length), plain / 8)
     assert torch.equal(frequencies(64, rope, Interpolation(2.0), train_length, length), plain / 2)
     ntk = frequencies(64, rope, NTK(), train_length, length)

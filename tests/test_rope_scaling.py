@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from lm.config.inference_config import AsTrained, InferenceSetting, Interpolation, YaRNScaling
+from lm.config.inference_config import InferenceSetting, Interpolation, YaRNScaling
 from lm.config.model_config import LinearScaling, Llama3Scaling, ModelConfig, NoPosition, Rope, TrainedScaling, YarnScaling
 from lm.data.batches import Batch
 from lm.errors import ConfigError
@@ -16,7 +16,7 @@ from lm.huggingface.fields import write_rope
 from lm.model.attention_stream import attention_blocks
 from lm.model.blocks import DecodingCache
 from lm.model.decoder import Decoder
-from lm.model.rope import frequencies, rope_rotation
+from lm.model.rope import AS_TRAINED, frequencies, rope_rotation
 from lm.model.swapped import for_inference
 from lm.runs.loading import load
 from lm.training.train import train
@@ -37,10 +37,10 @@ def test_frequencies_are_those_of_transformers(scaling: TrainedScaling, theta: f
     rope = Rope(theta=theta, scaling=scaling)
     config = LlamaConfig(hidden_size=128, num_attention_heads=2, max_position_embeddings=900, rope_parameters=write_rope(rope))
     expected, amplitude = ROPE_INIT_FUNCTIONS[scaling.name](config, torch.device("cpu"))
-    actual = frequencies(64, rope, AsTrained(), 900, 900)
+    actual = frequencies(64, rope, AS_TRAINED, 900, 900)
     torch.testing.assert_close(actual.float(), expected, rtol=2e-6, atol=0)
     assert scaling.amplitude == pytest.approx(amplitude)
-    assert not torch.allclose(actual, frequencies(64, Rope(theta=theta), AsTrained(), 900, 900))
+    assert not torch.allclose(actual, frequencies(64, Rope(theta=theta), AS_TRAINED, 900, 900))
     cos, sin = rope_rotation(torch.arange(50), 64, rope)
     torch.testing.assert_close(cos.square() + sin.square(), torch.full_like(cos, amplitude**2))
 

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 S_HELP = "s; null: the sequence's length in training lengths"
 
 
+@dataclass(frozen=True)
 class RopeScaling:
-    """A scaling of RoPE for sequences s times as long as in training; this base class scales nothing."""
+    """RoPE as it was trained, and the base of scalings of RoPE for sequences s times as long as in training."""
 
-    name: ClassVar[str]
+    name: ClassVar[str] = "as_trained"
 
     def s(self, trained_length: int, length: int) -> float:
         """The factor that is set, or the length of the sequence in units of `trained_length`, at least 1."""
@@ -35,13 +36,6 @@ class RopeScaling:
     def logit_factor(self, s: float) -> float:
         """A factor on the logits."""
         return 1.0
-
-
-@dataclass(frozen=True)
-class AsTrained(RopeScaling):
-    """RoPE as it was trained."""
-
-    name: ClassVar[str] = "as_trained"
 
 
 @dataclass(frozen=True)
@@ -97,7 +91,7 @@ class YaRNScaling(RopeScaling):
         return order_problems(self.slow, self.fast)
 
 
-ROPE_SCALINGS = {v.name: v for v in (AsTrained, ThetaFactor, Interpolation, NTK, YaRNScaling)}
+ROPE_SCALINGS = {v.name: v for v in (RopeScaling, ThetaFactor, Interpolation, NTK, YaRNScaling)}
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 ORIGINAL_HELP = "context length before the frequencies were rescaled, tokens"
 
 
+@dataclass(frozen=True)
 class TrainedScaling:
-    """A model's rescaling, in training, of the frequencies that theta gives; this base class rescales nothing."""
+    """RoPE's frequencies as theta gives them, and the base of rescalings of them before or in training."""
 
-    name: ClassVar[str]
+    name: ClassVar[str] = "none"
 
     def rescaled_frequencies(self, frequencies: "Tensor", theta: float, head_size: int) -> "Tensor":
         """Radians per token of each pair (pairs,), from the `frequencies` that an unscaled theta gives; `theta`: the base in training."""
@@ -28,13 +29,6 @@ class TrainedScaling:
     def amplitude(self) -> float:
         """A factor on cos and sin; logits are multiplied by its square."""
         return 1.0
-
-
-@dataclass(frozen=True)
-class Unscaled(TrainedScaling):
-    """RoPE's frequencies as theta gives them."""
-
-    name: ClassVar[str] = "none"
 
 
 @dataclass(frozen=True)
@@ -114,7 +108,7 @@ def order_problems(slow: float, fast: float) -> list[Problem]:
     return [] if fast > slow else [Problem("fast", fast, f"is not above slow = {slow:g}")]
 
 
-TRAINED_SCALINGS = {v.name: v for v in (Unscaled, LinearScaling, Llama3Scaling, YarnScaling)}
+TRAINED_SCALINGS = {v.name: v for v in (TrainedScaling, LinearScaling, Llama3Scaling, YarnScaling)}
 
 
 # ---------------------------------------------------------------- the decoder

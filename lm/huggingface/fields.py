@@ -4,7 +4,7 @@ from collections.abc import Container
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from lm.config.model_config import LinearScaling, Llama3Scaling, Rope, TrainedScaling, Unscaled, YarnScaling
+from lm.config.model_config import LinearScaling, Llama3Scaling, Rope, TrainedScaling, YarnScaling
 from lm.errors import RunError, abbreviated, as_written
 from lm.schema import Plain, convert, type_name
 
@@ -127,7 +127,7 @@ BY_LENGTH = "its frequencies depend on the length of the sequence; only default,
 ORIGINAL = "original_max_position_embeddings"
 # Our options by their names in transformers, of each `rope_type`.
 TYPES: dict[str, tuple[type[TrainedScaling], dict[str, str]]] = {
-    "default": (Unscaled, {}),
+    "default": (TrainedScaling, {}),
     "linear": (LinearScaling, {"factor": "factor"}),
     "llama3": (Llama3Scaling, {"factor": "factor", "low_freq_factor": "slow", "high_freq_factor": "fast", ORIGINAL: "original"}),
     "yarn": (

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from lm.config.inference_config import AsTrained, RopeScaling
+from lm.config.inference_config import RopeScaling
 from lm.config.model_config import Rope
 
-AS_TRAINED = AsTrained()
+AS_TRAINED = RopeScaling()
 Rotation = tuple[Tensor, Tensor]  # cos and sin, each (T, rotated / 2) or (B, T, rotated / 2) fp32
 
 
