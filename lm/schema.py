@@ -249,19 +249,19 @@ def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: lis
         problems.append(Problem(path, value, f"must be {type_name(spec.type)}", _type_remedy(spec.type, value, spec.metadata["help"])))
         return MISSING
     limits = spec.metadata["limits"]
-    for item in _items(result):
+    for item in single_values(result):
         if isinstance(item, int | float) and not isinstance(item, bool) and not limits.allow(item):
             problems.append(Problem(path, value, f"must be {limits}"))
             return MISSING
     return result
 
 
-def _items(value: Plain) -> Iterator[Plain]:
+def single_values(value: Plain) -> Iterator[Plain]:
     """The values in nested lists and maps; a value of another type by itself."""
     if not isinstance(value, list | dict):
         yield value
     for item in value if isinstance(value, list) else value.values() if isinstance(value, dict) else ():
-        yield from _items(item)
+        yield from single_values(item)
 
 
 def is_block(value: Plain) -> bool:

@@ -5,7 +5,7 @@ every problem, problems between several keys included. This module never imports
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -323,13 +323,23 @@ def _read(path: Path, heirs: tuple[Path, ...], cache: dict[Path, dict[str, Plain
 
 def read_overrides(overrides: list[str]) -> dict[str, Plain]:
     """`key.path=value` texts as nested plain data. Raises ConfigError for text of another form."""
-    tree: dict[str, Plain] = {}
+    blocks: list[dict[str, Plain]] = []
     for override in overrides:
         path, sign, text = override.partition("=")
         names = path.split(".")
         if not sign or not all(names) or len(names) > MAX_DEPTH:
             raise ConfigError(f"{abbreviated(override, 80)}: not an override; write key=value, e.g. optim.lr=3e-4")
-        value = parse_yaml(text, abbreviated(override, 80))
+        blocks.append({path: parse_yaml(text, abbreviated(override, 80))})
+    return nested(*blocks)
+
+
+def nested(*blocks: Mapping[str, Plain]) -> dict[str, Plain]:
+    """The keys as nested blocks, later ones winning: {"optim.lr": 1} becomes {"optim": {"lr": 1}}. Raises ConfigError: too deep a key."""
+    tree: dict[str, Plain] = {}
+    for path, value in (item for block in blocks for item in block.items()):
+        names = str(path).split(".")
+        if len(names) > MAX_DEPTH:
+            raise ConfigError(f"{abbreviated(str(path), 80)}: not a configuration key")
         for name in reversed(names):
             value = {name: value}
         tree = merge(tree, value)

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lm.errors import ConfigError, abbreviated, one_line
-from lm.schema import Plain
+from lm.schema import Plain, single_values
 
 MAX_BYTES = 2**19  # size of a text
 MAX_NODES = 10_000  # keys and values in a text, with aliases expanded
@@ -147,7 +147,7 @@ def interpolated(plain: dict[str, Plain]) -> dict[str, Plain]:
     Raises:
         ConfigError: an interpolation can't be resolved, or there are too many to expand in a reasonable time.
     """
-    texts = [text for text in _texts(plain) if "${" in text]
+    texts = [value for value in single_values(plain) if isinstance(value, str) and "${" in value]
     if not texts:
         return plain
     if sum(text.count("${") for text in texts) > MAX_INTERPOLATIONS:
@@ -158,15 +158,6 @@ def interpolated(plain: dict[str, Plain]) -> dict[str, Plain]:
         raise ConfigError(f"{abbreviated(texts[0], 80)}: an interpolation refers to itself") from None
     except (OmegaConfBaseException, ValueError) as error:
         raise ConfigError(one_line(error)) from None
-    if sum(1 for _ in _texts(result, all_values=True)) > MAX_NODES:
+    if sum(1 for _ in single_values(result)) > MAX_NODES:
         raise ConfigError(f"the configuration has more than {MAX_NODES:,} values once its interpolations are resolved")
     return result
-
-
-def _texts(value: Plain, all_values: bool = False):
-    """The texts among the values of nested data; with `all_values`, all values."""
-    if isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _texts(item, all_values)
-    elif all_values or isinstance(value, str):
-        yield value

@@ -14,10 +14,10 @@ from typing import Literal
 from lm.attention.catalogue import make_normalizer
 from lm.attention.normalizer import LayerSpec
 from lm.attention.options import Options
-from lm.config.load import merge, parse
+from lm.config.load import merge, nested, parse
 from lm.config.tree import Config, effect_of
-from lm.config.yaml_text import MAX_DEPTH, interpolated
-from lm.errors import ConfigError, Problem, abbreviated
+from lm.config.yaml_text import interpolated
+from lm.errors import ConfigError, Problem
 from lm.experiments.run_outcome import SELECTION
 from lm.plugins import PLUGINS
 from lm.schema import Plain, build, flatten, is_block, key, to_plain
@@ -343,19 +343,6 @@ def deciding_keys(plain: dict[str, Plain]) -> dict[str, Plain]:
     """The dotted keys, with their values, that decide what a run learns and how it is measured; null values are left out."""
     areas = ("model", "training", "seed", "numerics", "evaluation")
     return {path: value for path, value in flatten(plain).items() if value is not None and effect_of(path).affects in areas}
-
-
-def nested(changes: Mapping[str, Plain]) -> dict[str, Plain]:
-    """The keys as nested blocks: {"optim.lr": 1} becomes {"optim": {"lr": 1}}, and nested blocks stay as they are."""
-    plain: dict[str, Plain] = {}
-    for path, value in changes.items():
-        names = str(path).split(".")
-        if len(names) > MAX_DEPTH:
-            raise ConfigError(f"{abbreviated(str(path), 80)}: not a configuration key")
-        for name in reversed(names):
-            value = {name: value}
-        plain = merge(plain, value)
-    return plain
 
 
 def described(config: Config, tuned_keys: Iterable[str], source_name: str) -> str:

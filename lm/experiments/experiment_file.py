@@ -10,14 +10,14 @@ from pathlib import Path
 
 from lm.attention.catalogue import OPTIONS
 from lm.config import presets
-from lm.config.load import merge, overrides_in, read_overrides, read_yaml
+from lm.config.load import merge, nested, overrides_in, read_overrides, read_yaml
 from lm.config.task_config import task_names
 from lm.config.tree import Config, ExperimentConfig, differences, effect_of, is_learned
 from lm.config.yaml_text import MAX_BYTES, parse_yaml
 from lm.data.prepare import vocabulary
 from lm.data.sources import labels
 from lm.errors import ConfigError, DataError, Problem, as_written
-from lm.experiments.experiment import NOT_REACHED, Arm, Experiment, Primary, Swap, Tune, TuningRun, config_hash, nested
+from lm.experiments.experiment import NOT_REACHED, Arm, Experiment, Primary, Swap, Tune, TuningRun, config_hash
 from lm.experiments.run_outcome import SELECTION
 from lm.runs.folder import CONFIG, DIVERGED, SWAPPED
 from lm.schema import Plain, Unavailable, build, flatten, is_block, key, own_problems, section, suggest, to_plain
