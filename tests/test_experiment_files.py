@@ -90,8 +90,9 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
         ({"sizes": {"a": {"seed": 3}}}, "sizes.a.seed = 3: is set by the experiment"),
         ({"arms": {"a": {}, "b": {"eval.sequences": 48}}}, "arms.b = .*is measured on other sequences than the baseline"),
         ({"sizes": {"big": {"model.n_embd": 33}}}, "yaml: size big: model.n_embd"),
-        ({"base": 3}, "base = 3: must be a configuration file"),
-        ({"arms": {"a": {}, "b": {"base": 3}}}, "arms.b.base = 3: must be a configuration file or a list of them"),
+        ({"base": 3}, "yaml: base = 3: must be a file or a list of files$"),
+        ({"base": {"base": 3}}, "yaml: base.base = 3: must be a file or a list of files$"),
+        ({"arms": {"a": {}, "b": {"base": 3}}}, "yaml: arms.b.base = 3: must be a file or a list of files$"),
         ({"sizes": {"a": {"base": "nowhere.yaml"}}}, "nowhere.yaml: no such configuration file"),
         (
             {"arms": {"a": {}, "b": {"base": str(ROOT / "configs/recipes/ssmax-paper.yaml")}}},

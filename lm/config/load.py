@@ -308,17 +308,34 @@ def _read(path: Path, heirs: tuple[Path, ...], cache: dict[Path, dict[str, Plain
     plain = {} if plain is None else plain
     if not isinstance(plain, dict):
         raise ConfigError(f"{path}: must hold keys and values, not {abbreviated(as_written(plain), 40)}{hint}")
-    parents = plain.pop("base", [])
-    bases = parents if isinstance(parents, list) else [parents]
-    if not all(isinstance(base, str) for base in bases):
-        raise ConfigError([Problem("base", parents, f"must be a file or a list of files (in {path})")])
-    if bases and len(heirs) >= MAX_BASES:
+    cache[resolved_path] = over_bases(plain, path, "base", (*heirs, resolved_path), cache)
+    return cache[resolved_path]
+
+
+def over_bases(
+    plain: dict[str, Plain], path: Path, key: str = "base", heirs: tuple[Path, ...] = (), cache: dict[Path, dict[str, Plain]] | None = None
+) -> dict[str, Plain]:
+    """The keys of a block of the file `path`, merged over the keys of the files that its `base` names (paths relative to `path`, else
+    names of presets), later files winning.
+
+    Args:
+        key: the path of `base` in the file, for errors.
+        heirs: the files that inherit from the bases, each from the next.
+        cache: the keys of files that were read before, to which those read now are added.
+
+    Raises:
+        ConfigError: `base` is of another form, or one of the files can't be read or is not a configuration.
+    """
+    bases, cache = plain.get("base", []), {} if cache is None else cache
+    names = bases if isinstance(bases, list) else [bases]
+    if not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{path}: {Problem(key, bases, 'must be a file or a list of files')}")
+    if names and len(heirs) > MAX_BASES:
         raise ConfigError(f"{path}: is inherited from through more than {MAX_BASES} files by `base:`")
     tree: dict[str, Plain] = {}
-    for base in bases:
-        tree = merge(tree, _read(presets.base(path, base), (*heirs, resolved_path), cache))
-    cache[resolved_path] = merge(tree, plain)
-    return cache[resolved_path]
+    for name in names:
+        tree = merge(tree, _read(presets.base(path, name), heirs, cache))
+    return merge(tree, {name: value for name, value in plain.items() if name != "base"})
 
 
 def read_overrides(overrides: list[str]) -> dict[str, Plain]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lm.attention.catalogue import OPTIONS
 from lm.config import presets
-from lm.config.load import merge, nested, overrides_in, read_overrides, read_yaml
+from lm.config.load import merge, nested, over_bases, overrides_in, read_overrides
 from lm.config.task_config import task_names
 from lm.config.tree import Config, ExperimentConfig, differences, effect_of, is_learned
 from lm.config.yaml_text import MAX_BYTES, parse_yaml
@@ -68,7 +68,8 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     problems: list[Problem] = []
     arms = read_arms(plain.pop("arms", None), problems)
     sizes = {name: nested(changes) for name, changes in read_blocks("sizes", plain.pop("sizes", None) or {}, problems).items()}
-    base, evaluation_keys = _base(file, plain.pop("base", None)), plain.pop("evaluate", None) or {}
+    base, evaluation_keys = plain.pop("base", None), plain.pop("evaluate", None) or {}
+    base = over_bases(nested(base), file, "base.base") if isinstance(base, dict) else over_bases({"base": base}, file)
     if not isinstance(evaluation_keys, dict):
         problems.append(Problem("evaluate", evaluation_keys, "must be a block of configuration keys"))
         evaluation_keys = {}
@@ -96,8 +97,9 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     for prefix, changes in blocks.items():
         for path in sorted(fixed_keys & set(flatten(changes))):
             problems.append(Problem(f"{prefix}.{path}", flatten(changes)[path], "is set by the experiment", "drop it"))
-    arms = tuple(replace(arm, changes=_with_files(file, f"arms.{arm.name}", arm.changes)) for arm in arms)
-    sizes = {name: _with_files(file, f"sizes.{name}", changes) for name, changes in sizes.items()}
+    # The checks above are of the block's own keys alone: its files may hold a key that the experiment sets, such as a learning rate.
+    arms = tuple(replace(arm, changes=over_bases(arm.changes, file, f"arms.{arm.name}.base")) for arm in arms)
+    sizes = {name: over_bases(changes, file, f"sizes.{name}.base") for name, changes in sizes.items()}
     for arm in arms:
         if (tokens := flatten(arm.changes).get(TOKENS)) is not None:
             problems.append(
@@ -302,37 +304,6 @@ def _read(path: Path) -> dict[str, Plain]:
         reason = f"the configuration of one run (it has {', '.join(keys)} and no arms), not an experiment"
         raise ConfigError(f"{path}: {reason}; train it with lm train {path}, or name it as an experiment's base")
     return plain
-
-
-def _base(path: Path, value: Plain) -> dict[str, Plain]:
-    """The base configuration. `value` names a file or a list of files beside the experiment's, or is a block of keys, which may have a key
-    `base`."""
-    if isinstance(value, dict):
-        return _with_files(path, "base", nested(value))
-    return _files(path, "base", value, ", a list of them, or a block of keys")
-
-
-def _with_files(path: Path, key_path: str, changes: dict[str, Plain]) -> dict[str, Plain]:
-    """The keys of a block, which override those of the configuration files that its `base` names. The checks of arms and sizes cover the
-    block's keys alone: a file may hold a key that the experiment sets, such as a learning rate."""
-    own_keys = {name: value for name, value in changes.items() if name != "base"}
-    return merge(_files(path, f"{key_path}.base", changes["base"], " or a list of them"), own_keys) if "base" in changes else own_keys
-
-
-def _files(path: Path, key_path: str, value: Plain, forms: str) -> dict[str, Plain]:
-    """The merged keys of configuration files, of which later files override earlier ones.
-
-    Args:
-        value: a path relative to the experiment's file, or the name of a preset, or a list of them.
-        forms: the further forms that the value may have, for the error message.
-    """
-    names = value if isinstance(value, list) else [value]
-    if not names or not all(isinstance(name, str) for name in names):
-        raise ConfigError([Problem(key_path, value, f"must be a configuration file{forms}")])
-    configuration: dict[str, Plain] = {}
-    for name in names:
-        configuration = merge(configuration, read_yaml(presets.base(path, name)))
-    return configuration
 
 
 # Evaluation kinds whose lengths are multiples of the training length: arms of other training lengths are measured on other sequences.
