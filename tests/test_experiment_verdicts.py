@@ -20,7 +20,7 @@ from lm.experiments.page import SizeResults, _caveats, crossed_table
 from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, Run, next_look
 from lm.experiments.slots import Slots
-from lm.experiments.summary import measured_words, summary_lines, tuning_means, tuning_table
+from lm.experiments.summary import differences_by_rate, measured_words, summary_lines, tuning_means, tuning_table
 from lm.report.frame import results
 from lm.report.tables import csv_text
 from lm.runs.evaluations import Axis, Sample, Series, evaluation_path, selects, validation_series
@@ -159,6 +159,14 @@ def test_the_difference_is_shown_at_every_rate(tmp_path):
     finish_all(procedure, lambda run: loss(run) + (run.rate - 2e-3) ** 2 * 1e5 * (2 if run.arm == "ssmax" else 1))
     differences = summary_lines(procedure)[1]["differences_by_rate"]
     assert differences == pytest.approx({"0.001": 0.1, "0.002": 0.0015, "0.004": 0.4015}, abs=2e-3)
+
+
+def test_differences_are_at_the_rates_of_both_infinite_where_one_diverged_and_none_where_both_did(tmp_path):
+    procedure = experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]})
+    diverged = {("ssmax", 4e-3, 101), ("ssmax", 4e-3, 102), ("softmax", 4e-3, 102)}
+    finish_all(procedure, lambda run: math.inf if (run.arm, run.rate, run.seed) in diverged else loss(run) + (run.rate - 2e-3) ** 2 * 1e5)
+    differences = differences_by_rate(procedure, "", procedure.experiment.arms[1])
+    assert differences == {rate: pytest.approx([0.001, 0.002], abs=1e-6) for rate in (1e-3, 2e-3)} | {4e-3: [math.inf]}
 
 
 ABOVE = "final loss above the unigram cross-entropy (6.2500 > 6.0000)"

@@ -10,7 +10,6 @@ from lm.statistics.tuning import (
     mean_loss,
     rate_cell,
     rate_choice,
-    rate_differences,
     rate_words,
     rates_of,
     read_rate,
@@ -72,15 +71,6 @@ def test_an_arm_that_diverges_everywhere_has_no_rate():
 def test_what_can_t_be_tuned_is_refused(grid, losses):
     with pytest.raises(ValueError, match="needs"):
         tuning_outcome([grid], losses)
-
-
-def test_differences_are_at_the_rates_of_both_infinite_where_one_diverged_and_none_where_both_did():
-    losses = {"a": bowl(2e-3), "base": {rate: [loss + 0.5 for loss in values] for rate, values in bowl(4e-3).items()}}
-    differences = rate_differences("a", "base", losses)
-    assert {rate: pytest.approx(differences[rate]) for rate in (1e-3, 4e-3)} == {1e-3: [-3.5, -3.5], 4e-3: [0.5, 0.5]}
-    losses["a"][4e-3] = [math.inf, math.inf]
-    losses["base"][4e-3] = [5.0, math.inf]
-    assert rate_differences("a", "base", losses)[4e-3] == [math.inf]
 
 
 DECAYS = (0.1, 0.2, 0.4, 0.8)  # of a second key, whose grid is of another length

@@ -15,7 +15,7 @@ from lm.runs.folder import DIVERGED, ENVIRONMENT
 from lm.schema import Plain
 from lm.statistics.intervals import Interval, trend
 from lm.statistics.learned import factor, has_learned, log_tokens
-from lm.statistics.tuning import Rate, mean_loss, rate_cell, rate_differences, rate_words
+from lm.statistics.tuning import Rate, mean_loss, rate_cell, rate_words
 
 
 def summary_lines(procedure: Procedure, judgement: Judgement | None = None) -> list[dict[str, Plain]]:
@@ -35,8 +35,8 @@ def summary_lines(procedure: Procedure, judgement: Judgement | None = None) -> l
 
 def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate, list[float]]:
     """Differences of the tuning seeds, arm minus baseline, at every rate that both have. They are of the primary metric on the selection
-    text, of 1 for a run that has learned and 0 for another, or of the logarithm of tokens. Infinite where a run diverged, or did not reach
-    its level."""
+    text, of 1 for a run that has learned and 0 for another, or of the logarithm of tokens. Infinite where one of the two runs diverged, or
+    did not reach its level; seeds with which both did are left out."""
     experiment = procedure.experiment
     baseline, tuning_values = experiment.arms[0].name, by_arm_and_rate(procedure.tuning_runs(size), size, attrgetter("primary"))
     if not {arm.name, baseline} <= tuning_values.keys() or not procedure.choice(size).rates:
@@ -50,10 +50,13 @@ def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate,
             return log_tokens(value)
         return -value if value == math.inf and primary.better == "higher" else value
 
-    pair_values = {
-        name: {rate: [*map(comparable_value, values)] for rate, values in tuning_values[name].items()} for name in (arm.name, baseline)
+    arm_values, base_values = (
+        {rate: [*map(comparable_value, values)] for rate, values in tuning_values[name].items()} for name in (arm.name, baseline)
+    )
+    return {
+        rate: [a - b for a, b in zip(arm_values[rate], base_values[rate], strict=True) if math.isfinite(a) or math.isfinite(b)]
+        for rate in sorted(arm_values.keys() & base_values.keys())
     }
-    return rate_differences(arm.name, baseline, pair_values)
 
 
 def summary_table(judgement: Judgement, lines: list[dict[str, Plain]]) -> Table:

@@ -195,15 +195,3 @@ def _grown(
 def mean_loss(losses: Sequence[float]) -> float:
     """The mean loss over seeds; infinite if any loss is not finite: a rate at which training diverges now and then is not to be used."""
     return fmean(losses) if all(map(math.isfinite, losses)) else math.inf
-
-
-def rate_differences(arm: str, base: str, losses: Mapping[str, Losses]) -> dict[Rate, list[float]]:
-    """Loss of the arm minus loss of the baseline, one value a tuning seed, by the rates at which both were measured.
-
-    A value is infinite where only one arm diverged. Seeds with which both diverged are left out.
-    """
-    pairs = {rate: zip(losses[arm][rate], losses[base][rate], strict=True) for rate in sorted(losses[arm].keys() & losses[base].keys())}
-    return {
-        rate: [arm_loss - base_loss for arm_loss, base_loss in loss_pairs if math.isfinite(arm_loss) or math.isfinite(base_loss)]
-        for rate, loss_pairs in pairs.items()
-    }
