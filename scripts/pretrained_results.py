@@ -11,7 +11,7 @@ from pretrained_parts import SCALES, TRAINED, Result, slug
 from scipy.special import stdtrit
 
 from lm.runs.evaluations import Evaluation, Series
-from lm.statistics.intervals import Interval, interval_of, paired_difference
+from lm.statistics.intervals import Interval, interval_of, over_documents
 
 SWAPPED = {"ssmax": "SSMax, `match`", "fit": "SSMax, `fit`", "bias": "SSMax with b, `match`", "log_n": "log n"}
 WORDS = {
@@ -155,7 +155,7 @@ class Results:
         if curve is None or base_curve is None:
             return None
         a, b = (within(series, low, high) for series in (curve, base_curve))
-        return paired_difference(a, b, groups=curve.samples[0].groups)
+        return over_documents(a - b, groups=curve.samples[0].groups)
 
     # ------------------------------------------------------------ tables
 
@@ -229,7 +229,7 @@ class Results:
             changes = []
             for column in range(len(change.means)):
                 sample, values = change.column(column)
-                changes.append(paired_difference(values, np.zeros_like(values), sample.weights, sample.groups))
+                changes.append(over_documents(values, sample.weights, sample.groups))
             far = self.change(f"beyond_{name}", "beyond_softmax", context / 2, context)
             rows.append({"words": words, "changes": changes, "kl": kl.means, "drift": drift.means.mean(), "far": far})
         return rows

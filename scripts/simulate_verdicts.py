@@ -23,7 +23,7 @@ from itertools import product
 import numpy as np
 from scipy.stats import binom
 
-from lm.statistics.intervals import Interval, effective_trials, mean_ends, over_seeds_and_documents, wilson
+from lm.statistics.intervals import Interval, effective_trials, over_documents, over_seeds_and_documents, wilson
 from lm.statistics.learned import LearnedCounts, learned_verdicts
 from lm.statistics.tuning import TuningOutcome, best_rate, crossed_rates, rate_choice, tuning_outcome
 from lm.statistics.verdicts import Comparison, Kind, Verdict, seeds_needed, verdicts
@@ -314,7 +314,7 @@ def all_worlds() -> list[World]:
 
 
 def report_intervals(trials: int) -> None:
-    """Print how often intervals hold the truth. Over documents: `mean_ends`, and the percentile bootstrap with 1,000 resamples. Of
+    """Print how often intervals hold the truth. Over documents: `over_documents`, and the percentile bootstrap with 1,000 resamples. Of
     fractions over sequences that ask several questions: Wilson's of `effective_trials`, and of all questions as if independent."""
     random = np.random.default_rng(0)
     print("| documents | their lengths | coverage, % | percentile bootstrap, % |\n|---:|---|---:|---:|")
@@ -323,10 +323,10 @@ def report_intervals(trials: int) -> None:
         for _ in range(trials):
             weights = random.lognormal(0, spread, documents)
             values = 0.1 + 0.1 * random.standard_normal(documents) + 0.05 * random.standard_normal(documents) / np.sqrt(weights)
-            low, high = mean_ends(values[:, None], weights)
+            interval = over_documents(values, weights)
             resamples = random.integers(0, documents, (1000, documents))
             means = (weights[resamples] * values[resamples]).sum(1) / weights[resamples].sum(1)
-            hits += low[0] <= 0.1 <= high[0], np.quantile(means, 0.025) <= 0.1 <= np.quantile(means, 0.975)
+            hits += interval.low <= 0.1 <= interval.high, np.quantile(means, 0.025) <= 0.1 <= np.quantile(means, 0.975)
         lengths = f"log-normal, sigma {spread:g}" if spread else "equal"
         print(f"| {documents} | {lengths} | " + " | ".join(f"{100 * fraction:.1f}" for fraction in hits / trials) + " |", flush=True)
     correlations = (0.0, 0.1, 0.4, 0.8)

@@ -14,10 +14,9 @@ from lm.statistics.intervals import (
     Interval,
     effective_trials,
     interval_of,
-    mean_ends,
+    over_documents,
     over_seeds,
     over_seeds_and_documents,
-    paired_difference,
     sampled,
     wilson,
 )
@@ -27,7 +26,8 @@ from lm.statistics.learned import clopper_pearson
 def test_the_mean_of_alike_units_has_students_interval():
     values = np.random.default_rng(0).normal(4, 1, (17, 3))
     expected = ttest_1samp(values, 0).confidence_interval(0.95)
-    assert np.allclose(mean_ends(values), (expected.low, expected.high), rtol=1e-12)
+    ends = np.array([over_documents(column).as_list()[1:] for column in values.T])
+    assert np.allclose(ends.T, (expected.low, expected.high), rtol=1e-12)
 
 
 def test_the_degrees_of_freedom_are_bell_and_mccaffreys():
@@ -38,8 +38,9 @@ def test_the_degrees_of_freedom_are_bell_and_mccaffreys():
     form = (part / np.sqrt(1 - part))[:, None] * residual
     gram = form @ form.T
     half = student.ppf(0.975, np.trace(gram) ** 2 / (gram**2).sum()) * np.linalg.norm(form @ values)
-    low, high = mean_ends(values[:, None], weights)
-    assert ((high - low)[0] / 2, (high + low)[0] / 2) == pytest.approx((half, part @ values), rel=1e-9)
+    interval = over_documents(values, weights)
+    low, high = interval.low, interval.high
+    assert ((high - low) / 2, (high + low) / 2, interval.mean) == pytest.approx((half, part @ values, part @ values), rel=1e-9)
 
 
 @pytest.mark.parametrize("heavy", [False, True])
@@ -52,14 +53,14 @@ def test_an_interval_over_documents_holds_the_truth_as_often_as_it_says(document
         effect = rng.standard_t(4, documents) if heavy else rng.normal(size=documents)
         weights = (rng.lognormal(0, 0.6, documents) if unequal else np.ones(documents))[labels]
         values = 0.1 + 0.1 * effect[labels] + 0.05 * rng.normal(size=len(labels))
-        interval = paired_difference(values, np.zeros(len(values)), weights, labels)
+        interval = over_documents(values, weights, labels)
         hits += interval.low <= 0.1 <= interval.high
     assert 0.925 <= hits / trials <= 0.99
 
 
 def test_sequences_of_a_document_are_not_taken_for_independent():
     values, labels = np.repeat(np.random.default_rng(0).normal(size=12), 10), np.repeat(np.arange(12), 10)
-    grouped, ungrouped = (paired_difference(values, 0 * values, groups=groups) for groups in (labels, None))
+    grouped, ungrouped = (over_documents(values, groups=groups) for groups in (labels, None))
     assert grouped.high - grouped.low > 3 * (ungrouped.high - ungrouped.low)
     assert sampled(labels) == "documents"
     assert sampled(np.arange(12)) == "sequences"
@@ -68,15 +69,15 @@ def test_sequences_of_a_document_are_not_taken_for_independent():
 def test_labels_weights_in_another_unit_and_units_without_weight_change_nothing():
     rng = np.random.default_rng(0)
     a, weights, labels = rng.normal(size=40), rng.integers(1, 9, 40).astype(float), np.arange(40) // 4
-    interval = paired_difference(a, 0 * a, weights, labels)
-    padded = paired_difference(np.append(a, 9.0), np.zeros(41), np.append(3 * weights, 0.0), np.append(labels * 3 + 5, 999))
+    interval = over_documents(a, weights, labels)
+    padded = over_documents(np.append(a, 9.0), np.append(3 * weights, 0.0), np.append(labels * 3 + 5, 999))
     assert (padded.mean, padded.low, padded.high) == pytest.approx((interval.mean, interval.low, interval.high), rel=1e-12)
-    assert paired_difference(a, 0 * a, weights, np.arange(40) + 7) == paired_difference(a, 0 * a, weights) != interval
+    assert over_documents(a, weights, np.arange(40) + 7) == over_documents(a, weights) != interval
 
 
 def test_identical_units_differ_by_exactly_nothing():
     values = np.random.default_rng(0).normal(4, 1, 50)
-    interval = paired_difference(values, values.copy())
+    interval = over_documents(values - values)
     assert (interval.mean, interval.low, interval.high) == (0.0, 0.0, 0.0)
 
 
@@ -84,24 +85,21 @@ def test_pairing_narrows_the_interval_of_correlated_units():
     rng = np.random.default_rng(1)
     shared = rng.normal(4, 0.5, 100)
     a, b = shared + rng.normal(0, 0.05, 100), shared + rng.normal(0, 0.05, 100)
-    paired, unpaired = paired_difference(a, b), paired_difference(a, rng.permutation(b))
+    paired, unpaired = over_documents(a - b), over_documents(a - rng.permutation(b))
     assert (paired.high - paired.low) < 0.3 * (unpaired.high - unpaired.low)
 
 
-def test_columns_that_are_not_finite_have_no_interval_and_leave_the_others():
-    values = np.random.default_rng(0).normal(size=(20, 2))
-    spoilt = values.copy()
-    spoilt[3, 1] = np.nan
-    low, high = mean_ends(spoilt)
-    assert (low[0], high[0]) == (mean_ends(values)[0][0], mean_ends(values)[1][0])
-    assert np.isnan([low[1], high[1]]).all()
+def test_values_that_are_not_finite_have_no_interval():
+    values = np.random.default_rng(0).normal(size=20)
+    values[3] = np.nan
+    assert np.isnan(over_documents(values).as_list()).all()
 
 
-def test_what_can_t_be_paired_or_has_one_document_is_refused():
-    with pytest.raises(ValueError, match="equal shapes"):
-        paired_difference(np.zeros(3), np.zeros(4))
-    with pytest.raises(ValueError, match="at least two documents"):
-        paired_difference(np.zeros(3), np.zeros(3), groups=np.zeros(3))
+def test_two_documents_have_no_interval():
+    values, labels = np.arange(6.0), np.array([0, 0, 0, 1, 1, 2])
+    assert over_documents(values, groups=labels // 2) is None
+    assert over_documents(values, np.array([1, 1, 1, 1, 1, 0]), labels) is None
+    assert over_documents(values, groups=labels).coverage == "documents, 1 seed"
 
 
 def test_an_interval_over_seeds_and_documents_holds_the_mean_over_both():

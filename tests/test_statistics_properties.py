@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 from scipy.stats import t as student
 
-from lm.statistics.intervals import Estimate, over_seeds_and_documents, paired_difference
+from lm.report.comparison import mean_interval
+from lm.runs.evaluations import Units
+from lm.statistics.intervals import Estimate, over_seeds_and_documents
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
 
@@ -43,7 +45,8 @@ def test_without_noise_of_documents_the_interval_is_students_over_seeds_and_with
 
 
 def test_a_paired_difference_is_the_first_minus_the_second():
-    interval = paired_difference(np.array([3.0, 4.0, 5.5]), np.array([1.0, 1.0, 1.5]))
+    first, second = (Units(np.array(values), np.ones(3), np.arange(3), "", "", (0, 1)) for values in ([3.0, 4.0, 5.5], [1.0, 1.0, 1.5]))
+    interval = mean_interval([first.minus(second)])
     assert interval.mean == pytest.approx(3.0)
     assert interval.low < 3 < interval.high
 

@@ -16,7 +16,7 @@ from lm.errors import RunError
 from lm.report.tables import printable, show
 from lm.runs.evaluations import Series, Shape, Units, number, series_names
 from lm.runs.record import RunRecord
-from lm.statistics.intervals import FEWEST_DOCUMENTS, Interval, interval_of, over_seeds, paired_difference, sampled
+from lm.statistics.intervals import FEWEST_DOCUMENTS, Interval, interval_of, over_documents, over_seeds
 
 WILSON = (
     "Wilson's over questions or the sequences that ask several, for several seeds each end of Student's t over seeds that lies farther out"
@@ -369,13 +369,10 @@ def mean_interval(differences: list[Units]) -> Interval | None:
 
     None: one seed, and fewer than `FEWEST_DOCUMENTS` documents.
     """
-    first_units = differences[0]
     if len(differences) > 1:
         return over_seeds(np.array([units.mean for units in differences])).interval()
-    if len(np.unique(first_units.groups)) < FEWEST_DOCUMENTS:
-        return None
-    interval = paired_difference(first_units.values, np.zeros_like(first_units.values), first_units.weights, first_units.groups)
-    return replace(interval, coverage=f"{sampled(first_units.groups)}, 1 seed")
+    (units,) = differences
+    return over_documents(units.values, units.weights, units.groups)
 
 
 def shown_interval(interval: Interval | None, series: Series) -> Interval | None:

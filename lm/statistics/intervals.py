@@ -118,65 +118,45 @@ def interval_of(series: Series, column: int, mean: float | None = None) -> Inter
         right_answers, questions = by_group(values * sample.weights, sample.groups), by_group(sample.weights, sample.groups)
         trials, unit = effective_trials(right_answers, questions), "sequences" if questions.max() > 1 else "questions"
         return replace(wilson(mean * trials, trials), coverage=f"{unit}, 1 seed")
-    if len(np.unique(sample.groups[sample.weights > 0])) < FEWEST_DOCUMENTS:
-        return None
-    (low,), (high,) = mean_ends(values[:, None], sample.weights, sample.groups)
-    return Interval(mean, float(low), float(high), f"{sampled(sample.groups)}, 1 seed")
+    interval = over_documents(values, sample.weights, sample.groups)
+    return interval and replace(interval, mean=mean)
 
 
-def paired_difference(a: np.ndarray, b: np.ndarray, weights: np.ndarray | None = None, groups: np.ndarray | None = None) -> Interval:
-    """Mean of a - b over units, such as sequences, with its interval over the documents they are from.
-
-    Args:
-        a, b: (units,) the same units under two models, such as nats per token.
-        weights, groups: as in `mean_ends`.
-
-    Raises:
-        ValueError: the shapes differ, or aren't (units,).
-    """
-    a, b = np.asarray(a, dtype=float), np.asarray(b, dtype=float)
-    if a.shape != b.shape or a.ndim != 1 or not len(a):
-        raise ValueError(f"paired units need equal shapes (units,), not {a.shape} and {b.shape}")
-    with np.errstate(invalid="ignore"):
-        difference = a - b
-    low, high = mean_ends(difference[:, None], weights, groups)
-    mean = np.average(difference, weights=weights) if np.isfinite(difference).all() else np.nan
-    return Interval(float(mean), float(low[0]), float(high[0]))
-
-
-def mean_ends(values: np.ndarray, weights: np.ndarray | None = None, groups: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Lower and upper ends of the 95 % interval of the weighted mean over units, both (columns,): Student's t over documents.
+def over_documents(values: np.ndarray, weights: np.ndarray | None = None, groups: np.ndarray | None = None) -> Interval | None:
+    """The weighted mean over units, such as sequences, with its 95 % interval: Student's t over the documents they are from.
 
     The mean is a ratio of sums over documents. Its variance is the sum of the documents' squared residual sums, each divided by 1 minus
     the document's part of the weight (Bell and McCaffrey 2002, CR2). Student's t has Satterthwaite degrees of freedom: D - 1 for D
-    documents of equal weight; fewer where few documents have most of the weight. A column that isn't all finite gives NaN.
+    documents of equal weight; fewer where few documents have most of the weight. Values that aren't all finite give NaN.
 
     Args:
-        values: (units, columns).
+        values: (units,), such as nats per token, or differences of them between two models.
         weights: (units,), such as the number of tokens of a unit; None: equal weights.
         groups: (units,) labels; units of one label, such as a document's sequences, depend on each other. None: all units are independent.
 
-    Raises:
-        ValueError: fewer than two groups have weight.
+    Returns:
+        None if fewer than `FEWEST_DOCUMENTS` documents have weight.
     """
-    finite = np.isfinite(values).all(axis=0)
+    values = np.asarray(values, dtype=float)
     weights = np.ones(len(values)) if weights is None else np.asarray(weights, dtype=float)
     labels = np.arange(len(values)) if groups is None else np.unique(groups, return_inverse=True)[1]
-    values = np.where(finite, values, 0.0)
-    mean, variance, degrees = _mean_variance(values, weights, labels)
-    half = _estimate(mean, variance, degrees, np.abs(values).max(0)).half()
-    return np.where(finite, mean - half, np.nan), np.where(finite, mean + half, np.nan)
+    if len(np.unique(labels[weights > 0])) < FEWEST_DOCUMENTS:
+        return None
+    coverage = f"{sampled(labels)}, 1 seed"
+    if not np.isfinite(values).all():
+        return Interval(np.nan, np.nan, np.nan, coverage)
+    (mean,), variance, degrees = _mean_variance(values[:, None], weights, labels)
+    half = float(_estimate(mean, variance[0], degrees, np.abs(values).max()).half())
+    return Interval(float(np.average(values, weights=weights)), float(mean) - half, float(mean) + half, coverage)
 
 
 def _mean_variance(values: np.ndarray, weights: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-    """Means (columns,), for `mean_ends`, their variances (columns,), and the degrees of freedom; `labels`: (units,) numbers."""
+    """Means (columns,), for `over_documents`, their variances (columns,), and the degrees of freedom; `labels`: (units,) numbers."""
     part = np.bincount(labels, weights) / weights.sum()  # (documents,) the part of the weight in each document
     mean = weights @ values / weights.sum()
     residuals = np.zeros((len(part), values.shape[1]))
     np.add.at(residuals, labels, weights[:, None] / weights.sum() * (values - mean))
     residuals, part = residuals[part > 0], part[part > 0]
-    if len(part) < 2:
-        raise ValueError("an interval needs at least two documents")
     variance = (residuals**2 / (1 - part[:, None])).sum(0)
     # For documents that differ only in weight the variance is a quadratic form in them, of matrix G; degrees: trace(G)^2 / trace(G G).
     u, square = part**2 / (1 - part), (part**2).sum()
@@ -216,7 +196,7 @@ def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np
 
     Args:
         values: (..., seeds, units), such as paired differences in nats per token.
-        weights, groups: (units,), as in `mean_ends`.
+        weights, groups: (units,), as in `over_documents`.
 
     Returns:
         None if there are fewer than two seeds or `FEWEST_CROSSED` documents, or a value is not finite.
