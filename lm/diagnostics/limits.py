@@ -19,6 +19,7 @@ Shapes: H heads, T queries, S keys, E vector, R rows of any heads, G numbers of 
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -393,31 +394,24 @@ def _generator(rows: AttentionRows) -> torch.Generator:
     return torch.Generator().manual_seed(1_000 * rows.seed + rows.layer)
 
 
-@dataclass(frozen=True)
-class TwoSamples:
-    """Two samples, such as heads' mean distances of the largest weights and of random keys, compared for each number of keys N."""
+def two_sample_tests(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Two-sided Kolmogorov-Smirnov tests of the columns of two samples, (size, G) each; values that are not finite are left out.
 
-    counts: Sequence[int]  # the numbers N
-    statistic: np.ndarray  # (G,) largest difference of the two distribution functions, D; NaN where a sample is empty
-    p: np.ndarray  # (G,) p of the two-sided test
-    size: int  # number of values in each sample; D of two small samples is large by chance
-
-    def critical(self, level: float) -> float:
-        """The smallest N at which the test at `level` does not reject equal distributions; NaN if it rejects them at all N."""
-        accepted_indices = np.flatnonzero(self.p >= level)
-        return float(self.counts[accepted_indices[0]]) if len(accepted_indices) else float("nan")
-
-
-def two_sample_tests(first: np.ndarray, second: np.ndarray, counts: Sequence[int]) -> TwoSamples:
-    """Tests of two samples of equal size for each N, (size, G); values that are not finite are left out."""
+    Returns:
+        D, the largest difference of the two distribution functions, and p of the test, (G,) each; NaN where a sample is empty.
+    """
     from scipy.stats import ks_2samp
 
-    results = []
-    for pair in zip(first.T, second.T, strict=True):
-        finite_values = [values[np.isfinite(values)] for values in pair]
-        results.append(ks_2samp(*finite_values) if all(map(len, finite_values)) else (np.nan, np.nan))
-    statistic, p = np.array(results, dtype=float).T
-    return TwoSamples(counts, statistic, p, len(first))
+    first, second = (np.where(np.isfinite(values), values, np.nan) for values in (first, second))
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # of empty samples
+        result = ks_2samp(first, second, nan_policy="omit")
+    return result.statistic, result.pvalue
+
+
+def critical_count(p: np.ndarray, counts: Sequence[int], level: float) -> float:
+    """The smallest number N of `counts` at which p, (G,), is at least `level`: no difference is shown; NaN if there is no such N."""
+    accepted_indices = np.flatnonzero(p >= level)
+    return float(counts[accepted_indices[0]]) if len(accepted_indices) else math.nan
 
 
 def samples(sums: np.ndarray, rows: np.ndarray, size: int) -> np.ndarray:
@@ -515,24 +509,25 @@ def _derived_critical(config: LimitsConfig, values: Values) -> Iterator[DerivedN
     key_counts = [values.n[(values.n >= low) & (values.n <= high)] for low, high in bounds]
     mean_keys = [float(n.mean()) if len(n) else math.nan for n in key_counts]  # mean number of keys that the queries of an octave see
     for expectation in TESTED:
-        results = [_compared(config, values, octave, expectation) for octave in range(len(bounds))]
-        label = f"to {DISTANCES[expectation]}, {results[-1].size} values"
-        yield DerivedNumbers("D of the largest weights", "", results[-1].statistic, _counts_axis(counts), in_reports=True, label=label)
+        pairs = [_distance_samples(config, values, octave, expectation) for octave in range(len(bounds))]
+        statistics, p_values = zip(*(two_sample_tests(*pair) for pair in pairs), strict=True)
+        label = f"to {DISTANCES[expectation]}, {len(pairs[-1][0])} values"  # D of two small samples is large by chance
+        yield DerivedNumbers("D of the largest weights", "", statistics[-1], _counts_axis(counts), in_reports=True, label=label)
         for level in LEVELS:
-            fractions = np.array([result.critical(level) / n for result, n in zip(results, mean_keys, strict=True)])
+            fractions = np.array([critical_count(p, counts, level) / n for p, n in zip(p_values, mean_keys, strict=True)])
             label = f"{DISTANCES[expectation]}, level {level:g}"
             yield DerivedNumbers("critical N / visible keys", "fraction", fractions, visible_keys(bounds), in_reports=True, label=label)
 
 
-def _compared(config: LimitsConfig, values: Values, octave: int, expectation: int) -> TwoSamples:
-    """Tests of the heads' mean d~ of the largest weights against one expectation of d~, in one octave."""
+def _distance_samples(config: LimitsConfig, values: Values, octave: int, expectation: int) -> list[np.ndarray]:
+    """The heads' mean d~ of the largest weights, and one expectation of d~, in one octave: two samples, (size, N) each."""
     total, rows = parts(values.sums["distances"])  # (octaves, quantities, N, sequences, layers, H)
     pair = []
     for quantity in (0, expectation):
         by_head, count = (np.moveaxis(part[octave, quantity], 0, -1) for part in (total, rows))  # (sequences, layers, H, N)
         shape = (len(by_head), -1, by_head.shape[-1])
         pair.append(samples(by_head.reshape(shape), count.reshape(shape), config.sample_size))
-    return two_sample_tests(*pair, many_key_counts(values.length))
+    return pair
 
 
 def _derived_separable(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
