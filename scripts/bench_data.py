@@ -16,8 +16,8 @@ import numpy as np
 
 from lm.config.data_config import DataConfig, Files, TrainedTokenizer
 from lm.data.prepare import prepare
-from lm.data.store import SHARD_TOKENS, Store, npy, shard_path, write_file, write_manifest
-from lm.files import file_sha256
+from lm.data.store import MANIFEST, SHARD_TOKENS, Store, npy, shard_path, write_file
+from lm.files import file_sha256, write_sealed
 
 START = """
 import json, sys, time
@@ -100,7 +100,7 @@ def sparse_store(folder: Path, n_tokens: int) -> Path:
     files |= write_file(store.path / "train.offsets.npy", npy(offsets))
     (source,), counts = store.manifest["splits"]["train"]["sources"], {"n_tokens": n_tokens, "n_documents": len(offsets) - 1}
     train = {**store.manifest["splits"]["train"], **counts, "longest": min(1000, n_tokens), "sources": [{**source, **counts}]}
-    write_manifest(store.path, {**store.manifest, "files": files, "splits": {**store.manifest["splits"], "train": train}})
+    write_sealed(store.path / MANIFEST, {**store.manifest, "files": files, "splits": {**store.manifest["splits"], "train": train}})
     return Store.open(store.path).path
 
 

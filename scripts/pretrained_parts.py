@@ -21,10 +21,10 @@ from lm.errors import RunError
 from lm.evaluation.evaluate import open_device, text_config
 from lm.evaluation.evaluation_kind import Measurement, measurements, weights_sha256
 from lm.evaluation.swap import SwapMeasurement, swap_run
+from lm.files import read_json, write_json
 from lm.model.decoder import Decoder
 from lm.model.swapped import fit, swapped
 from lm.runs.evaluations import Evaluation, evaluation_path
-from lm.runs.folder import read_json, write_json
 from lm.runs.loading import load, with_shape_of
 from lm.schema import Plain, to_plain
 from lm.training.train import train

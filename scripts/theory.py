@@ -22,9 +22,9 @@ from lm.diagnostics.attention_rows import NO_FIRST
 from lm.errors import LMError, RunError
 from lm.evaluation.diagnostics import diagnose
 from lm.experiments.compare import VERDICTS
-from lm.files import write_together
+from lm.files import read_json, write_together
 from lm.report.pictures import colour_and_marker
-from lm.runs.folder import CONFIG, read_config, read_json
+from lm.runs.folder import CONFIG, read_config
 
 FAMILIES = "eval.diagnostics.statistics=[concentration,sparsity,limits]"
 TEMPLATE = Path(__file__).parent / "theory.md.j2"

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from lm.experiments.procedure import Procedure, Run
+from lm.files import write_sealed
 from lm.runs.checkpoints import link_checkpoint
 from lm.runs.evaluations import Evaluation, Sample, Series, evaluation_path, measuring_code, validation_series
-from lm.runs.folder import CHECKPOINTS, LAST, METRICS, log_seal, step_path, write_sealed
+from lm.runs.folder import CHECKPOINTS, LAST, METRICS, log_seal, step_path
 from lm.runs.metadata import FORMAT
 from lm.schema import Plain
 

@@ -10,10 +10,10 @@ import numpy as np
 from fabricated import save
 
 from lm.config import load as configuration
+from lm.files import sealed
 from lm.report.comparison import Difference, Line, RunComparison, compare_runs
 from lm.report.html import PICTURE, write_comparison
 from lm.runs.evaluations import Axis, Evaluation, Sample, Series, Shown, measuring_code, read_evaluation, validation_series
-from lm.runs.folder import sealed
 from lm.runs.record import read_run
 from lm.statistics.intervals import Interval
 

@@ -14,9 +14,9 @@ from lm.errors import ConfigError, RunError
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.plan import costs
 from lm.experiments.procedure import Procedure
+from lm.files import read_json
 from lm.report.comparison import compare_runs
 from lm.runs.checkpoints import load_checkpoint
-from lm.runs.folder import read_json
 from lm.runs.loading import export
 from lm.runs.record import read_run
 from lm.training.train import train

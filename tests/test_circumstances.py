@@ -16,8 +16,9 @@ from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import PLAN, departures, open_experiment, plan_of
 from lm.experiments.procedure import Procedure
 from lm.experiments.summary import summary_lines
+from lm.files import json_bytes, read_json, write_json
 from lm.runs.evaluations import Evaluation, evaluation_files, evaluation_path, read_evaluation
-from lm.runs.folder import CONFIG, ENVIRONMENT, RESOLVED, json_bytes, read_json, write_json
+from lm.runs.folder import CONFIG, ENVIRONMENT, RESOLVED
 
 SEEDS = {"tune": None, "seeds": [1, 2, 3]}
 MORE = {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}, "log_n": {"model.normalizer": "log_n"}}

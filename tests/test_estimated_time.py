@@ -24,8 +24,8 @@ from lm.experiments.experiment_folder import start
 from lm.experiments.plan import _time_configurations, costs, plan, run_times, total_seconds
 from lm.experiments.procedure import Procedure
 from lm.experiments.slots import Slots
+from lm.files import write_json
 from lm.machine import born
-from lm.runs.folder import write_json
 from lm.training.pilot import pilot
 from lm.training.train import train
 

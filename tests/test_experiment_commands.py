@@ -15,9 +15,10 @@ from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import commands
 from lm.experiments.summary import summary_lines
+from lm.files import read_json
 from lm.report.frame import results as lm_results
 from lm.runs.evaluations import Evaluation, evaluation_path
-from lm.runs.folder import read_config, read_json
+from lm.runs.folder import read_config
 from lm.runs.same_run import config_problems
 
 ARMS = {

@@ -19,7 +19,8 @@ from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import open_experiment, other_runs
 from lm.experiments.plan import costs, plan
 from lm.experiments.procedure import Procedure
-from lm.runs.folder import CONFIG, RESOLVED, read_json, write_json
+from lm.files import read_json, write_json
+from lm.runs.folder import CONFIG, RESOLVED
 
 pytestmark = pytest.mark.usefixtures("untimed")
 SHORT = ["trainer.max_steps=4", "optim.warmup_steps=1", "eval.every=2"]

@@ -21,10 +21,11 @@ from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, Run, next_look
 from lm.experiments.slots import Slots
 from lm.experiments.summary import differences_by_rate, measured_words, summary_lines, tuning_means, tuning_table
+from lm.files import write_json
 from lm.report.frame import results
 from lm.report.tables import csv_text
 from lm.runs.evaluations import Axis, Sample, Series, evaluation_path, selects, validation_series
-from lm.runs.folder import CONFIG, ENVIRONMENT, write_json
+from lm.runs.folder import CONFIG, ENVIRONMENT
 from lm.statistics.intervals import over_seeds_and_documents
 from lm.statistics.verdicts import power
 

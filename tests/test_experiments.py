@@ -27,10 +27,10 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION, Outcome
 from lm.experiments.slots import Slots, Stopped
 from lm.experiments.summary import summary_lines
+from lm.files import write_json
 from lm.machine import threads_each
 from lm.model.decoder import Decoder
 from lm.runs.evaluations import Evaluation, Series, evaluation_path, read_evaluation
-from lm.runs.folder import write_json
 from lm.schema import to_plain
 from lm.training.optimizers import implied_state
 from lm.training.train import train

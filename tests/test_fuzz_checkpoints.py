@@ -26,8 +26,9 @@ from lm.config.tree import Config
 from lm.data.prepare import prepare
 from lm.data.store import Store
 from lm.errors import LMError
+from lm.files import read_sealed, write_json, write_sealed
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
-from lm.runs.folder import read_config, read_sealed, write_json, write_sealed
+from lm.runs.folder import read_config
 from lm.runs.loading import export
 from lm.runs.record import read_run
 from lm.training.starting import check_resume, start_from_checkpoint

@@ -15,8 +15,9 @@ from texts import files_config, write_texts
 import lm.data.build
 from lm.config.data_config import DataConfig, TrainedTokenizer
 from lm.data.prepare import prepare
-from lm.data.store import MANIFEST, Store, content_sha256
+from lm.data.store import MANIFEST, Store
 from lm.errors import DataError
+from lm.files import plain_sha256
 
 KINDS = ("flip", "truncate", "extend", "delete", "empty", "swap", "extra", "garbage")
 VALUES = [None, True, -1, 0, 1, 2**70, 0.5, float("nan"), "", "text", [], [None], {}, {"a": 1}, "<u4", "../../etc"]
@@ -100,7 +101,7 @@ def mistype(folder: Path, rng: random.Random) -> None:
         else:
             node[key] = rng.choice(VALUES)
         break
-    manifest["sha256"] = content_sha256(manifest)
+    manifest["sha256"] = plain_sha256({name: value for name, value in manifest.items() if name != "sha256"})
     (folder / MANIFEST).write_text(json.dumps(manifest))
 
 

@@ -9,10 +9,11 @@ from reported import build_run, compared
 from lm.config.tree import ExperimentConfig
 from lm.errors import RunError
 from lm.evaluation.swap import swap_run
+from lm.files import read_json
 from lm.report.comparison import compare_runs
 from lm.report.comparison_tables import notes, run_facts
 from lm.runs import record
-from lm.runs.folder import read_config, read_json
+from lm.runs.folder import read_config
 from lm.runs.record import read_run
 from lm.schema import to_plain
 from lm.training.train import train

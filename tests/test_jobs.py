@@ -23,8 +23,9 @@ from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Slots, Stopped
 from lm.experiments.summary import summary_lines
+from lm.files import read_json
 from lm.machine import born
-from lm.runs.folder import MetricTail, read_json, step_path
+from lm.runs.folder import MetricTail, step_path
 from lm.training.train import find_checkpoint, train
 
 

@@ -18,7 +18,8 @@ from wandb.proto.wandb_internal_pb2 import Record
 from lm.config.training_config import LogConfig
 from lm.config.tree import Config
 from lm.errors import ConfigError
-from lm.runs.folder import ENVIRONMENT, METRICS, PEAK_MEMORY, read_json, read_metrics
+from lm.files import read_json
+from lm.runs.folder import ENVIRONMENT, METRICS, PEAK_MEMORY, read_metrics
 from lm.training.mirror import wandb_mode
 from lm.training.train import train
 

@@ -14,8 +14,8 @@ from lm.config.load import load as load_config
 from lm.config.model_config import Learned, ModelConfig
 from lm.data.prepare import prepare
 from lm.data.tokenizer import train_tokenizer
+from lm.files import read_json, read_sealed, write_sealed
 from lm.model.decoder import Decoder
-from lm.runs.folder import read_json, read_sealed, write_sealed
 from lm.runs.loading import load, save_model, with_shape_of
 from lm.training.starting import start_new_run
 

@@ -15,9 +15,10 @@ from lm.attention.catalogue import ENTRIES, NORMALIZERS, OPTIONS, implementation
 from lm.attention.contract import CHECKS
 from lm.config.load import load, parse
 from lm.errors import ConfigError, RunError
+from lm.files import read_sealed, write_sealed
 from lm.plugins import PLUGINS
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
-from lm.runs.folder import CONFIG, ENVIRONMENT, read_config, read_sealed, write_sealed
+from lm.runs.folder import CONFIG, ENVIRONMENT, read_config
 from lm.runs.loading import DESCRIPTION
 
 NAME = "powers.attention:Power"

@@ -337,7 +337,7 @@ def test_half_a_file_of_a_killed_prepare_is_not_part_of_the_store(data: DataConf
 def test_a_manifest_of_many_levels_is_one_line_and_no_other_stores_matter(data: DataConfig):
     (folder := Path(data.root, "deep")).mkdir(parents=True)
     (folder / "manifest.json").write_text('{"a":' * 99999)
-    with pytest.raises(DataError, match=r"deep/manifest\.json: is not valid JSON; delete the folder"):
+    with pytest.raises(DataError, match=r"deep/manifest\.json: not readable as JSON: .*; delete the folder .*deep: it is prepared again"):
         Store.open(folder)
     assert prepare(data, progress=True).path != folder
 

@@ -21,10 +21,11 @@ from lm.config.training_config import OPTIMIZERS
 from lm.data.batches import TrainSequences
 from lm.data.prepare import prepare
 from lm.evaluation.evaluation_kind import Measurement
+from lm.files import read_json
 from lm.report.evaluation_tables import logged
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.evaluations import Evaluation, Series, evaluation_files, selecting, selection_loss
-from lm.runs.folder import read_json, steps_saved
+from lm.runs.folder import steps_saved
 from lm.runs.loading import load
 from lm.training.train import train
 

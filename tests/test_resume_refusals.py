@@ -19,10 +19,10 @@ from folders import EVERY_STEP, differences, same, swap_to, weights
 
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, DataError, RunError
-from lm.files import ABANDONED_SECONDS, locked_folder, new_folder, temporary_file, write_new, write_text, write_together
+from lm.files import ABANDONED_SECONDS, locked_folder, new_folder, temporary_file, write_json, write_new, write_text, write_together
 from lm.machine import born, this_machine
 from lm.runs.checkpoints import save_checkpoint
-from lm.runs.folder import TRAINING, write_json
+from lm.runs.folder import TRAINING
 from lm.runs.loading import export, load
 from lm.training.train import train
 

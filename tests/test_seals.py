@@ -20,9 +20,10 @@ from lm.evaluation.evaluation_kind import Measurement
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_lines, tuning_table
+from lm.files import json_bytes, sealed
 from lm.model.device import Device
 from lm.runs.evaluations import ROOMS, Evaluation, evaluation_path, measuring_code, read_evaluation
-from lm.runs.folder import DIVERGED, METRICS, json_bytes, sealed
+from lm.runs.folder import DIVERGED, METRICS
 from lm.runs.record import read_run
 
 ARMS = {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}}

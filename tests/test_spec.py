@@ -12,10 +12,10 @@ from lm.config.inference_config import InferenceSetting, ThetaFactor
 from lm.config.model_config import ModelConfig
 from lm.data.prepare import prepare
 from lm.errors import RunError
+from lm.files import read_json, read_sealed, write_sealed
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
 from lm.model.swapped import for_inference, swapped
-from lm.runs.folder import read_json, read_sealed, write_sealed
 from lm.runs.loading import DESCRIPTION, MODEL_FORMAT, export, save_model
 from lm.schema import to_plain
 from lm.training.train import train

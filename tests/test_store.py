@@ -16,9 +16,9 @@ from conftest import ROOT
 
 from lm.config.data_config import DataConfig
 from lm.data.prepare import prepare, store_of
-from lm.data.store import Store, fingerprint, npy, write_file, write_manifest
+from lm.data.store import MANIFEST, Store, fingerprint, npy, write_file
 from lm.errors import DataError
-from lm.files import file_sha256
+from lm.files import file_sha256, plain_sha256, write_sealed
 
 
 @pytest.mark.parametrize("size", ["flipped", "truncated", "missing"])
@@ -55,7 +55,8 @@ def test_a_store_of_another_format_does_not_open(data: DataConfig):
 @pytest.mark.parametrize("value", [0, -1, None, "many", 1e400, []])
 def test_a_manifest_that_does_not_describe_a_store_is_refused(data: DataConfig, value: object):
     store = prepare(data)
-    write_manifest(store.path, {**store.manifest, "shard_tokens": value})
+    manifest = {**store.manifest, "shard_tokens": value}
+    (store.path / MANIFEST).write_text(json.dumps({**manifest, "sha256": plain_sha256(manifest)}))
     with pytest.raises(DataError, match="does not describe the store") as error:
         Store.open(store.path)
     assert "\n" not in str(error.value)
@@ -64,7 +65,7 @@ def test_a_manifest_that_does_not_describe_a_store_is_refused(data: DataConfig, 
 def test_a_store_is_found_by_its_fingerprint_among_those_of_other_formats(data: DataConfig):
     store = prepare(data)
     old = shutil.copytree(store.path, store.path.with_name("a-store-of-before"))
-    write_manifest(old, {**store.manifest, "format": 4})
+    write_sealed(old / MANIFEST, {**store.manifest, "format": 4})
     assert store_of(data, store.fingerprint).path == store.path
 
 
@@ -130,7 +131,7 @@ def test_a_large_store_opens_in_little_memory(data: DataConfig):
         "sources": [{**facts["sources"][0], "n_tokens": n_tokens}],
     }
     files = {**store.manifest["files"], path.name: {"bytes": n_bytes, "sha256": file_sha256(path)}, **offsets_entry}
-    write_manifest(store.path, {**store.manifest, "files": files, "splits": {**store.manifest["splits"], "train": facts}})
+    write_sealed(store.path / MANIFEST, {**store.manifest, "files": files, "splits": {**store.manifest["splits"], "train": facts}})
     script = (
         "import sys\nfrom pathlib import Path\nimport numpy as np\nfrom lm.data.store import Store\n"
         "import lm.progress\nfrom lm.machine import peak_process_bytes\nbefore = peak_process_bytes()\n"

@@ -20,8 +20,9 @@ from lm.config.load import parse, to_yaml
 from lm.errors import ConfigError, RunError
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.swap import swap_run
+from lm.files import read_json, read_sealed, write_json, write_sealed
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint, verify
-from lm.runs.folder import read_config, read_json, read_sealed, write_json, write_sealed
+from lm.runs.folder import read_config
 from lm.runs.loading import export, save_model
 from lm.runs.metadata import FORMAT, load_metadata
 from lm.training.callbacks import Checkpoints

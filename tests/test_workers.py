@@ -22,8 +22,8 @@ from lm.experiments import engine, slots
 from lm.experiments.engine import LOCK, Cluster, Training, read_options, working_on
 from lm.experiments.experiment_folder import open_experiment, start
 from lm.experiments.slots import log_path
+from lm.files import read_json, write_json
 from lm.machine import born
-from lm.runs.folder import read_json, write_json
 
 pytestmark = pytest.mark.usefixtures("untimed")
 INSTALLED = pytest.mark.skipif(find_spec("submitit") is None, reason="without submitit")

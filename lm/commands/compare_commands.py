@@ -99,7 +99,7 @@ def judge(
     """
     from lm.commands.python_face import judged_table
     from lm.experiments.summary import print_verdicts
-    from lm.runs.folder import json_bytes
+    from lm.files import json_bytes
 
     question = {"metric": metric, "better": better, "matters": matters, "spread": spread}
     judgement = judged_table(table, question, baseline, where, by or ())

@@ -23,6 +23,7 @@ from lm.config.data_config import END_OF_TEXT, DataConfig, Files, Source, Tokens
 from lm.data.encoding import Document, default_workers, encode_all, pieces
 from lm.data.sources import documents, labels, reader
 from lm.data.store import (
+    MANIFEST,
     SPLITS,
     TOKEN_BYTES,
     TOKENIZER,
@@ -32,7 +33,6 @@ from lm.data.store import (
     token_dtype,
     unigram_cross_entropy,
     write_file,
-    write_manifest,
     write_whole,
 )
 from lm.data.tasks import STORE_SEED, SUBSETS, TaskError, check_task, example, symbol_tokenizer
@@ -40,7 +40,7 @@ from lm.data.text_files import Unreadable
 from lm.data.token_files import Vocabulary
 from lm.data.tokenizer import load_tokenizer, origin, token_bytes, tokenizer_of, train_tokenizer, vocab_size
 from lm.errors import DataError, one_line
-from lm.files import file_sha256, plain_sha256, sync_folder
+from lm.files import file_sha256, json_bytes, plain_sha256, sealed, sync_folder
 from lm.progress import Progress
 from lm.schema import Plain
 
@@ -214,7 +214,7 @@ def build(data: DataConfig, spec: dict[str, Plain], target: Path, progress: Prog
     try:
         folder.mkdir(exist_ok=True)
         facts = _build_symbol_store(data, folder) if data.symbolic else _build_text_store(data, folder, progress)
-        write_manifest(folder, spec | facts)
+        write_file(folder / MANIFEST, json_bytes(sealed(spec | facts)))
         for path in (folder / SCAN, folder / JOURNAL, *folder.glob(f"{SPOOL}-*"), *folder.glob("*.new")):
             path.unlink(missing_ok=True)
         sync_folder(folder)

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, BinaryIO
 import numpy as np
 
 from lm.data.tokenizer import load_tokenizer
-from lm.errors import DataError, one_line
-from lm.files import FileHashes, file_sha256, locked, plain_sha256
+from lm.errors import DataError, RunError, one_line
+from lm.files import FileHashes, file_sha256, locked, read_json, unsealed
 from lm.progress import Progress
 from lm.schema import Plain
 
@@ -167,7 +167,7 @@ class Store:
             if store.token_bytes.shape != (store.vocab_size,) or not 0 <= store.end_of_text < store.vocab_size:
                 raise ValueError("vocab_size")
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            raise _damaged(path / MANIFEST, f"does not describe the store ({one_line(error)})") from None
+            raise _damaged(path, f"{path / MANIFEST}: does not describe the store ({one_line(error)})") from None
         return store
 
     def verify(self) -> None:
@@ -205,11 +205,6 @@ def token_dtype(vocab_size: int) -> str:
     return "<u2" if vocab_size <= 2**16 else "<u4"
 
 
-def content_sha256(manifest: Mapping[str, Plain]) -> str:
-    """sha256 of a manifest without its entry `sha256`."""
-    return plain_sha256({name: value for name, value in manifest.items() if name != "sha256"})
-
-
 # ---------------------------------------------------------------- checking
 
 
@@ -218,16 +213,12 @@ def _read_manifest(folder: Path) -> dict[str, Plain]:
     if not path.exists() and not any(folder.glob("train*.bin")):
         raise DataError(f"{folder}: not a token store (it has no {MANIFEST})")
     try:
-        manifest = json.loads(path.read_bytes())
-    except OSError as error:
-        raise _damaged(path, f"can't be read: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise _damaged(path, "is not valid JSON") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise _damaged(path, f"is not a token store of format {FORMAT}")
-    if manifest.get("sha256") != content_sha256(manifest):
-        raise _damaged(path, "was altered (its sha256 differs)")
-    return manifest
+        content = read_json(path)
+        if content.get("format") != FORMAT:
+            raise RunError(f"{path}: is not a token store of format {FORMAT}")
+        return unsealed(content, path)
+    except RunError as error:
+        raise _damaged(folder, error) from None
 
 
 def _file_names(manifest: Mapping[str, Plain]) -> set[str]:
@@ -271,11 +262,11 @@ def _check_files(folder: Path, files: Mapping[str, Mapping[str, Plain]], sha256:
         path, entry = folder / name, files[name]
         try:
             if (size := path.stat().st_size) != entry["bytes"]:
-                raise _damaged(path, f"has {size:,} bytes, not {entry['bytes']:,}")
+                raise _damaged(folder, f"{path}: has {size:,} bytes, not {entry['bytes']:,}")
             if sha256(path) != entry["sha256"]:
-                raise _damaged(path, "was altered (its sha256 differs)")
+                raise _damaged(folder, f"{path}: was altered (its sha256 differs)")
         except OSError as error:
-            raise _damaged(path, f"can't be read: {error.strerror}") from None
+            raise _damaged(folder, f"{path}: can't be read: {error.strerror}") from None
 
     with ThreadPoolExecutor() as threads:
         list(threads.map(check, files))
@@ -303,8 +294,8 @@ def _check_large(folder: Path, files: Mapping[str, Mapping[str, Plain]]) -> None
             hashes.save()
 
 
-def _damaged(path: Path, reason: str) -> DataError:
-    return DataError(f"{path}: {reason}; delete the folder {path.parent}: it is prepared again")
+def _damaged(folder: Path, problem: object) -> DataError:
+    return DataError(f"{problem}; delete the folder {folder}: it is prepared again")
 
 
 # ---------------------------------------------------------------- writing a store, each file synchronised to disk
@@ -442,9 +433,3 @@ def npy(values: np.ndarray) -> bytes:
     buffer = io.BytesIO()
     np.save(buffer, values)
     return buffer.getvalue()
-
-
-def write_manifest(folder: Path, manifest: Mapping[str, Plain]) -> None:
-    """Write manifest.json, to which the sha256 of its content is added."""
-    content = {**manifest, "sha256": content_sha256(manifest)}
-    write_file(folder / MANIFEST, (json.dumps(content, indent=1) + "\n").encode())

@@ -17,14 +17,14 @@ from lm.config.eval_config import WHEN, Timing
 from lm.config.tree import Config, function_of
 from lm.data.store import Store
 from lm.errors import RunError
-from lm.files import plain_sha256, write_together
+from lm.files import json_bytes, plain_sha256, read_sealed, sealed, write_sealed, write_together
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.plugins import PLUGINS
 from lm.progress import Progress
 from lm.runs import checkpoints
 from lm.runs.evaluations import Better, Evaluation, Series, evaluation_path, measuring_code
-from lm.runs.folder import EVALUATIONS, json_bytes, read_sealed, sealed, write_sealed
+from lm.runs.folder import EVALUATIONS
 from lm.schema import Plain, to_plain
 
 Advance = Callable[[int], None]  # called with the units of work done

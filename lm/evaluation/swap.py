@@ -20,7 +20,7 @@ from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.evaluate import on_text, open_device, open_store, text_config
 from lm.evaluation.evaluation_kind import Advance, Measurement, ignore, weights_sha256
 from lm.evaluation.held_out import NATS, HeldOut, by_position, by_sequence, by_token, lengths_axis, validation_sequences
-from lm.files import file_sha256, new_folder, write_text
+from lm.files import file_sha256, new_folder, write_json, write_text
 from lm.model.attention_stream import in_lockstep
 from lm.model.cross_entropy import token_kl, token_nll
 from lm.model.decoder import Decoder
@@ -30,7 +30,7 @@ from lm.model.swapped import fit, score_factors, swapped
 from lm.plugins import PLUGINS
 from lm.runs.checkpoints import link_checkpoint, save_checkpoint
 from lm.runs.evaluations import Axis, Evaluation, Series, Shown
-from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, TOKENIZER, command_line, step_path, write_json
+from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, TOKENIZER, command_line, step_path
 from lm.runs.loading import TOKENIZER_SHA256, Loaded, load
 from lm.runs.metadata import FORMAT
 from lm.runs.record import arm

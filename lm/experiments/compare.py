@@ -31,10 +31,10 @@ from lm.experiments.plan import (
 from lm.experiments.procedure import Procedure, next_look
 from lm.experiments.slots import Slots, Stopped, commands, slots_of
 from lm.experiments.summary import measured_words, print_verdicts, summary_lines, trend_table, trends, tuning_means, tuning_table
-from lm.files import write_together
+from lm.files import json_bytes, write_together
 from lm.report.html import PAGE
 from lm.report.tables import csv_text, digits, from_lines, print_tables
-from lm.runs.folder import RESOLVED, json_bytes
+from lm.runs.folder import RESOLVED
 from lm.schema import Plain
 from lm.statistics.tuning import rate_words
 

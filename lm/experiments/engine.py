@@ -24,11 +24,11 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION, Outcome
 from lm.experiments.slots import LOGS, Children, Devices, Slots, Stopped, interruptible, log_path, named, under_way
 from lm.experiments.summary import amount
-from lm.files import locked_folder, write_new
+from lm.files import json_bytes, locked_folder, read_json, write_json, write_new
 from lm.machine import born, this_machine
 from lm.report.tables import digits
 from lm.runs.evaluations import evaluation_files
-from lm.runs.folder import CHECKPOINTS, json_bytes, read_json, step_of, steps_saved, write_json
+from lm.runs.folder import CHECKPOINTS, step_of, steps_saved
 from lm.schema import Plain
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from lm.experiments.experiment import SHARED, Arm, Departure, Experiment, config
 from lm.experiments.experiment_file import kind_of_metric, read_experiment
 from lm.experiments.plan import Times, cost
 from lm.experiments.procedure import Procedure, next_look
-from lm.files import write_new
+from lm.files import json_bytes, read_json, write_json, write_new
 from lm.machine import threads_each
-from lm.runs.folder import CHECKPOINTS, CONFIG, EVALUATIONS, RESOLVED, json_bytes, read_json, step_path, write_json
+from lm.runs.folder import CHECKPOINTS, CONFIG, EVALUATIONS, RESOLVED, step_path
 from lm.schema import Plain, build, convert, to_plain
 from lm.statistics.tuning import coordinates, rate_of
 

@@ -24,10 +24,10 @@ from lm.errors import ConfigError, RunError, one_line
 from lm.experiments.experiment import SHARED, Experiment, Primary
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Devices, Slots, Stopped, interruptible
-from lm.files import unfinished, write_text
+from lm.files import read_json, unfinished, write_json, write_text
 from lm.machine import child_environment, usable_cores
 from lm.runs.evaluations import evaluation_files
-from lm.runs.folder import ENVIRONMENT, METRICS, read_json, read_metrics, step_seconds, training_seconds, write_json
+from lm.runs.folder import ENVIRONMENT, METRICS, read_metrics, step_seconds, training_seconds
 from lm.runs.record import starts
 from lm.schema import flatten, to_plain
 from lm.statistics.learned import fewest_seeds

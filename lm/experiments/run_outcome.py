@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 from lm.errors import RunError
+from lm.files import read_json
 from lm.plugins import PLUGINS
 from lm.runs.evaluations import Evaluation, Series, Units, evaluation_files, evaluation_in, measuring_code
-from lm.runs.folder import CHECKPOINTS, DIVERGED, ENVIRONMENT, METRICS, Log, read_json, read_metrics, step_path
+from lm.runs.folder import CHECKPOINTS, DIVERGED, ENVIRONMENT, METRICS, Log, read_metrics, step_path
 from lm.runs.record import RunRecord, divergence, not_learned, read_run, start_setting
 from lm.runs.same_run import check_measured
 from lm.schema import Plain

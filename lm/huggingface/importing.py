@@ -13,13 +13,13 @@ from torch import Tensor
 from lm.config.data_config import LONGEST
 from lm.data.tokenizer import downloaded, named_tokenizer, read_tokenizer
 from lm.errors import ConfigError, Problem, RunError, one_line
-from lm.files import check_new
+from lm.files import check_new, read_json
 from lm.huggingface.architectures import ARCHITECTURES, HEAD, Architecture, Part
 from lm.huggingface.fields import Fields
 from lm.huggingface.tokenizer_files import checked_vocabulary_size, start_token, tokenizer_settings
 from lm.model.spec import ModelSpec
 from lm.runs.checkpoints import Described
-from lm.runs.folder import TOKENIZER, read_json
+from lm.runs.folder import TOKENIZER
 from lm.runs.loading import write_model
 from lm.schema import Plain, to_plain
 

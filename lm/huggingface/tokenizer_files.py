@@ -6,7 +6,7 @@ from pathlib import Path
 from lm.config.data_config import END_OF_TEXT
 from lm.data.tokenizer import NO_TOKENIZER, TOKENIZER_CONFIG, library_errors, parse_tokenizer, vocab_size
 from lm.errors import DataError, RunError, one_line
-from lm.runs.folder import read_json
+from lm.files import read_json
 from lm.schema import Plain
 
 

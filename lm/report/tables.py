@@ -15,8 +15,8 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from lm.files import json_bytes
 from lm.runs.evaluations import json_value
-from lm.runs.folder import json_bytes
 from lm.schema import Plain
 from lm.statistics.intervals import Interval
 

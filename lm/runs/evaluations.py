@@ -17,8 +17,8 @@ from lm.config.data_config import DataConfig
 from lm.config.eval_config import EvalConfig
 from lm.config.task_config import task_names
 from lm.errors import RunError, one_line
-from lm.files import sources_sha256
-from lm.runs.folder import CHECKPOINTS, EVALUATIONS, read_json, step_path, unsealed
+from lm.files import read_json, sources_sha256, unsealed
+from lm.runs.folder import CHECKPOINTS, EVALUATIONS, step_path
 from lm.schema import Plain, build
 
 IntervalKind = Literal[

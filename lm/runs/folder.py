@@ -18,7 +18,7 @@ from lm.config.load import parse
 from lm.config.tree import Config, ExperimentConfig
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, RunError, as_written, one_line
-from lm.files import plain_sha256, write_text, write_together
+from lm.files import write_text
 from lm.schema import Plain, convert, suggest, type_name
 
 CONFIG, ENVIRONMENT, METRICS, TOKENIZER = "config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json"
@@ -27,30 +27,6 @@ SWAPPED = "swapped"  # name in an experiment's folder: swapped weights that runs
 RESOLVED = "resolved.json"  # name in an experiment's folder: settings that its first start fixed for all runs
 TRAINING = "another process is training in this run folder; wait for it or stop it"  # the reason why a locked folder is refused
 LAST, BEST = "last.ckpt", "best.ckpt"  # names in CHECKPOINTS, beside step-N.ckpt
-
-
-def write_json(path: Path, content: Plain) -> Path:
-    """`content` as indented JSON, whole or not at all; returns the file's path."""
-    write_together({path: json_bytes(content)})
-    return path
-
-
-def json_bytes(content: Plain) -> bytes:
-    """`content` as the text of an indented JSON file."""
-    return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
-
-
-def read_json(path: Path) -> dict[str, Plain]:
-    """The object in a JSON file. Raises RunError if the file is missing or damaged."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RunError(f"{path}: no such file") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise RunError(f"{path}: not readable as JSON: {one_line(error, 160)}") from None
-    if not isinstance(content, dict):
-        raise RunError(f"{path}: holds no JSON object")
-    return content
 
 
 def check_fields(content: dict[str, Plain], fields: Mapping[str, object], path: Path, prefix: str = "") -> None:
@@ -71,32 +47,6 @@ def check_fields(content: dict[str, Plain], fields: Mapping[str, object], path: 
 def command_line() -> str:
     """The command of this process, quoted so that a shell runs the same command."""
     return shlex.join(["lm", *sys.argv[1:]])
-
-
-def sealed(content: dict[str, Plain]) -> dict[str, Plain]:
-    """`content` as it is read back from JSON, with a `sha256` of itself."""
-    content = json.loads(json.dumps(content, allow_nan=False))  # with keys as they will be read: JSON's keys are texts
-    return {**content, "sha256": plain_sha256(content)}
-
-
-def unsealed(content: dict[str, Plain], path: Path) -> dict[str, Plain]:
-    """`content`, which was read from `path`, without its `sha256`. Raises RunError if it has no sha256, or was altered."""
-    body = {name: value for name, value in content.items() if name != "sha256"}
-    if "sha256" not in content:
-        raise RunError(f"{path}: holds no sha256 of itself: it is of an older version, and must be made again")
-    if content["sha256"] != plain_sha256(body):
-        raise RunError(f"{path}: was altered (its sha256 differs)")
-    return body
-
-
-def write_sealed(path: Path, content: dict[str, Plain]) -> Path:
-    """`content` as JSON with a `sha256` of itself, whole or not at all; returns the file's path."""
-    return write_json(path, sealed(content))
-
-
-def read_sealed(path: Path) -> dict[str, Plain]:
-    """The content that `write_sealed` wrote. Raises RunError if the file is missing, damaged or altered."""
-    return unsealed(read_json(path), path)
 
 
 def require_run(folder: Path, *files: str) -> None:

@@ -18,7 +18,7 @@ from lm.config.load import merge, read_yaml, to_yaml
 from lm.config.tree import Config, function_of
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError, RunError, one_line, out_of_memory
-from lm.files import file_sha256, new_folder, replacing
+from lm.files import file_sha256, new_folder, read_json, read_sealed, replacing, write_sealed
 from lm.model.decoder import Decoder
 from lm.model.rope import AS_TRAINED
 from lm.model.spec import ModelSpec
@@ -31,13 +31,10 @@ from lm.runs.folder import (
     LAST,
     TOKENIZER,
     check_fields,
-    read_json,
-    read_sealed,
     require_run,
     step_of,
     step_path,
     steps_saved,
-    write_sealed,
 )
 from lm.runs.metadata import METADATA, SEALS
 from lm.runs.same_run import check_environment, trained_config

@@ -16,21 +16,9 @@ from lm.config.task_config import TASKS
 from lm.config.tree import canonical, is_learned, recorded_per_start
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, RunError, one_line
+from lm.files import read_json
 from lm.runs.evaluations import KIND, UNIGRAM, Evaluation, Series, last_evaluations, validation_series
-from lm.runs.folder import (
-    CHECKPOINTS,
-    CONFIG,
-    DIVERGED,
-    ENVIRONMENT,
-    LAST,
-    METRICS,
-    Curve,
-    Log,
-    curve,
-    read_json,
-    read_metrics,
-    require_run,
-)
+from lm.runs.folder import CHECKPOINTS, CONFIG, DIVERGED, ENVIRONMENT, LAST, METRICS, Curve, Log, curve, read_metrics, require_run
 from lm.runs.same_run import check_measured
 from lm.schema import Plain, flatten, yaml_scalar
 

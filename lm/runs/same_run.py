@@ -9,8 +9,9 @@ from lm.config.load import parse
 from lm.config.tree import Config, differences, effect_of
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, Problem, RunError, as_written, one_line
+from lm.files import read_json
 from lm.runs.evaluations import Evaluation, evaluation_path, remedy
-from lm.runs.folder import EMPTY_LOG, METRICS, Log, check_fields, read_json
+from lm.runs.folder import EMPTY_LOG, METRICS, Log, check_fields
 from lm.runs.metadata import SEALS, SHA256, without_tensors
 from lm.schema import Plain, to_plain
 

@@ -13,7 +13,7 @@ from lm.data.store import Store
 from lm.errors import Diverged, RunError
 from lm.evaluation.evaluate import evaluate
 from lm.evaluation.evaluation_kind import Measurement, measurements
-from lm.files import write_text
+from lm.files import write_json, write_text
 from lm.machine import keep_freed_memory, threads_each, without_collection
 from lm.model.device import Machine, resolve_compile, resolve_device, resolve_precision
 from lm.model.spec import flops_per_token
@@ -35,7 +35,6 @@ from lm.runs.folder import (
     read_metrics,
     step_path,
     truncate_metrics,
-    write_json,
 )
 from lm.runs.loading import TOKENIZER_SHA256, Loaded
 from lm.runs.same_run import check_environment
