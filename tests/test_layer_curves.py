@@ -28,10 +28,11 @@ def test_quantities_are_told_apart_by_layer_and_head_and_the_last_line_of_a_step
     assert [*curves] == ["largest_score", "normalizer/base.out.bias", "train/grad_norm"]
     assert [*curves["train/grad_norm"]] == [2, 10]
     scores = curves["largest_score"][0]
-    assert (scores.tokens.tolist(), scores.columns) == ([10, 20], ("head0", "head1"))
-    np.testing.assert_array_equal(scores.values, [[1.0, 2.0], [3.0, np.nan]])
-    np.testing.assert_array_equal(curves["train/grad_norm"][10].values, [[np.nan], [4.0]])
-    assert curves["normalizer/base.out.bias"][3].columns == ("rms",)
+    assert [*scores] == ["head0", "head1"]
+    assert [head.tokens.tolist() for head in scores.values()] == [[10, 20], [10, 20]]
+    np.testing.assert_array_equal([head.loss for head in scores.values()], [[1.0, 3.0], [2.0, np.nan]])
+    np.testing.assert_array_equal(curves["train/grad_norm"][10][""].loss, [np.nan, 4.0])
+    assert [*curves["normalizer/base.out.bias"][3]] == ["rms"]
 
 
 def test_quantities_are_ordered_by_name_and_number():

@@ -23,7 +23,8 @@ from lm.report.pictures import (
 )  # fmt: skip
 from lm.report.tables import printable, with_unit
 from lm.runs.evaluations import Series, number
-from lm.runs.folder import DIVERGED
+from lm.runs.folder import DIVERGED, Curve
+from lm.runs.folder import curve as logged_curve
 from lm.runs.record import RunRecord
 from lm.schema import Plain
 from lm.statistics.intervals import Interval, interval_of
@@ -316,31 +317,13 @@ def _fraction_map(title: str, rows: Mapping[str, Sequence[Series]]) -> Map:
 # ---------------------------------------------------------------- what is logged by layer and head
 
 
-class LayerCurve(NamedTuple):
-    """A quantity of a layer by tokens seen, (points,), with its values by head, (points, heads); NaN where a value was not finite.
-
-    `columns` names the heads; a quantity without heads has one column without a name.
-    """
-
-    tokens: np.ndarray
-    values: np.ndarray
-    columns: tuple[str, ...]
-
-
-def layer_curves(lines: Iterable[dict[str, Plain]]) -> dict[str, dict[int, LayerCurve]]:
-    """Curves by quantity, such as `largest_score`, and by layer. Of a step that a resumed run logged twice, the last line counts."""
-    log_values: dict[str, dict[int, dict[str, dict[int, tuple[float, float]]]]] = {}
-    for line in lines:
-        for name, value in line.items():
-            if match := _NAME.fullmatch(name):
-                columns = log_values.setdefault(match[1], {}).setdefault(int(match[2]), {})
-                columns.setdefault(match[3] or "", {})[line["step"]] = line["tokens"], np.nan if value is None else value
-    curves: dict[str, dict[int, LayerCurve]] = {}
-    for quantity in sorted(log_values, key=_order):
-        for layer, columns in sorted(log_values[quantity].items()):
-            steps = sorted(set.intersection(*(set(points) for points in columns.values())))
-            tokens, values = np.array([[points[step] for step in steps] for points in columns.values()], dtype=float).transpose(2, 1, 0)
-            curves.setdefault(quantity, {})[layer] = LayerCurve(tokens[:, 0], values, tuple(columns))
+def layer_curves(lines: list[dict[str, Plain]]) -> dict[str, dict[int, dict[str, Curve]]]:
+    """Curves by quantity, such as `largest_score`, by layer and by head; a quantity without heads has one curve, with an empty name."""
+    names = dict.fromkeys(name for line in lines for name in line)
+    matches = sorted(filter(None, map(_NAME.fullmatch, names)), key=lambda match: (_order(match[1]), int(match[2])))
+    curves: dict[str, dict[int, dict[str, Curve]]] = {}
+    for match in matches:
+        curves.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3] or ""] = logged_curve(lines, match[0])
     return curves
 
 
@@ -366,23 +349,21 @@ def by_layer(names: Sequence[str], runs: Sequence[DrawnRun]) -> dict[str, Pictur
         "normalizer-parameters": "Parameters of the normalizers. A line for each seed, layer and head.",
         "dynamics": "A line for each seed and layer: the median over heads, of scores and gradients the largest.",
     }
-    run_curves = [(run, layer_curves(run.record.logged)) for run in runs]
     entries = [
-        (run, quantity, layer, curve)
-        for run, quantities in run_curves
-        for quantity, layers in quantities.items()
-        for layer, curve in layers.items()
+        (run, quantity, layer, by_head)
+        for run in runs
+        for quantity, layers in layer_curves(run.record.logged).items()
+        for layer, by_head in layers.items()
     ]
-    unit, label = token_unit(max((curve.tokens[-1] for *_, curve in entries), default=1))
+    unit, label = token_unit(max((head.tokens[-1] for *_, by_head in entries for head in by_head.values()), default=1))
     if len(runs) == 1:
         names = [f"layer {layer}" for layer in range(1 + max((layer for _, _, layer, _ in entries), default=0))]
     traces: dict[str, list[Trace]] = {}
-    for run, quantity, layer, curve in entries:
+    for run, quantity, layer, by_head in entries:
         number, words = layer if len(runs) == 1 else names.index(run.arm), f"{run.arm}, seed {run.seed}, layer{layer}"
-        by_head = quantity.startswith(PARAMETERS)
-        for column, head in enumerate(curve.columns if by_head else ("",)):
-            values = curve.values[:, column : column + 1] if by_head else curve.values
-            points = _points(quantity, curve.tokens / unit, values)
+        single_heads = {head: [head_curve] for head, head_curve in by_head.items()}
+        for head, group in (single_heads if quantity.startswith(PARAMETERS) else {"": [*by_head.values()]}).items():
+            points = _points(quantity, group[0].tokens / unit, np.stack([member.loss for member in group], axis=1))
             traces.setdefault(quantity, []).append(Trace(number, f"{words}{head and '/'}{head}", *points, "seed"))
     pictures = {}
     for name, caption in captions.items():
