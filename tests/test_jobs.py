@@ -25,7 +25,7 @@ from lm.experiments.slots import Slots, Stopped
 from lm.experiments.summary import summary_lines
 from lm.files import read_json
 from lm.machine import born
-from lm.runs.folder import MetricTail, step_path
+from lm.runs.folder import last_logged, step_path
 from lm.training.train import find_checkpoint, train
 
 
@@ -169,9 +169,7 @@ def at_work(folder: Path) -> dict[Path, int]:
 
 def logged_steps(folder: Path) -> int:
     """The last step in a run's log."""
-    tail = MetricTail(folder / "metrics.jsonl")
-    tail.look()
-    return tail.step
+    return last_logged(folder / "metrics.jsonl").get("step", 0)
 
 
 @pytest.mark.slow  # 2 min

@@ -18,7 +18,7 @@ from lm.experiments.experiment_file import read_experiment
 from lm.experiments.live_table import LiveTable, live_table
 from lm.experiments.procedure import Procedure
 from lm.experiments.slots import Slots
-from lm.runs.folder import MetricTail
+from lm.runs.folder import last_logged
 
 FILE = {
     "base": str(ROOT / "tests" / "tiny.yaml"),
@@ -134,24 +134,32 @@ def test_a_grid_that_has_grown_is_said(work):
     assert "tuning, whose grid has grown by 1: 4 runs left" in text(LiveTable(jobs, {}))[-1]
 
 
-def test_the_end_of_a_log_is_read_as_it_grows_and_anew_when_it_is_cut(tmp_path):
-    tail = MetricTail(tmp_path / "metrics.jsonl")
-    tail.look()
-    assert (tail.step, tail.latest) == (0, {})
+def test_the_end_of_a_log_is_read_while_it_grows_and_when_it_is_cut(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert last_logged(path) == {}
     logged(tmp_path, {"step": 1, "val/loss": 6.0}, {"step": 2, "train/loss": 5.0})
-    with tail.path.open("a") as log:
+    with path.open("a") as log:
         log.write('{"step": 3, "val/')
-    tail.look()
-    assert (tail.step, tail.latest["val/loss"]) == (2, 6.0)
-    with tail.path.open("a") as log:
+    assert last_logged(path) == {"step": 2, "val/loss": 6.0, "train/loss": 5.0}
+    with path.open("a") as log:
         log.write('loss": 4.0}\n')
-    tail.look()
-    assert (tail.step, tail.latest["val/loss"]) == (3, 4.0)
+    assert last_logged(path) == {"step": 3, "val/loss": 4.0, "train/loss": 5.0}
     shorter = tmp_path / "shorter"
     shorter.write_text('{"step": 1, "val/loss": 6.0}\n' + " " * 200 + "\n")
-    shorter.rename(tail.path)
-    tail.look()
-    assert (tail.step, tail.latest["val/loss"]) == (1, 6.0), "a resumed run goes on from an earlier step"
+    shorter.rename(path)
+    assert last_logged(path) == {"step": 1, "val/loss": 6.0}, "a resumed run goes on from an earlier step"
+
+
+def test_a_loss_stays_in_the_table_when_the_end_of_the_log_has_none_any_more(work):
+    jobs = work(tune=None)
+    run = jobs.known_runs[0]
+    jobs.pending = {0: (run, ())}
+    table = LiveTable(jobs, {})
+    logged(run.config.run_folder, {"step": 1, "val/loss": 6.0})
+    assert (table.lines()[0].step, table.lines()[0].loss) == (1, 6.0)
+    logged(run.config.run_folder, {"step": 1, "val/loss": 6.0}, *({"step": step, "train/loss": 5.0} for step in range(2, 3000)))
+    assert "val/loss" not in last_logged(run.config.run_folder / "metrics.jsonl")
+    assert (table.lines()[0].step, table.lines()[0].loss) == (2999, 6.0)
 
 
 class Terminal(io.StringIO):

@@ -18,7 +18,8 @@ from lm.experiments.procedure import Run
 from lm.experiments.run_outcome import SELECTION
 from lm.experiments.slots import named
 from lm.report.tables import from_lines, grid
-from lm.runs.folder import METRICS, MetricTail
+from lm.runs.folder import METRICS, last_logged
+from lm.schema import Plain
 from lm.statistics.tuning import rate_words
 
 REFRESH_SECONDS = 1.0
@@ -61,14 +62,12 @@ class LiveTable:
 
     def __init__(self, jobs: Jobs, times: Times):
         self.jobs, self.experiment, self.times = jobs, jobs.procedure.experiment, times
-        self._logs: dict[Path, MetricTail] = {}
+        self._logged: dict[Path, dict[str, Plain]] = {}  # the last value of each metric, by the folders of pending runs
 
     def lines(self) -> list[RunLine]:
         """The lines of all known runs."""
         devices_by_folder = {run.config.run_folder: devices for run, devices in list(self.jobs.pending.values())}
-        self._logs = {folder: self._logs.get(folder) or MetricTail(folder / METRICS) for folder in devices_by_folder}
-        for log in self._logs.values():
-            log.look()
+        self._logged = {folder: self._logged.get(folder, {}) | last_logged(folder / METRICS) for folder in devices_by_folder}
         finished_folders = {run.config.run_folder for run in self.jobs.known_runs if run.outcome.state == "finished"}
         return [self._line(run, named(devices_by_folder.get(run.config.run_folder, ())), finished_folders) for run in self.jobs.known_runs]
 
@@ -79,8 +78,8 @@ class LiveTable:
             return RunLine(run, outcome.state, outcome.last_step, loss)
         if failure := self.jobs.failed.get(folder):
             return RunLine(run, "failed", note=f"status {failure.status}")
-        if log := self._logs.get(folder):
-            return RunLine(run, "running", log.step, log.latest.get(SELECTION), devices)
+        if (logged := self._logged.get(folder)) is not None:
+            return RunLine(run, "running", logged.get("step", 0), logged.get(SELECTION), devices)
         return RunLine(run, note="for the run it starts from" if run.source_folder and run.source_folder not in finished_folders else "")
 
     def render(self, height: int = 50) -> RenderableType:

@@ -113,7 +113,7 @@ def steps_saved(folder: Path) -> list[Path]:
 
 PEAK_MEMORY = "peak_memory_bytes"  # the peak up to a line, of rank 0: bytes of tensors on the GPU, of the whole process on the CPU
 _WARM_UP = 3  # steps that are slower than the others
-_TAIL_BYTES = 1 << 16  # bytes at the end of a log that the first look reads
+_TAIL_BYTES = 1 << 16  # bytes that `last_logged` reads
 DIVERGED = "diverged"  # key of the last line of a run that stopped at values that are not finite; its value says why
 
 
@@ -181,34 +181,15 @@ def peak_memory(lines: list[dict[str, Plain]]) -> int | None:
     return max((line[PEAK_MEMORY] for line in lines if line.get(PEAK_MEMORY)), default=None)
 
 
-class MetricTail:
-    """The end of a log that grows: each look reads the lines that were written since the last look.
-
-    Attributes:
-        step: the last logged step; 0: none yet.
-        latest: the last value of each metric in the lines that were read.
-    """
-
-    def __init__(self, path: Path):
-        self.path, self.step, self.latest = path, 0, dict[str, Plain]()
-        self._file, self._read_to = 0, 0  # the file's inode: a resumed run writes its log anew, up to the step where it goes on
-
-    def look(self) -> None:
-        """Read the lines that were appended since the last look; `step` and `latest` stay if the log can't be read."""
-        try:
-            with self.path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                if status.st_ino != self._file or status.st_size < self._read_to:
-                    self._file, self._read_to, self.step, self.latest = status.st_ino, 0, 0, {}
-                file.seek(max(self._read_to, status.st_size - _TAIL_BYTES))
-                text = file.read()
-                complete_lines, newline, remainder = text.rpartition(b"\n")
-                self._read_to = file.tell() - len(remainder)
-        except OSError:
-            return
-        for line in filter(None, map(_read, complete_lines.split(b"\n") if newline else [])):
-            self.step = line["step"]
-            self.latest |= line
+def last_logged(path: Path) -> dict[str, Plain]:
+    """The last value of each metric in the end of a log, which may be growing; {} if the log can't be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            lines = file.read().split(b"\n")  # the first and the last may be cut, and are then no JSON
+    except OSError:
+        return {}
+    return {name: value for line in filter(None, map(_read, lines)) for name, value in line.items()}
 
 
 def curve(lines: list[dict[str, Plain]], name: str) -> Curve:
