@@ -117,7 +117,7 @@ def random_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[in
     """
     order = draws.masked_fill(~visible, -torch.inf).topk(min(counts[-1], weights.size(1)), -1).indices
     n, square = visible.sum(-1, keepdim=True).to(weights.dtype), x.square().sum(-1)
-    product = torch.cat([weights @ (x @ x[keys].T) for keys in _columns(x)], -1)  # x_i . x-
+    product = (weights @ x) @ x.T  # x_i . x-
     mean_square = (weights * product).sum(-1, keepdim=True)  # |x-|^2
     own_squares, cross_products = weights.square() * square, weights * product  # |y_i|^2 and y_i . x-, of y_i = a_i x_i
     # The spread of y over all keys but i.
