@@ -4,8 +4,10 @@ import difflib
 import hashlib
 import importlib.metadata
 import math
+import random
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -313,10 +315,8 @@ class Downstream(Measurement):
         return len(self.names)
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
-        from lightning.pytorch.utilities.seed import isolate_rng
-
         spec = ModelSpec.from_decoder(decoder, self.store.manifest["end_of_text"]["token"])
-        with eval_mode(decoder), isolate_rng():  # the harness seeds Python, numpy and torch
+        with eval_mode(decoder), _own_random_state():
             model = HarnessLM(Loaded(decoder, spec, self.store.tokenizer(), self.store.path), self.asked.max_length, device)
             results = _evaluate(model, self.names, self.manager, self.asked)
         progress(len(self.names))
@@ -345,3 +345,13 @@ class Downstream(Measurement):
                 name, unit, better, mean, what=task, samples=(sample,) * by_document, interval="documents" if by_document else "none",
                 logged=(f"{self.kind}/{task}/{name}",), shown=display,
             )  # fmt: skip
+
+
+@contextmanager
+def _own_random_state() -> Iterator[None]:
+    """Keep the random state of Python, numpy and torch, which the harness seeds."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 (the harness seeds this one)
+    with torch.random.fork_rng():
+        yield
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)  # noqa: NPY002
