@@ -13,7 +13,7 @@ Settled before the final runs of configs/experiments/recall-all.yaml:
 - Order: of pairs of runs of two arms of which it is known which falls first, the part that a number puts in that order.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,17 +89,17 @@ class Prediction:
         return float((later & in_order).sum() + 0.5 * (later & level).sum()) / later.sum() if later.any() else float("nan")
 
 
-def predictions(runs: pd.DataFrame) -> Iterator[Prediction]:
+def predictions(runs: pd.DataFrame) -> list[Prediction]:
     """Every number as a prediction, the formula first; lines and means are fitted on what they don't predict."""
-    yield Prediction(FORMULA, runs["predicted half-length"], runs["predicted half-length"])
+    numbers = [Prediction(FORMULA, runs["predicted half-length"], runs["predicted half-length"])]
     for name, number in LINES.items():
         values = number(runs).where(np.isfinite)  # a row without weight has no N_eff
-        yield Prediction(name, _by_arm(runs, lambda part, values=values: _line(part, values)), values)
-    yield Prediction(OTHERS, _by_arm(runs, lambda part: _line(part, None)), None)
+        numbers.append(Prediction(name, _by_arm(runs, lambda part, values=values: _line(part, values)), values))
+    numbers.append(Prediction(OTHERS, _by_arm(runs, lambda part: _line(part, None)), None))
     logs = np.log2(fell(runs)["half-length"]).reindex(runs.index)
     groups = logs.groupby([runs.line, runs.arm, runs.rate])
     count = groups.transform("count") - logs.notna()
-    yield Prediction(SEEDS, 2 ** ((groups.transform("sum") - logs.fillna(0)) / count.where(count > 0)), None)
+    return [*numbers, Prediction(SEEDS, 2 ** ((groups.transform("sum") - logs.fillna(0)) / count.where(count > 0)), None)]
 
 
 def _by_arm(runs: pd.DataFrame, fitted: Callable[[pd.DataFrame], Callable[[pd.Index], np.ndarray]]) -> pd.Series:
@@ -126,9 +126,9 @@ def _line(runs: pd.DataFrame, values: pd.Series | None) -> Callable[[pd.Index], 
     return lambda index: slope * (values[index].to_numpy() - center) + level
 
 
-def compared(runs: pd.DataFrame) -> dict[str, Verdict]:
+def compared(runs: pd.DataFrame, numbers: list[Prediction]) -> dict[str, Verdict]:
     """Each number against the formula, by the errors of the arms that both predict, as one family."""
-    formula, *rest = predictions(runs)
+    formula, *rest = numbers
     errors = formula.errors(runs)
     comparisons = {}
     for other in rest:
@@ -137,13 +137,13 @@ def compared(runs: pd.DataFrame) -> dict[str, Verdict]:
     return verdicts(comparisons, MATTERS)
 
 
-def table(runs: pd.DataFrame, markdown: Callable[[list[list[str]]], str]) -> str:
+def table(runs: pd.DataFrame, numbers: list[Prediction], markdown: Callable[[list[list[str]]], str]) -> str:
     """The table in Markdown: a line for each number."""
-    found_verdicts = compared(runs)
+    found_verdicts = compared(runs, numbers)
     lines = [
         ["number at the training length", "arms", "mean error, octaves", "minus the formula's", "pairs in order, %", "leaving an arm out"]
     ]
-    for number in predictions(runs):
+    for number in numbers:
         errors, verdict = number.errors(runs), found_verdicts.get(number.name)
         cells = [number.name, str(len(errors)), f"{errors.mean():.2f}", "" if verdict is None else difference(verdict)]
         if number.order is None:
@@ -165,9 +165,9 @@ def difference(verdict: Verdict) -> str:
     return f"{mean:+.2f} [{low:+.2f}, {high:+.2f}] *{verdict.statement}*"
 
 
-def drawn(runs: pd.DataFrame) -> bytes:
+def drawn(runs: pd.DataFrame, numbers: list[Prediction]) -> bytes:
     """The picture: lengths observed over those predicted, a panel for each number; hollow: a run that doesn't fall."""
-    numbers = [number for number in predictions(runs) if number.name != SEEDS]
+    numbers = [number for number in numbers if number.name != SEEDS]
     ticks = {2.0**power: f"{2**power:,}" for power in (6, 10, 14, 18)}
     with plt.rc_context({"font.size": 9}), canvas(2, 4, (9.6, 5.2), sharey=True, sharex=True) as (figure, panels):
         for axes, number in zip(panels.flat, numbers, strict=False):

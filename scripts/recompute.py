@@ -215,8 +215,9 @@ def files() -> dict[Path, bytes]:
         if picture := result.drawn():
             pictures[ROOT / "docs" / f"{result.place}.svg"] = picture
     runs, page = predictors.learned(RESULTS), ROOT / "docs" / "half-length.md"
-    pages[page] = filled(page.read_text(encoding="utf-8"), "predictors", predictors.table(runs, markdown))
-    pictures[page.with_suffix(".svg")] = predictors.drawn(runs)
+    numbers = predictors.predictions(runs)
+    pages[page] = filled(page.read_text(encoding="utf-8"), "predictors", predictors.table(runs, numbers, markdown))
+    pictures[page.with_suffix(".svg")] = predictors.drawn(runs, numbers)
     return {page: text.encode() for page, text in pages.items()} | pictures
 
 

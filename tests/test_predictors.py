@@ -51,7 +51,7 @@ def exactly(margin: float) -> tuple[float, float]:
 
 def test_what_is_exact_has_no_error_and_every_pair_in_order(predictors):
     runs = made({"a": [exactly(6), exactly(7)], "b": [exactly(6.5), exactly(7.5)], "c": [exactly(8), (12.0, math.inf)]})
-    formula, margin, *_ = predictions = list(predictors.predictions(runs))
+    formula, margin, *_ = predictions = predictors.predictions(runs)
     assert [number.name for number in predictions[1:6]] == list(predictors.LINES)
     for number in (formula, margin):  # a line in the margin, fitted on the other arms, is the formula here
         assert number.errors(runs).tolist() == pytest.approx([0, 0, 0], abs=1e-9)
@@ -80,7 +80,7 @@ def test_a_run_whose_number_is_infinite_is_left_out_of_that_numbers_line(predict
 
 def test_predictions_far_away_count_as_the_farthest(predictors):
     runs = made({"a": [(50.0, 1024.0)], "b": [(-50.0, 1024.0)]})
-    assert next(predictors.predictions(runs)).errors(runs).to_dict() == pytest.approx({"a": 10.0, "b": 4.0})
+    assert predictors.predictions(runs)[0].errors(runs).to_dict() == pytest.approx({"a": 10.0, "b": 4.0})
 
 
 def test_runs_that_have_not_learned_are_left_out(predictors, tmp_path, monkeypatch):
