@@ -133,17 +133,18 @@ def test_the_page_is_self_contained_and_escapes_hostile_names(tmp_path):
     assert "\\textless{}script\\textgreater{}alert(1)\\&\\$\\textbackslash{}frac\\{" in files.latex.read_text()
 
 
-@pytest.mark.usefixtures("painted")
 def test_the_same_runs_give_the_same_bytes(pair, tmp_path):
     first, second = (write_report(pair, tmp_path / name) for name in ("one", "two"))
     for name, path in first._asdict().items():
         assert path.read_bytes() == getattr(second, name).read_bytes(), name
+    first_csv, second_csv = (overview(compare_runs([read_run(folder) for folder in pair])).csv for _ in range(2))
+    assert first_csv == second_csv, "what is painted"
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == sorted(path.name for path in first)
 
 
-@pytest.mark.parametrize("value", [1e3, np.nan])
-def test_an_exploding_loss_breaks_nothing(tmp_path, value):
-    folder = build_run(tmp_path, "exploding", "ssmax")
+def exploding(root: Path, value: float) -> list[list[Path]]:
+    """A run whose losses become `value`, beside another one and alone."""
+    folder = build_run(root, "exploding", "ssmax")
     for kind in ("validation", "long_context"):
         path = folder / f"evaluations/{kind}.step-000200.json"
         content = json.loads(path.read_text())
@@ -162,8 +163,12 @@ def test_an_exploding_loss_breaks_nothing(tmp_path, value):
     metrics = [line | {key: value for key in line if key.endswith("loss") and line["step"] > 100} for line in metrics]
     (folder / "metrics.jsonl").write_text("\n".join(json.dumps(plain(line)) for line in metrics))
     save(folder, 200)
-    soft = build_run(tmp_path, "soft")
-    for folders in ([soft, folder], [folder]):
+    return [[build_run(root, "soft"), folder], [folder]]
+
+
+@pytest.mark.parametrize("value", [1e3, np.nan, np.inf])
+def test_an_exploding_loss_breaks_nothing(tmp_path, value):
+    for folders in exploding(tmp_path, value):
         files = write_report(folders, tmp_path / "out")
         assert ("1000" if value == 1e3 else "not finite") in files.markdown.read_text()
         assert b"nan" not in files.csv.read_bytes()
@@ -172,7 +177,8 @@ def test_an_exploding_loss_breaks_nothing(tmp_path, value):
 
 @pytest.mark.usefixtures("painted")
 def test_a_picture_of_an_infinite_loss_can_be_painted(tmp_path):
-    test_an_exploding_loss_breaks_nothing(tmp_path, np.inf)
+    for folders in exploding(tmp_path, np.inf):
+        assert "<!-- Training loss -->" in overview(compare_runs([read_run(folder) for folder in folders])).svg
 
 
 def test_one_run_has_a_report_without_differences(pair, tmp_path):
@@ -320,9 +326,11 @@ def test_maps_of_equal_scales_share_one_scale_of_colours(scale: str):
 
 @pytest.mark.usefixtures("painted")
 def test_a_picture_is_saved_by_its_suffix():
-    picture = Picture([Panel("title", "x", "y", [Trace(0, "a", np.ones(1), np.ones(1), "dots")])], ["a"])
+    picture, same_picture = (Picture([Panel("title", "x", "y", [Trace(0, "a", np.ones(1), np.ones(1), "dots")])], ["a"]) for _ in range(2))
     assert picture.file(".png").startswith(b"\x89PNG")
     assert b"<svg" in picture.file(".svg")
     assert b"title,a,dots,1,1" in picture.file(".csv")
+    for suffix in (".svg", ".png"):
+        assert picture.file(suffix) == same_picture.file(suffix), "the same bytes whenever it is drawn"
     with pytest.raises(RunError, match=r"can't draw a picture as \.pdf: choose \.svg, \.png or \.csv"):
         picture.file(".pdf")
