@@ -1,8 +1,6 @@
 """`lm.train`, `lm.evaluate`, `lm.compare` and `lm.results`, and the page that documents them."""
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -106,10 +104,9 @@ def test_the_page_of_python_runs(experiment, tmp_path, monkeypatch):
         lm.train("recall", {"name": "trial"})
 
 
-def test_functions_of_tensors_are_there_after_the_package_alone_is_imported():
-    code = "import lm, sys; assert 'torch' not in sys.modules; print(lm.functional.attention.__name__)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.stdout == "attention\n", result.stderr
+def test_functions_of_tensors_are_there_after_the_package_alone_is_imported(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(lm, "functional", raising=False)  # which an import of the module has set
+    assert lm.functional.attention.__name__ == "attention"
 
 
 @pytest.mark.parametrize("path", ["lm/__init__.py", "lm/huggingface/__init__.py"])
