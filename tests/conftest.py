@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.backend_bases import FigureCanvasBase
+from reported import two_runs
 from texts import TEXTS, files_config, write_texts
 
 from lm.cli import main
@@ -34,9 +35,11 @@ gc.disable()  # until all is imported, which no collection frees
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported out of later collections, half a million objects that each would go through."""
+    """Leave what was imported out of later collections, half a million objects that each would go through; estimate no run's memory."""
     gc.freeze()
     gc.enable()
+    if banner := sys.modules.get("lm.training.banner"):
+        banner.estimated_memory = lambda *_: 0  # which takes as long as all steps of a tiny run; test_cost has the estimate
 
 
 @pytest.fixture(scope="session")
@@ -134,6 +137,20 @@ def inline(monkeypatch: pytest.MonkeyPatch, untimed: None) -> None:
 def data(tmp_path: Path) -> DataConfig:
     """A few dozen short documents in files, odd ones among them."""
     return files_config(write_texts(tmp_path / "texts", TEXTS), tmp_path)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> list[Path]:
+    """Two runs for a report, the second better than the first."""
+    return two_runs(tmp_path)
+
+
+@pytest.fixture
+def base(corpus: Path, store_root: Path, tmp_path: Path) -> Path:
+    """A configuration of the corpus, for models that have no run behind them."""
+    file = tmp_path / "corpus.yaml"
+    file.write_text(f"base: {ROOT / 'tests' / 'tiny.yaml'}\ndata: {{root: {store_root}, source: {{name: files, paths: [{corpus}]}}}}\n")
+    return file
 
 
 @pytest.fixture(scope="session")

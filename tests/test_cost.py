@@ -131,13 +131,17 @@ def test_short_sequences_are_counted_by_the_route_of_the_device(tiny):
         assert on_gpu == pytest.approx(measured(config), rel=0.15)
 
 
-def test_a_model_that_cannot_be_estimated_is_trained(tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+def test_the_estimate_is_printed_and_a_model_without_one_is_trained(tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     def refuse(*_: object) -> int:
         raise RuntimeError("its shapes\ndepend on numbers")
 
-    monkeypatch.setattr("lm.training.banner.estimated_memory", refuse)
-    assert train(tiny("name=x", "trainer.max_steps=1", "optim.warmup_steps=0")) == 0
-    assert "memory      not estimated: its shapes depend on numbers\n" in capsys.readouterr().out
+    for name, estimate, words in (
+        ("a", estimated_memory, "about 0.00 GiB of tensors a process"),
+        ("b", refuse, "not estimated: its shapes depend on numbers\n"),
+    ):
+        monkeypatch.setattr("lm.training.banner.estimated_memory", estimate)
+        assert train(tiny(f"name={name}", "trainer.max_steps=1", "optim.warmup_steps=0")) == 0
+        assert f"memory      {words}" in capsys.readouterr().out
 
 
 @pytest.mark.slow
