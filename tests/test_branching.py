@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import lm
+from fabricated import finish
 from folders import EVERY_STEP, curve, metrics, same, weights
 from trials import written
 
 from lm.config.load import load
 from lm.errors import ConfigError, RunError
 from lm.experiments.experiment_file import read_experiment
+from lm.experiments.experiment_folder import start
 from lm.experiments.plan import costs
 from lm.experiments.procedure import Procedure
 from lm.files import read_json
@@ -154,14 +156,17 @@ HORIZONS = {
 
 @pytest.mark.usefixtures("inline")
 def test_arms_branch_seed_by_seed_from_a_step_of_an_earlier_arm(arguments: list[str], tmp_path: Path):
-    file = written(tmp_path, arms=HORIZONS, tune={"grid": [1e-2, 2e-2], "seeds": [101, 102]}, seeds=[1, 2])
-    result = lm("compare", str(file), *arguments[1:], "eval.long_context.length_factor=0")
+    file = written(tmp_path, arms=HORIZONS, tune={"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]}, seeds=[1, 2])
+    overrides = [*arguments[1:], "eval.long_context.length_factor=0"]
+    procedure = start(file, overrides)
+    for run in procedure.known_runs():
+        finish(run, 5 + abs(run.rate - 2e-2))  # what is known so far is the tuning
+    result = lm("compare", str(file), *overrides)
     assert result.returncode == 0, result.stderr
-    runs = {path.parent.name.rpartition("-")[0]: path.parent for path in (tmp_path / "runs" / "trial").glob("*/config.yaml")}
-    assert not [name for name in runs if name.startswith(("cool", "on")) and "seed10" in name]  # they have the trunk's rate
-    (rate,) = {name.split("-")[1] for name in runs if name.startswith("cool")}
+    assert {run.arm for run in procedure.known_runs() if run.stage == "tune"} == {"long"}, "the others have its rate"
+    runs = {(run.arm, run.seed): run.config.run_folder for run in procedure.known_runs() if (run.stage, run.rate) == ("final", 2e-2)}
     for seed in (1, 2):
-        long, continued, cool = (runs[f"{arm}-{rate}-seed{seed}"] for arm in ("long", "on", "cool"))
+        long, continued, cool = (runs[arm, seed] for arm in ("long", "on", "cool"))
         assert same(weights(continued), weights(long))
         assert curve(cool)[0] == curve(long)[6]
         assert yaml.safe_load((cool / "config.yaml").read_text())["branch_from"].endswith(f"{long.name}/checkpoints/step-000006.ckpt")

@@ -37,9 +37,8 @@ from lm.training.train import train
 
 WILD = {"optim.lr": 1e30, "optim.optimizer.weight_decay": 0, "optim.grad_clip": 0, "optim.warmup_steps": 1}  # diverges
 
-# a run takes a second and learns something
-LEARNS = [f"{key}=40" for key in ("trainer.max_steps", "trainer.checkpoint_every", "eval.every")]
-LEARNS += ["optim.batch_tokens=512", "eval.sequences=64", "eval.long_context.length_factor=0"]
+SHORT = [f"{key}=8" for key in ("trainer.max_steps", "trainer.checkpoint_every", "eval.every")]  # a run takes half a second
+SHORT += ["eval.sequences=64", "eval.long_context.length_factor=0"]
 
 pytestmark = pytest.mark.usefixtures("inline")
 
@@ -47,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("inline")
 @pytest.fixture
 def overrides(arguments: list[str]) -> list[str]:
     """Overrides of an experiment of such runs, whose folder is below `runs`."""
-    return [*arguments[1:], *LEARNS]
+    return [*arguments[1:], *SHORT]
 
 
 def here(run: Run) -> int:
@@ -193,7 +192,7 @@ def test_metrics_are_known_before_they_are_measured(tmp_path, overrides):
         *("recall.tasks=[passkey]", "recall.length_factors=[8, 16]", "recall.sequences=2"),
         *("needle.length_factors=[16]", "needle.trials=2", "needle.depths=[0.5]"),
     ]
-    all_overrides = [*overrides, *(f"eval.{setting}" for setting in extra), "eval.sequences=4", "trainer.max_steps=8"]
+    all_overrides = [*overrides, *(f"eval.{setting}" for setting in extra), "eval.sequences=4"]
     procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1]), all_overrides))
     run = procedure.known_runs()[0]
     assert here(run) == 0
@@ -236,7 +235,8 @@ def test_runs_on_other_text_are_not_mixed_in(tmp_path, overrides):
 
 
 def test_the_plan_needs_no_text_and_prepares_none(tmp_path, overrides):
-    missing_text = [*overrides, f"data.source.paths=[{tmp_path / 'nowhere'}]", f"data.root={tmp_path / 'stores'}"]
+    longer = ("trainer.max_steps=40", "optim.batch_tokens=512")
+    missing_text = [*overrides, *longer, f"data.source.paths=[{tmp_path / 'nowhere'}]", f"data.root={tmp_path / 'stores'}"]
     result = lm("compare", str(written(tmp_path)), *missing_text, "--plan")
     assert result.returncode == 0, result.stderr
     assert "16 runs, 0.3 M tokens, " in result.stdout, result.stdout

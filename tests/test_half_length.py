@@ -73,7 +73,8 @@ TASK, LAYERS = MQAR(pairs=4, queries=4), "{n_layer: 2, n_head: 2, n_embd: 32, in
 
 def symbols(tiny, position: str = "none", task: str = "{name: mqar, pairs: 4, queries: 4}"):
     """A configuration of recall of pairs, and an untrained model of it."""
-    config = tiny(f"data.tasks=[{{task: {task}}}]", "eval.long_context.length_factor=0", f"model={LAYERS}", f"model.position={position}")
+    few = "eval={long_context: {length_factor: 0}, recall: {length_factors: [1], sequences: 8}}"
+    config = tiny(f"data.tasks=[{{task: {task}}}]", few, f"model={LAYERS}", f"model.position={position}")
     return config, Decoder(config.model, config.data.tasks[0].task.vocab_size + 1, 32).eval()
 
 

@@ -1,6 +1,7 @@
 """How long a run is where its tokens are given by the size of the model, and the presets that say so."""
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,7 @@ def test_a_recipe_goes_with_every_shape_and_the_later_of_both_counts(recipe: Pat
             assert counted(first, 4096)["total"] == pytest.approx(counted(shape_config, 4096)["total"], rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_modern_recipe_trains_the_smallest_shape(arguments: list[str], corpus: Path):
     shape, recipe = (ROOT / "configs" / name for name in ("models/1m.yaml", "recipes/modern.yaml"))
     tiny_data = [f"data.source={{name: files, paths: [{corpus}]}}", *arguments[2:], "data.tokenizer.vocab_size=400", "data.seq_len=64"]
@@ -82,15 +84,10 @@ def test_the_steps_are_those_of_the_vocabulary_and_do_not_depend_on_the_normaliz
 
 
 def test_the_run_folder_records_the_steps_and_a_resumed_run_has_the_same(tiny, capsys: pytest.CaptureFixture):
-    options = (
-        FEW,
-        "model.dropout=0.1",
-        "model.normalizer=ssmax",
-        "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]",
-    )
-    options = [option for option in options if "model.normalizer" not in option]
+    options = [FEW, "model.dropout=0.1", "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]"]
     whole_run, resumed = tiny(*options, "name=whole"), tiny(*options, "name=resumed", "resume=auto")
-    assert (train(whole_run), train(resumed)) == (0, 0)
+    assert train(whole_run) == 0
+    shutil.copytree(whole_run.run_folder, resumed.run_folder)
     steps = steps_of(whole_run, 400)
     assert recorded(whole_run) | {"max_steps": steps, "tokens_per_parameter": None} == recorded(whole_run)
     kill_after(resumed.run_folder, 8)

@@ -123,7 +123,7 @@ def test_starts_that_differ_in_anything_are_said(tmp_path, what):
 # ---------------------------------------------------------------- where weights come from
 
 
-def test_runs_from_weights_of_one_arm_are_paired_by_seed(tiny, tmp_path):
+def test_runs_from_weights_of_one_arm_are_paired_by_seed(tiny, tmp_path, monkeypatch: pytest.MonkeyPatch):
     runs, overrides = tmp_path / "runs", ["eval.swap_lengths=[1]"]
     for seed in (1, 2):
         assert train(tiny(f"name=base-{seed}", f"seed={seed}", "trainer.max_steps=2", "experiment.name=e", "experiment.arm=base")) == 0
@@ -139,6 +139,7 @@ def test_runs_from_weights_of_one_arm_are_paired_by_seed(tiny, tmp_path):
     assert [source["seeds"] for source in sources] == [[1], [2], [1], [2]]
     assert len({source["arm"] for source in sources}) == 2
     assert sources[0]["arm"] == record.arm(to_plain(read_config(runs / "base-1")), read_json(runs / "base-1" / "environment.json"))
+    monkeypatch.setattr("lm.evaluation.swap.FIT_BATCHES", 1)
     swap_run(runs / "base-1", "last", "ssmax", "fit", runs / "fit", overrides)
     assert arms(runs / "swapped-1", runs / "swapped-2", runs / "fit") == [["swapped-1", "swapped-2"], ["fit"]]
 

@@ -1,6 +1,7 @@
 """What current baselines add to a decoder: each is off unless asked for, is what its formula says, and leaves all else as it was."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -267,8 +268,13 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["first_layer", "embedding"])
-@pytest.mark.parametrize("setting", [pytest.param(name, marks=pytest.mark.slow if name == "compiled" else ()) for name in SETTINGS])
+QUICK = (("bf16", "embedding"), ("isolated documents, dropout, micro-batches", "first_layer"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in product(SETTINGS, ("first_layer", "embedding"))],
+)
 def test_a_run_with_all_of_them_learns(tiny, setting: str, kind: str):
     phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]"
     config = tiny("name=all", phases, *ALL, f"model.value_residual={kind}", *SETTINGS[setting])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from texts import TEXTS, files_config, start, state, stored_texts, write_texts
+from texts import TEXTS, die, files_config, start, state, stored_texts, write_texts
 
 from lm.config.data_config import DataConfig, Files, Mixture, Package, TrainedTokenizer, WeightedSource
 from lm.config.tree import Config
@@ -302,10 +302,6 @@ def test_the_store_is_the_same_for_any_number_of_processes(large: Path, tmp_path
     data = DataConfig(Files([str(large)]), TrainedTokenizer(300))
     stores = [prepare(dataclasses.replace(data, root=str(tmp_path / str(n)), prepare_workers=n)) for n in (1, 3)]
     assert contents(stores[0]) == contents(stores[1])
-
-
-def die(texts: list[str], starts: list[bool]) -> None:
-    os._exit(1)
 
 
 def test_a_process_that_dies_is_one_line_and_what_is_done_stays(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

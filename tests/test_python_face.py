@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, Inline
 from test_documents import blocks
-from test_experiments import LEARNS, here
+from test_experiments import SHORT, here
 from trials import written
 
 import lm
@@ -32,8 +32,7 @@ def experiment(corpus: Path, store_root: Path, tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.mktemp("experiment")
     (folder / "rates.csv").write_text(TABLE)
     path = written(folder, tune={"table": "rates.csv"}, seeds=[1, 2, 3])
-    options = [option.replace("=40", "=8") for option in LEARNS]
-    overrides = [f"data.source.paths=[{corpus}]", f"data.root={store_root}", f"runs={folder / 'runs'}", *options]
+    overrides = [f"data.source.paths=[{corpus}]", f"data.root={store_root}", f"runs={folder / 'runs'}", *SHORT, "optim.batch_tokens=512"]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("lm.experiments.engine.ThreadPoolExecutor", Inline)
         Jobs(open_experiment(path, overrides), Slots(1), here).work()

@@ -336,7 +336,8 @@ def test_a_swap_prints_the_interval_of_every_length(trained: Path, tmp_path: Pat
     assert "inference setting" not in output  # a swap has none
 
 
-def test_affine_ssmax_changes_nothing_and_fit_no_more_than_match(trained: Path, tmp_path: Path):
+def test_affine_ssmax_changes_nothing_and_fit_no_more_than_match(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lm.evaluation.swap.FIT_BATCHES", 2)
     match = swap(trained, tmp_path / "match", "ssmax", "match")
     fit = swap(trained, tmp_path / "fit", "ssmax", "fit")
     affine = swap(trained, tmp_path / "affine", "ssmax", None, "model.normalizer.bias=true")

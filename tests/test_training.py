@@ -78,13 +78,6 @@ def test_the_recorded_command_can_be_run_again(monkeypatch: pytest.MonkeyPatch):
     assert shlex.split(command_line()) == words
 
 
-def test_the_step_is_the_same_however_it_is_split_into_micro_batches(tiny):
-    whole, divided = tiny("name=one"), tiny("name=many", "trainer.micro_batch=1")
-    train(whole)
-    train(divided)
-    assert losses(whole.run_folder) == pytest.approx(losses(divided.run_folder), abs=1e-4)
-
-
 def test_steps_micro_batches_ranks_and_seeds_have_each_their_own_dropout():
     """And a micro-batch that is read again, as after a resume, has the same."""
     cases, seeds = list(product((0, 1), (0, 1, 7), (0, 1, 2), (0, 1, 3))), []
