@@ -19,6 +19,33 @@ from lm.training.module import TrainModule
 EVERY_STEP = ["trainer.checkpoint_every=1", "trainer.keep_checkpoints=20", "eval.every=2", "eval.long_context.length_factor=0"]
 
 
+class Sent:
+    """A wandb run that keeps what it is given: the arguments of its starts, its axes, and the lines with their steps."""
+
+    def __init__(self):
+        self.starts: list[dict[str, object]] = []
+        self.axes: list[str] = []
+        self.lines: list[tuple[int, dict[str, object]]] = []
+        self.summary: dict[str, object] = {}
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of the lines."""
+        return [step for step, _ in self.lines]
+
+    def init(self, **arguments: object) -> "Sent":
+        self.starts.append(arguments)
+        return self
+
+    def define_metric(self, name: str, step_metric: str = "") -> None:
+        self.axes.append(f"{name} {step_metric}".strip())
+
+    def log(self, values: dict[str, object], step: int) -> None:
+        self.lines.append((step, values))
+
+    def finish(self) -> None: ...
+
+
 def swap_to(name: str) -> str:
     """Phases that end with the normalizer `name`, the boundary after step 4 of 8."""
     first = "ssmax" if name == "softmax" else "softmax"
@@ -28,6 +55,11 @@ def swap_to(name: str) -> str:
 def series(folder: Path, kind: str, step: int) -> tuple[Series, ...]:
     """What a run folder keeps of an evaluation."""
     return Evaluation.from_plain(json.loads(evaluation_path(folder, kind, step).read_text())).series
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Every file below a folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def metrics(folder: Path) -> list[dict]:

@@ -26,6 +26,7 @@ import torch
 import yaml
 from conftest import PAINTING, ROOT, unpainted
 from conftest import lm as command
+from folders import Sent
 from safetensors import safe_open
 from typer.main import get_command
 
@@ -163,29 +164,9 @@ def _shape(tensor: torch.Tensor) -> str:
 # ---------------------------------------------------------------- files
 
 
-class Mirror:
-    """A wandb run that keeps the keys it is given."""
-
-    def __init__(self):
-        self.keys: dict[str, None] = {}
-        self.summary: dict[str, object] = {}
-
-    def init(self, **arguments: object) -> "Mirror":
-        self.keys |= dict.fromkeys(f"init: {name}" for name in arguments)
-        return self
-
-    def define_metric(self, name: str, step_metric: str = "") -> None:
-        self.keys |= {f"define_metric: {name} {step_metric}".strip(): None}
-
-    def log(self, values: dict[str, object], step: int) -> None:
-        self.keys |= dict.fromkeys(values)
-
-    def finish(self) -> None: ...
-
-
 def files() -> Tree:
     """What commands write: files, the keys and types in them, and headings."""
-    with tempfile.TemporaryDirectory() as folder, mock.patch(PAINTING, unpainted):
+    with tempfile.TemporaryDirectory() as folder, mock.patch(PAINTING, unpainted), mock.patch("lm.evaluation.swap.FIT_BATCHES", 1):
         return _files(Path(folder))
 
 
@@ -194,20 +175,22 @@ def _files(folder: Path) -> Tree:
         path = folder / "text" / "ab"[number % 2] / f"{number:02d}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(" ".join(f"word{(number * k) % 89}" for k in range(300)))
-    runs, mirror = folder / "runs", Mirror()
+    runs, server = folder / "runs", Sent()
     common = [TINY, "data.tokenizer.vocab_size=300", f"data.root={folder}/stores", f"runs={runs}", "log.wandb=offline", *LONG]
     sources = [f"{{name: files, paths: [{folder}/text/{part}]}}" for part in "ab"]
     mixture = f"data.source={{name: mixture, of: [{', '.join(f'{{weight: 0.5, source: {source}}}' for source in sources)}]}}"
     text = [*common, f"data.source.paths=[{folder}/text]"]
     overrides = [*RECALL, *NEEDLE]
     in_clone = mock.patch("lm.training.banner.git_state", return_value=("0" * 40, False))  # also in the sdist, which knows no commit
-    with mock.patch("wandb.init", mirror.init), mock.patch("wandb.setup"), in_clone:
+    with mock.patch("wandb.init", server.init), mock.patch("wandb.setup"), in_clone:
         _said("train", *text, "name=softmax", *overrides)
         _said("train", *text, "name=phases", *overrides, *SWAP)
         _said("train", *text, "name=softmax-2", "seed=2", *ONLY_VALIDATION)
         _said("train", *text, "name=phases-2", "seed=2", *ONLY_VALIDATION, *SWAP)
         _said("train", *common, "name=mixture", *ONLY_VALIDATION, mixture, "optim.on_nonfinite=skip")
         _said("train", *text, "name=symbols", *ONLY_VALIDATION, *MQAR)
+    sent_keys = [f"init: {name}" for start in server.starts for name in start]
+    sent_keys += [f"define_metric: {axis}" for axis in server.axes] + [name for _, values in server.lines for name in values]
     pair = [str(runs / name) for name in ("softmax", "phases")]
     _said("eval", *pair, "--out", str(folder / "eval.csv"))
     _said("eval", pair[0], "--out", str(folder / "eval.json"))
@@ -225,7 +208,7 @@ def _files(folder: Path) -> Tree:
         "checkpoint, weights": {name: _shape(value) for name, value in checkpoint["state_dict"].items()},
         "export, weights": weights,
         "metrics.jsonl": {name: _metrics(runs / name) for name in ("softmax", "phases", "mixture", "symbols")},
-        "wandb": list(mirror.keys),
+        "wandb": [*dict.fromkeys(sent_keys)],
         "lm eval --out": {"columns": _lines(folder / "eval.csv")[0], "rows": _measured(folder / "eval.csv")},
         "report": _report(folder / "report"),
     }

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import lm
-from folders import metrics, series
+from folders import Sent, metrics, series
 from reported import build_run, write_report, write_series
 from torch import Tensor
+from wandb import Image
 
 from lm.attention import catalogue
 from lm.attention import catalogue as opt
@@ -211,12 +212,17 @@ def test_training_draws_at_its_last_step_and_where_wandb_is_sent_the_picture(
     tiny, monkeypatch, wandb: str, experiment: str, drawn: list[int]
 ):
     monkeypatch.setenv("WANDB_MODE", wandb)
+    server = Sent()
+    monkeypatch.setattr("wandb.init", server.init)
+    monkeypatch.setattr("wandb.setup", lambda settings: None)
     options = ["data.seq_len=64", "eval.long_context.length_factor=0", "eval.diagnostics={sequences: 2, queries: 4, at: [0.5, 1]}"]
     config = tiny("name=drawn", f"experiment.name={experiment}", f"log.wandb={wandb}", *options)
     assert train(config) == 0
     folder = config.run_folder / "evaluations"
     assert [path.stem for path in sorted(folder.glob("diagnostics.*.json"))] == ["diagnostics.step-000004", "diagnostics.step-000008"]
     assert [path.name for path in sorted(folder.glob("*.png"))] == [f"diagnostics.step-{step:06d}.png" for step in drawn]
+    pictures = [step for step, values in server.lines if any(isinstance(value, Image) for value in values.values())]
+    assert pictures == (drawn if wandb == "offline" else [])
 
 
 def test_runs_checkpoints_exports_and_models_without_training_are_described(arguments: list[str], tmp_path: Path):

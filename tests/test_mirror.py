@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import wandb
 from conftest import lm
+from folders import Sent
 from trials import written
 from wandb.proto.wandb_internal_pb2 import Record
 
@@ -50,6 +51,15 @@ def history(entries: list[Record]) -> list[dict[str, object]]:
     return [{".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in line.item} for line in lines]
 
 
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Sent:
+    """What is sent to wandb, which is not started."""
+    server = Sent()
+    monkeypatch.setattr("wandb.init", server.init)
+    monkeypatch.setattr("wandb.setup", lambda settings: None)
+    return server
+
+
 def test_wandb_is_online_only_with_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
@@ -67,12 +77,13 @@ def test_wandb_is_online_only_with_credentials(monkeypatch: pytest.MonkeyPatch, 
     assert wandb_mode(LogConfig(to=["csv"])) == "disabled"
 
 
-def test_an_empty_wandb_mode_is_none_and_an_unknown_one_is_refused(monkeypatch: pytest.MonkeyPatch, tiny):
+def test_an_empty_wandb_mode_is_none_and_an_unknown_one_is_refused(monkeypatch: pytest.MonkeyPatch, tiny, server: Sent):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", "/nowhere")
     monkeypatch.setenv("WANDB_MODE", "")
     assert wandb_mode(LogConfig()) == "offline"
     assert train(tiny("name=empty", "log.wandb=offline", "trainer.max_steps=4")) == 0
+    assert server.starts[0]["mode"] == "offline"
     monkeypatch.setenv("WANDB_MODE", "sometimes")
     for mode in ("auto", "online", "offline"):
         with pytest.raises(ConfigError, match=r"^WANDB_MODE = 'sometimes': must be online or offline or disabled; .* unset it$"):
@@ -177,10 +188,7 @@ def test_a_run_says_where_it_belongs_and_sends_what_is_logged_over_tokens(placed
     assert any(name.startswith("long_context/loss by position in the sequence, as trained") for _, name in logged)
 
 
-def test_project_and_entity_are_those_of_the_environment_unless_the_configuration_names_them(placed: Config, monkeypatch):
-    server = Sent()
-    monkeypatch.setattr("wandb.init", server.init)
-    monkeypatch.setattr("wandb.setup", lambda settings: None)
+def test_project_and_entity_are_those_of_the_environment_unless_the_configuration_names_them(placed: Config, server: Sent, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
     short_config = replace(placed, trainer=replace(placed.trainer, max_steps=2), optim=replace(placed.optim, warmup_steps=1))
     assert train(replace(short_config, name="a", log=replace(short_config.log, tags=["first try"], notes="why"))) == 0
@@ -267,33 +275,11 @@ def test_trackio_is_sent_what_is_logged_and_what_is_not_installed_is_named(tiny,
     assert set(server.steps) == set(range(1, 9))
 
 
-class Sent:
-    """A wandb run that keeps what it is given."""
-
-    def __init__(self):
-        self.starts: list[dict[str, object]] = []
-        self.steps: list[int] = []
-        self.summary: dict[str, object] = {}
-
-    def init(self, **arguments: object) -> "Sent":
-        self.starts.append(arguments)
-        return self
-
-    def define_metric(self, name: str, step_metric: str = "") -> None: ...
-
-    def log(self, values: dict[str, object], step: int) -> None:
-        self.steps.append(step)
-
-    def finish(self) -> None: ...
-
-
-def test_a_resumed_run_goes_on_with_its_wandb_run(placed: Config, monkeypatch: pytest.MonkeyPatch):
-    server, half = Sent(), placed.trainer.max_steps // 2
-    monkeypatch.setattr("wandb.init", server.init)
-    monkeypatch.setattr("wandb.setup", lambda settings: None)
+def test_a_resumed_run_goes_on_with_its_wandb_run(placed: Config, server: Sent):
+    half = placed.trainer.max_steps // 2
     assert train(replace(placed, trainer=replace(placed.trainer, max_steps=half))) == 0
     assert set(server.steps) == set(range(1, half + 1))
-    server.steps.clear()
+    server.lines.clear()
     assert train(replace(placed, resume="auto")) == 0
     assert set(server.steps) == set(range(half + 1, placed.trainer.max_steps + 1))
     first, second = server.starts
