@@ -27,6 +27,15 @@ def outside_package(name: str, modules: Mapping[str, str], folder: Path, monkeyp
     forget(name)
 
 
+def installed(package: Path, entry_points: str) -> None:
+    """Make the package one that an installer has put there, as version 1.2 with these entry points."""
+    info = package.with_name(f"{package.name}-1.2.dist-info")
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package.name}\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text(entry_points)
+    (info / "top_level.txt").write_text(f"{package.name}\n")
+
+
 def forget(package: str) -> None:
     """As in a process that has imported nothing from outside."""
     vars(PLUGINS).update(vars(type(PLUGINS)()))

@@ -4,17 +4,25 @@ import multiprocessing
 import os
 import resource
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
 
+from conftest import ROOT
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lm.cli import main
 
 CONTEXT = multiprocessing.get_context("forkserver")
 forkserver.set_forkserver_preload(["lm.cli", "lm.training.before_training", "lm.training.fit", "lm.data.prepare", "tokenizers"])
+
+
+def start(arguments: list[str], *options: str) -> subprocess.Popen:
+    """`lm train` as a user starts it, in a process and a session of its own."""
+    command = [sys.executable, "-m", "lm", "train", *arguments, *options]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def forked(output: Path, function: Callable[..., object], *arguments: object) -> multiprocessing.Process:

@@ -375,12 +375,8 @@ def test_every_normalizer_has_a_formula_and_a_source():
         assert entry.source
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "lm", *arguments], capture_output=True, text=True, check=False)
-
-
 def test_a_typo_exits_2_with_one_line_and_no_traceback():
-    result = run("train", str(ROOT / "configs" / "ssmax.yaml"), "optim.lrr=1")
+    result = lm("train", str(ROOT / "configs" / "ssmax.yaml"), "optim.lrr=1", process=True)
     assert result.returncode == 2
     assert result.stderr == "error: optim.lrr = 1: unknown key; did you mean 'lr'?\n"
     assert result.stdout == ""

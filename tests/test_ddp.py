@@ -15,7 +15,7 @@ import torch
 from conftest import ROOT, lm
 from folders import alive, curve, losses, same, series, weights
 from jobs import train_poisoned
-from processes import command, ranks
+from processes import command, ranks, start
 
 from lm.config.training_config import OPTIMIZERS
 from lm.data.batches import MicroBatches, TrainSequences
@@ -121,8 +121,7 @@ def test_a_failure_of_the_first_rank_alone_ends_all_in_one_line(arguments: list[
     (runs / "checkpoints").mkdir(parents=True)
     (runs / "evaluations").write_text("a file where the evaluations' folder belongs")
     options = ["name=failing", "trainer.devices=2", "resume=auto", "eval.on_error=stop"]
-    command = [sys.executable, "-m", "lm", "train", *arguments, *options]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = start(arguments, *options)
     _, stderr = process.communicate(timeout=300)
     assert process.returncode == 1
     assert "Traceback" not in stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, lm
-from outside import forget, outside_package
+from outside import forget, installed, outside_package
 
 from lm.commands.extension_checks import KINDS
 from lm.config.load import load
@@ -152,11 +152,7 @@ def test_a_task_from_outside_makes_training_sequences_and_is_asked_for(mine: Pat
 
 
 def test_an_entry_point_gives_a_bare_name(mine: Path, arguments: list[str]):
-    info = mine.parent / "mine-1.2.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.2\n")
-    (info / "entry_points.txt").write_text("".join(f"[lm.{kind}s]\nshort = {name}\n" for kind, name in NAMES.items()))
-    (info / "top_level.txt").write_text("mine\n")
+    installed(mine, "".join(f"[lm.{kind}s]\nshort = {name}\n" for kind, name in NAMES.items()))
     rest = [argument for argument in arguments if not argument.endswith(".yaml") and not argument.startswith("data.source")]
     tasks = ["data.tasks=[{weight: 1, task: short}]", "eval.long_context.length_factor=0"]
     config = load([*rest, "optim.optimizer=short", "data.source=short", "eval.others=[short]", *tasks, "name=short"])
@@ -169,10 +165,7 @@ def test_an_entry_point_gives_a_bare_name(mine: Path, arguments: list[str]):
 
 
 def test_an_entry_point_with_a_built_in_name_is_said_to_be_another(mine: Path, arguments: list[str], capsys: pytest.CaptureFixture):
-    info = mine.parent / "mine-1.2.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.2\n")
-    (info / "entry_points.txt").write_text(f"[lm.optimizers]\nadamw = {NAMES['optimizer']}\n")
+    installed(mine, f"[lm.optimizers]\nadamw = {NAMES['optimizer']}\n")
     for _ in range(2):
         assert not load([*arguments, "optim.optimizer=adamw"]).plugin_names
     note = f"note: adamw is lm's own; the entry point of that name is meant by {NAMES['optimizer']}\n"

@@ -29,17 +29,9 @@ def saved(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32), 300, 48), folder / "model", folder / "tokenizer.json")
 
 
-@pytest.fixture
-def config(corpus: Path, store_root: Path, tmp_path: Path) -> Path:
-    """A configuration of the corpus, whose model is another."""
-    file = tmp_path / "corpus.yaml"
-    file.write_text(f"base: {ROOT / 'tests' / 'tiny.yaml'}\ndata: {{root: {store_root}, source: {{name: files, paths: [{corpus}]}}}}\n")
-    return file
-
-
-def test_a_model_is_evaluated_on_the_text_of_a_configuration(saved: Path, config: Path, tmp_path: Path):
+def test_a_model_is_evaluated_on_the_text_of_a_configuration(saved: Path, base: Path, tmp_path: Path):
     out = tmp_path / "numbers.csv"
-    result = lm("eval", str(saved), str(config), "eval.sequences=4", "-o", str(out))
+    result = lm("eval", str(saved), str(base), "eval.sequences=4", "-o", str(out))
     assert result.returncode == 0, result.stderr
     evaluation = read_json(saved / "evaluations" / "validation.step-000000.json")
     loss = next(curve for curve in evaluation["series"] if curve["metric"] == "val loss")
@@ -47,21 +39,21 @@ def test_a_model_is_evaluated_on_the_text_of_a_configuration(saved: Path, config
     assert loss["seq_len"] == 48
     assert len(loss["samples"][0]["values"]) == 4
     assert "290" in result.stdout  # the vocabulary of the store: the model's tokenizer, not the configuration's
-    assert load_config([str(config)]).data.tokenizer.name == "train"
-    second_result = lm("eval", str(saved), str(config), "eval.sequences=4")
+    assert load_config([str(base)]).data.tokenizer.name == "train"
+    second_result = lm("eval", str(saved), str(base), "eval.sequences=4")
     assert second_result.returncode == 0
     assert load(saved).config is None
 
 
-def test_a_model_is_diagnosed_on_the_text_of_a_configuration(saved: Path, config: Path):
-    result = lm("diagnose", str(saved), str(config), "eval.diagnostics.sequences=2", "eval.diagnostics.length_factor=1")
+def test_a_model_is_diagnosed_on_the_text_of_a_configuration(saved: Path, base: Path):
+    result = lm("diagnose", str(saved), str(base), "eval.diagnostics.sequences=2", "eval.diagnostics.length_factor=1")
     assert result.returncode == 0, result.stderr
     assert (saved / "evaluations" / "diagnostics.step-000000.json").is_file()
 
 
-def test_a_model_is_swapped_on_the_text_of_a_configuration_and_trained_from(saved: Path, config: Path, tmp_path: Path):
+def test_a_model_is_swapped_on_the_text_of_a_configuration_and_trained_from(saved: Path, base: Path, tmp_path: Path):
     out = tmp_path / "swapped"
-    result = lm("swap", str(saved), str(config), "--to", "ssmax", "--init", "match", "-o", str(out), "eval.sequences=4")
+    result = lm("swap", str(saved), str(base), "--to", "ssmax", "--init", "match", "-o", str(out), "eval.sequences=4")
     assert result.returncode == 0, result.stderr
     assert f"and all intervals: {out}/evaluations/swap.step-000000.json\n" in result.stdout
     swapped = load(out)
@@ -69,7 +61,7 @@ def test_a_model_is_swapped_on_the_text_of_a_configuration_and_trained_from(save
     evaluation = read_json(out / "evaluations" / "swap.step-000000.json")
     assert evaluation["options"]["before"] == "softmax"
     assert lm("eval", str(out), "eval.sequences=4").returncode == 0
-    options = [str(config), f"init_from={out}", f"runs={tmp_path}", "name=run", "data.seq_len=32", "eval.sequences=4"]
+    options = [str(base), f"init_from={out}", f"runs={tmp_path}", "name=run", "data.seq_len=32", "eval.sequences=4"]
     words = [*options, "train_only=normalizer", "trainer.activation_checkpointing=true", "trainer.max_steps=2"]
     result = lm("train", *words)
     assert result.returncode == 0, result.stderr
@@ -87,9 +79,9 @@ def test_a_model_is_swapped_on_the_text_of_a_configuration_and_trained_from(save
         assert (refusal.returncode, refusal.stderr) == (1, expected), content
 
 
-def test_a_resumed_run_from_a_model_with_room_for_more_tokens_is_as_long_as_it_was(saved: Path, config: Path, tmp_path: Path):
+def test_a_resumed_run_from_a_model_with_room_for_more_tokens_is_as_long_as_it_was(saved: Path, base: Path, tmp_path: Path):
     """Its vocabulary counts, not the tokenizer's, of which the steps would be other ones (`trainer.tokens_per_parameter`)."""
-    arguments = [str(config), f"init_from={saved}", f"runs={tmp_path}", "name=run", "data.seq_len=32", "eval.sequences=4", "eval.every=99"]
+    arguments = [str(base), f"init_from={saved}", f"runs={tmp_path}", "name=run", "data.seq_len=32", "eval.sequences=4", "eval.every=99"]
     arguments += ["optim.batch_tokens=32", "trainer.tokens_per_parameter=0.021", "trainer.checkpoint_every=9", "resume=auto"]
     assert lm("train", *arguments).returncode == 0
     steps = load(tmp_path / "run").metadata["step"]
@@ -101,18 +93,18 @@ def test_a_resumed_run_from_a_model_with_room_for_more_tokens_is_as_long_as_it_w
     assert load(tmp_path / "run").metadata["step"] == steps
 
 
-def test_overrides_take_back_what_a_model_can_not_do(config: Path, saved: Path, tmp_path: Path):
+def test_overrides_take_back_what_a_model_can_not_do(base: Path, saved: Path, tmp_path: Path):
     model_config = ModelConfig(n_layer=1, n_head=1, n_embd=8, position=Learned())
     model = save_model(Decoder(model_config, 300, 48), tmp_path / "learned", saved.parent / "model" / "tokenizer.json")
-    refusal = lm("eval", str(model), str(config))  # sequences of 4 training lengths, with RoPE's theta
+    refusal = lm("eval", str(model), str(base))  # sequences of 4 training lengths, with RoPE's theta
     assert (refusal.returncode, "eval.long_context.length_factor = 4.0" in refusal.stderr) == (2, True), refusal.stderr
     no_long_context = ["eval.long_context.length_factor=0", "eval.sequences=4"]
-    assert (result := lm("eval", str(model), str(config), *no_long_context)).returncode == 0, result.stderr
+    assert (result := lm("eval", str(model), str(base), *no_long_context)).returncode == 0, result.stderr
     assert result.stdout.count("tokens of a vocabulary") == 1  # the text, once
-    diagnosed = lm("diagnose", str(model), str(config), "eval.diagnostics.sequences=2", "eval.diagnostics.length_factor=1")
+    diagnosed = lm("diagnose", str(model), str(base), "eval.diagnostics.sequences=2", "eval.diagnostics.length_factor=1")
     assert diagnosed.returncode == 0, diagnosed.stderr
     out = tmp_path / "swapped"
-    swapped = lm("swap", str(model), str(config), "--to", "ssmax", "-o", str(out), *no_long_context, "eval.swap_lengths=[1]")
+    swapped = lm("swap", str(model), str(base), "--to", "ssmax", "-o", str(out), *no_long_context, "eval.swap_lengths=[1]")
     assert (swapped.returncode, swapped.stdout.count("tokens of a vocabulary")) == (0, 1), swapped.stderr
 
 
@@ -123,9 +115,9 @@ def test_overrides_take_back_what_a_model_can_not_do(config: Path, saved: Path, 
         ("[{until: 1, normalizer: ssmax}]", r"phases[0].normalizer = 'ssmax': SAVED has softmax; convert it: lm swap"),
     ],
 )
-def test_a_run_from_a_model_has_phases(saved: Path, config: Path, phases: str, error: str, tmp_path: Path):
+def test_a_run_from_a_model_has_phases(saved: Path, base: Path, phases: str, error: str, tmp_path: Path):
     arguments = [f"init_from={saved}", f"runs={tmp_path}", "name=run", "data.seq_len=32", "trainer.max_steps=2", f"phases={phases}"]
-    result = lm("train", str(config), *arguments, "trainer.activation_checkpointing=true", "eval.sequences=4")
+    result = lm("train", str(base), *arguments, "trainer.activation_checkpointing=true", "eval.sequences=4")
     assert error.replace("SAVED", str(saved)) in result.stderr
     assert result.returncode == (2 if error else 0), result.stderr
     if not error:
@@ -134,21 +126,21 @@ def test_a_run_from_a_model_has_phases(saved: Path, config: Path, phases: str, e
 
 @pytest.mark.parametrize("command", ["train", "eval", "swap"])
 @pytest.mark.parametrize("what", ["folder", "model.gguf"])
-def test_a_model_that_was_not_imported_is_said_to_be_one(command: str, what: str, config: Path, tmp_path: Path):
+def test_a_model_that_was_not_imported_is_said_to_be_one(command: str, what: str, base: Path, tmp_path: Path):
     path = tmp_path / what
     if path.suffix:
         path.write_bytes(b"GGUF")
     else:
         path.mkdir()
         (path / "config.json").write_text("{}")
-    arguments = {"train": [config, f"init_from={path}"], "eval": [path], "swap": [path, "--to", "ssmax", "-o", tmp_path / "out"]}[command]
+    arguments = {"train": [base, f"init_from={path}"], "eval": [path], "swap": [path, "--to", "ssmax", "-o", tmp_path / "out"]}[command]
     result = lm(command, *map(str, arguments))
     expected = f"error: {path}: a model that was not imported; run lm import {path} -o OUT, and name OUT here\n"
     assert (result.returncode, result.stderr) == (1, expected)
 
 
-def test_a_run_from_a_model_has_its_shape_and_tokenizer(saved: Path, config: Path, tmp_path: Path):
-    arguments = [str(config), f"init_from={saved}", f"runs={tmp_path}", "name=run", "data.seq_len=32", "trainer.max_steps=2"]
+def test_a_run_from_a_model_has_its_shape_and_tokenizer(saved: Path, base: Path, tmp_path: Path):
+    arguments = [str(base), f"init_from={saved}", f"runs={tmp_path}", "name=run", "data.seq_len=32", "trainer.max_steps=2"]
     result = lm("train", *arguments, "model.normalizer=softmax", "eval.sequences=4")
     assert result.returncode == 0, result.stderr
     run = load(tmp_path / "run")
@@ -169,8 +161,8 @@ def test_tasks_over_symbols_do_not_start_from_a_model_of_text(saved: Path, tmp_p
     assert not (tmp_path / "data").exists()
 
 
-def test_a_run_holds_the_weights_that_it_starts_from_once(saved: Path, config: Path):
-    source, run = load(saved), load_config([str(config), f"init_from={saved}"], with_shape_of)
+def test_a_run_holds_the_weights_that_it_starts_from_once(saved: Path, base: Path):
+    source, run = load(saved), load_config([str(base), f"init_from={saved}"], with_shape_of)
     start, _, _ = start_new_run(run, prepare(run.data, progress=False), source)
     assert {p.device.type for p in source.decoder.parameters()} == {"meta"}
     assert start.decoder.embedding.weight.equal(load(saved).decoder.embedding.weight)
@@ -186,13 +178,13 @@ def test_no_normalizer_from_outside_is_taken_from_a_model_folder(saved: Path, no
 
 
 @pytest.mark.parametrize(("command", "options"), [("eval", []), ("diagnose", []), ("swap", ["--to", "ssmax", "-o"])])
-def test_text_that_is_too_short_for_a_model_is_said_to_be(command: str, options: list[str], saved: Path, config: Path, tmp_path: Path):
+def test_text_that_is_too_short_for_a_model_is_said_to_be(command: str, options: list[str], saved: Path, base: Path, tmp_path: Path):
     texts = tmp_path / "texts"
     texts.mkdir()
     for name in "abc":
         (texts / f"{name}.txt").write_text(f"{name} short text")
     little = tmp_path / "little.yaml"
-    little.write_text(f"base: {config}\ndata: {{root: {tmp_path}, source: {{name: files, paths: [{texts}]}}, val_fraction: 0.4}}\n")
+    little.write_text(f"base: {base}\ndata: {{root: {tmp_path}, source: {{name: files, paths: [{texts}]}}, val_fraction: 0.4}}\n")
     result = lm(command, str(saved), str(little), *options, *([str(tmp_path / "out")] if options else []))
     assert (result.returncode, result.stderr.splitlines()[-1].startswith("error: ")) == (2, True), result.stderr
     reason = rf"data\.source = \S+: too little text for {saved}: a sequence needs 49 tokens, the .* name more text\n"
@@ -200,8 +192,8 @@ def test_text_that_is_too_short_for_a_model_is_said_to_be(command: str, options:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_swap_is_refused_before_its_text_is_prepared(saved: Path, config: Path, tmp_path: Path):
-    arguments = ["swap", str(saved), str(config), "-o", str(tmp_path / "out"), f"data.root={tmp_path / 'data'}"]
+def test_a_swap_is_refused_before_its_text_is_prepared(saved: Path, base: Path, tmp_path: Path):
+    arguments = ["swap", str(saved), str(base), "-o", str(tmp_path / "out"), f"data.root={tmp_path / 'data'}"]
     for options, reason in {("--to", "softmix"): "unknown normalizer", ("--to", "log_n", "--init", "fit"): "log_n has no param"}.items():
         result = lm(*arguments, *options)
         assert (result.returncode, result.stdout) == (2, "")
@@ -210,14 +202,14 @@ def test_a_swap_is_refused_before_its_text_is_prepared(saved: Path, config: Path
 
 
 @pytest.mark.parametrize("command", ["eval", "diagnose"])
-def test_what_can_not_be_measured_is_said_in_one_line(command: str, saved: Path, config: Path, tmp_path: Path):
+def test_what_can_not_be_measured_is_said_in_one_line(command: str, saved: Path, base: Path, tmp_path: Path):
     symbols = tmp_path / "symbols.yaml"
     symbols.write_text(f"base: {ROOT / 'configs' / 'recall_one_symbol.yaml'}\n")
     no_tokenizer = save_model(Decoder(ModelConfig(n_layer=1, n_head=1, n_embd=8), 20, 16), tmp_path / "mute")
     for arguments, reason in {
-        (config,): "a configuration, not a model",
+        (base,): "a configuration, not a model",
         (saved, symbols): "its sequences are symbols",
-        (no_tokenizer, config): "no tokenizer.json beside the weights",
+        (no_tokenizer, base): "no tokenizer.json beside the weights",
         (saved, tmp_path / "none.yaml"): "no such configuration file",
     }.items():
         result = lm(command, *map(str, arguments))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT, lm
-from outside import forget, outside_package
+from outside import forget, installed, outside_package
 
 from lm.attention.catalogue import ENTRIES, NORMALIZERS, OPTIONS, implementation, misplaced
 from lm.attention.contract import CHECKS
@@ -228,11 +228,7 @@ def test_a_name_that_is_no_text_is_unknown(arguments: list[str]):
 
 
 def test_an_installed_package_gives_a_bare_name(powers: Path, arguments: list[str]):
-    info = powers.parent / "powers-1.2.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: powers\nVersion: 1.2\n")
-    (info / "entry_points.txt").write_text(f"[lm.normalizers]\npower = {NAME}\n")
-    (info / "top_level.txt").write_text("powers\n")
+    installed(powers, f"[lm.normalizers]\npower = {NAME}\n")
     config = load([*arguments, "model.normalizer={name: power, power: 1.5}"])
     assert config.model.normalizer.name == NAME
     assert config.model.normalizer.label() == f"{NAME} (power=1.5)"

@@ -36,14 +36,6 @@ def model(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=16), 290, LENGTH), folder / "model", folder / "tokenizer.json")
 
 
-@pytest.fixture
-def text(corpus: Path, store_root: Path, tmp_path: Path) -> Path:
-    """A configuration of the corpus."""
-    file = tmp_path / "corpus.yaml"
-    file.write_text(f"base: {ROOT / 'tests' / 'tiny.yaml'}\ndata: {{root: {store_root}, source: {{name: files, paths: [{corpus}]}}}}\n")
-    return file
-
-
 def by_factor(results, best, shape: float) -> list[Series]:
     """Loss by position of three documents, a parabola in ln c around a best factor that grows with position, for each factor."""
     edges = np.array([0, 128, 256, 512, 1024])
@@ -79,12 +71,12 @@ def test_the_jackknife_of_a_mean_is_its_t_interval(script):
     assert (interval.mean, interval.low, interval.high) == pytest.approx((3.5, 3.5 - half, 3.5 + half))
 
 
-def test_a_result_of_another_model_text_size_or_of_other_options_is_refused(script, model, text, tmp_path, capsys):
+def test_a_result_of_another_model_text_size_or_of_other_options_is_refused(script, model, base, tmp_path, capsys):
     parts = script("pretrained_parts")
     sizes, overrides = parts.Sizes(positions=(2, 1)), ["trainer.threads=1"]
 
     def bench(**other):
-        return parts.Workbench(**({"model": model, "text": text, "out": tmp_path / "out", "overrides": overrides, "sizes": sizes} | other))
+        return parts.Workbench(**({"model": model, "text": base, "out": tmp_path / "out", "overrides": overrides, "sizes": sizes} | other))
 
     first = bench()
     first.run("positions")
@@ -100,9 +92,9 @@ def test_a_result_of_another_model_text_size_or_of_other_options_is_refused(scri
     with pytest.raises(RunError, match="other weights:"):
         bench(model=save_model(decoder, tmp_path / "other", model / "tokenizer.json")).run("positions")
     file = tmp_path / "more.yaml"
-    file.write_text(f"{text.read_text()}eval: {{sequences: 3}}\n")
+    file.write_text(f"{base.read_text()}eval: {{sequences: 3}}\n")
     assert bench(text=file).result("positions")  # the same tokens
-    file.write_text(text.read_text().replace("source:", "val_fraction: 0.5, source:"))
+    file.write_text(base.read_text().replace("source:", "val_fraction: 0.5, source:"))
     with pytest.raises(RunError, match="other data:"):
         bench(text=file).result("positions")
     changes = {part: bench(sizes=replace(sizes, train=1 / 8)).fingerprint(part) != first.fingerprint(part) for part in first.parts}
@@ -121,7 +113,7 @@ def test_the_page_counts_the_sequences_that_were_measured(script):
 
 
 @pytest.mark.slow
-def test_every_part_is_measured_once_and_the_page_written(script, model, text, tmp_path, capsys):
+def test_every_part_is_measured_once_and_the_page_written(script, model, base, tmp_path, capsys):
     parts, page = script("pretrained_parts"), tmp_path / "page.md"
     small = parts.Needles((0.5,), (0.5,), 1)
     sizes = parts.Sizes(
@@ -130,7 +122,7 @@ def test_every_part_is_measured_once_and_the_page_written(script, model, text, t
         diagnostics=(0.125, 2, 8), fit=(0.125, 1), train=0.0625, steps=dict.fromkeys(parts.Sizes().steps, 2),
     )  # fmt: skip
     page.write_text(f"# Models\n\nAbove.\n\n{script('pretrained').HEADING}\nold\n")
-    arguments = ["--model", str(model), "--text", str(text), "--out", str(tmp_path / "out"), "--page", str(page)]
+    arguments = ["--model", str(model), "--text", str(base), "--out", str(tmp_path / "out"), "--page", str(page)]
     script("pretrained").main([*arguments, "--only"], sizes)
     empty = page.read_text()
     assert "Not measured yet; the same command goes on with it: positions, diagnostics," in empty

@@ -1,11 +1,10 @@
 """Reports of run folders: grouping into arms, fairness, differences."""
 
 import re
-from pathlib import Path
 
 import pytest
 import yaml
-from reported import build_run, compared, edit, first_sample, two_runs, write_report
+from reported import build_run, compared, edit, first_sample, write_report
 
 from lm.attention.catalogue import label as normalizer_label
 from lm.errors import RunError
@@ -14,11 +13,6 @@ from lm.report.comparison_tables import run_facts
 from lm.report.pictures import Panel, Picture
 from lm.report.tables import Column, digits, signed
 from lm.runs.record import read_run
-
-
-@pytest.fixture
-def pair(tmp_path: Path) -> list[Path]:
-    return two_runs(tmp_path)
 
 
 @pytest.fixture(autouse=True)

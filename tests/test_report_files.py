@@ -17,7 +17,7 @@ import pytest
 from conftest import lm
 from fabricated import save
 from matplotlib.figure import Figure
-from reported import build_run, first_sample, plain, two_runs, write_evaluation, write_report
+from reported import build_run, first_sample, plain, write_evaluation, write_report
 from rich.console import Console
 
 from lm.errors import RunError
@@ -27,11 +27,6 @@ from lm.report.comparison_tables import print_comparison
 from lm.report.html import write_comparison
 from lm.report.pictures import COLOURS, DARK, PAPER, Map, Panel, Picture, Trace, colour_and_marker, dashes_and_width
 from lm.runs.record import read_run
-
-
-@pytest.fixture
-def pair(tmp_path: Path) -> list[Path]:
-    return two_runs(tmp_path)
 
 
 def numbers(text: str) -> set[str]:

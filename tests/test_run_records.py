@@ -5,11 +5,10 @@ import copy
 import json
 from collections.abc import Iterator
 from functools import reduce
-from pathlib import Path
 
 import pytest
 from fabricated import save
-from reported import SEQ_LEN, build_run, edit, two_runs, write_evaluation, write_report
+from reported import SEQ_LEN, build_run, edit, write_evaluation, write_report
 
 import lm
 from lm.errors import RunError
@@ -18,11 +17,6 @@ from lm.report.comparison_tables import run_facts
 from lm.runs.evaluations import UNIGRAM, Evaluation, read_evaluation
 from lm.runs.folder import PEAK_MEMORY, peak_memory, training_seconds
 from lm.runs.record import read_run
-
-
-@pytest.fixture
-def pair(tmp_path: Path) -> list[Path]:
-    return two_runs(tmp_path)
 
 
 def test_a_run_is_read_whole(pair):

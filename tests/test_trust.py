@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT
-from folders import members, rewritten, same, weights
+from folders import contents, members, rewritten, same, weights
 
 import lm
 from lm.config.load import load as configured
@@ -63,10 +63,6 @@ def use(tiny, tmp_path: Path) -> dict[str, Callable[[Path], object]]:
 
 USERS = ("resume", "eval", "swap", "export", "load", "init_from")
 OF_EXPORTS = ("swap", "export", "load", "init_from")
-
-
-def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def refuses(use: dict[str, Callable[[Path], object]], user: str, source: Path, words: str) -> None:
