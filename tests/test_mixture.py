@@ -221,7 +221,7 @@ def test_bad_rows_of_a_parquet_file_are_skipped_alone(tmp_path: Path):
     assert store.manifest["left_out"]["blank"] == 1
 
 
-@pytest.mark.parametrize("megabytes", [4, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("megabytes", [2, pytest.param(200, marks=pytest.mark.slow)])
 def test_one_long_line_is_a_document_like_any_other(tmp_path: Path, megabytes: int):
     rng = np.random.default_rng(0)
     words = np.array([f"word{n}" for n in range(500)])

@@ -14,17 +14,12 @@ import pytest
 import torch
 from conftest import ROOT, lm
 from folders import alive, curve, differences, swap_to
-from processes import command, forked, within
+from processes import command, forked, start, within
 
 from lm.runs.checkpoints import load_checkpoint
 from lm.training.callbacks import Checkpoints, StopOnSignal
 from lm.training.module import TrainModule
 from lm.training.train import train
-
-
-def start(arguments: list[str], *options: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "lm", "train", *arguments, *options]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
@@ -135,7 +130,7 @@ def test_a_run_killed_at_random_moments_ends_bitwise_the_same(arguments: list[st
         "trainer.keep_checkpoints=2",
         "eval.every=50",
         "eval.sequences=4",
-        f"trainer.max_steps={25 * kills}",
+        f"trainer.max_steps={15 * kills}",
     ]
     options += ["model.n_embd=128", "model.dropout=0.1", swap_to("ssmax"), "log.progress=none", "eval.long_context.length_factor=0"]
     folder, in_saves = tmp_path / "runs" / "killed", 0
@@ -150,7 +145,7 @@ def test_a_run_killed_at_random_moments_ends_bitwise_the_same(arguments: list[st
                 pass
             in_saves += 1
         else:
-            time.sleep(rng.uniform(0, 0.2))
+            time.sleep(rng.uniform(0, 0.1))
         assert process.is_alive(), f"the run ended after {number} kills: {(tmp_path / 'output').read_text()}"
         process.kill()
         process.join()

@@ -192,7 +192,7 @@ def test_runs_of_an_arm_that_lacks_a_tuned_key_are_of_another_configuration_too(
 @pytest.mark.parametrize("baseline", ["softmax", pytest.param("ssmax", marks=pytest.mark.slow)])
 def test_results_of_arms_that_lack_a_tuned_key_are_judged_as_the_experiment_does(tmp_path, baseline):
     key = "optim.groups.normalizer.lr_factor"
-    tune = TUNE | {"key": ["optim.lr", key], "grid": [[1e-2, 2e-2, 4e-2, 8e-2], [1, 10, 100, 1000]]}
+    tune = TUNE | {"key": ["optim.lr", key], "grid": [[1e-2, 2e-2, 4e-2, 8e-2], [10, 100, 1000]]}
     other_arms = {name: {"model.normalizer": name} for name in ("softmax", "relu2", "ssmax") if name != baseline}
     arms = {baseline: {"model.normalizer": baseline}, **other_arms}
     best = {"softmax": (2e-2, 10), "relu2": (4e-2, 10), "ssmax": (4e-2, 100)}
