@@ -98,6 +98,7 @@ def test_a_closed_terminal_leaves_a_checkpoint(arguments: list[str], tmp_path: P
     process, terminal = pty.fork()
     if not process:
         os.chdir(ROOT)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup, which ignores it
         os.execv(command[0], command)
     log, deadline = tmp_path / "runs" / "stopped" / "metrics.jsonl", time.monotonic() + 60
     while (not log.exists() or len(log.read_text().splitlines()) < 5) and time.monotonic() < deadline:
