@@ -1,11 +1,13 @@
 """Accuracy in reports: recall and needles, by sequence length."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from reported import (
+    answers,
     asked,
     build_run,
     compared,
@@ -18,7 +20,7 @@ from reported import (
     write_series,
 )
 
-from lm.report.comparison_pictures import overview
+from lm.report.comparison_pictures import maps, overview
 from lm.report.comparison_tables import run_facts
 from lm.runs.evaluations import Sample, validation_series
 from lm.runs.record import read_run
@@ -56,6 +58,25 @@ def test_answers_have_intervals_and_paired_differences_at_the_longest_sequences(
     (line,) = [line for line in files.markdown.read_text().splitlines() if line.startswith("| ssmax | mqar | as trained |")]
     assert re.fullmatch(r"\| ssmax \| mqar \| as trained \| 1 \| 0\.900 \[.*\] \| 0\.800 \[.*\] \| \+0\.5000 \[.*\] \|", line)
     assert b"Accuracy" in files.html.read_bytes()
+
+
+def test_needles_by_depth_and_length_are_a_map_for_each_arm(tmp_path):
+    losses = {f"depth {25 * place}%": 0.05 * place for place in range(4)}
+    folders = [build_run(tmp_path, "soft"), build_run(tmp_path, "again", seed=2), build_run(tmp_path, "scalable", "ssmax")]
+    for folder, exact in zip(folders, (0.2, 0.4, 0.8), strict=True):
+        rows = [
+            answers({64: [1, 1], 512: [exact - loss] * 2}, depth, 1, what=depth, kind="needle", seq_len=64)
+            for depth, loss in losses.items()
+        ]
+        rows = [replace(series, shown=None) for series in rows]
+        write_series(folder, "needle", rows)
+    (picture,) = maps(compared(*folders)[0])
+    assert [panel.title for panel in picture.panels] == ["softmax", "ssmax"]
+    for panel, exact in zip(picture.panels, (0.3, 0.8), strict=True):  # the mean over two seeds, and one
+        assert (panel.rows, list(panel.columns), panel.top) == ([*losses], ["64", "512"], 1)
+        assert panel.values == pytest.approx(np.array([[1, exact - loss] for loss in losses.values()]))
+    write_series(folders[2], "needle", rows[:3])
+    assert maps(compared(folders[2])[0]) == [], "lines show as few"
 
 
 def weighed(result: dict, values: list[float], weights: list[int]) -> None:
