@@ -1,14 +1,14 @@
 """The runs of results/NAME/seeds.csv, their comparisons, and what both are called in docs/."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from lm.statistics.verdicts import Comparison, Verdict
+from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
@@ -42,6 +42,31 @@ def at_best(
 def rate_words(rate: float) -> str:
     """A learning rate with two digits."""
     return f"{rate:.1e}".replace("e-0", "e-").replace(".0e", "e")
+
+
+def trend_table(
+    by_part: Mapping[str, Mapping[float, np.ndarray]], matters: float, higher: bool, cell: Callable[[np.ndarray], str], *scale: float
+) -> str:
+    """Values by part of training, and their change from a part of 0 to 1, in Markdown.
+
+    A change is the slope of a line through the runs of a seed; the verdicts are one family.
+
+    Args:
+        by_part: the values (seeds,) by part of training, by the name of the trend.
+        matters: smallest change of interest.
+        higher: whether a value is the better the higher it is.
+        cell: words for the values of the runs of a part.
+        scale: factor and digits of `verdict_words`.
+    """
+    parts = sorted({part for values in by_part.values() for part in values})
+    lines = [["", *(f"{100 * part:g} %" for part in parts), "change from 0 to 100 %"]]
+    changes = {
+        name: Comparison(np.polyfit([*values], [*values.values()], 1)[0], higher_is_better=higher) for name, values in by_part.items()
+    }
+    for name, verdict in verdicts(changes, matters).items():
+        cells = [cell(by_part[name][part]) if part in by_part[name] else "" for part in parts]
+        lines.append([name, *cells, verdict_words(verdict, *scale)])
+    return markdown(lines)
 
 
 def markdown(lines: list[list[str]]) -> str:

@@ -9,7 +9,7 @@ from itertools import product
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from committed_results import HUES, at_best, final_runs, markdown, rate_words, verdict_words
+from committed_results import HUES, at_best, final_runs, markdown, rate_words, trend_table, verdict_words
 from pages import canvas, saved
 
 from lm.report.pictures import COLOURS
@@ -36,6 +36,8 @@ class Losses:
         size: whose runs they are; empty if there is one.
         rows: rows of the picture, by their titles: pairs whose difference is drawn by position, a panel for each setting.
         length: training length, in tokens.
+        trends: arms over a part of training, from 0 to 1, by the name of the trend: a line through the runs of each seed, in each deciding
+            setting.
         counts_tokens: whether a table has the tokens that each arm, trained at one rate, took to the highest final loss of any run.
     """
 
@@ -50,6 +52,7 @@ class Losses:
     size: str = ""
     rows: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
     length: int = 256
+    trends: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     counts_tokens: bool = False
 
     @property
@@ -96,6 +99,7 @@ class Losses:
     def tables(self) -> dict[str, str]:
         """The tables of the page, by their places; verdicts only if something is decided, tokens only if they are counted."""
         tables = {self.place: self.table()} | ({f"{self.place} verdicts": self.verdict_table()} if self.deciding else {})
+        tables |= {f"{self.place} trends": self.trend_table()} if self.trends else {}
         return tables | ({f"{self.place} tokens": self.token_table()} if self.counts_tokens else {})
 
     def table(self) -> str:
@@ -114,6 +118,15 @@ class Losses:
             cells = [verdict_words(self.verdicts[line, baseline, column], 1, 3) for column in self.deciding]
             lines.append([self.labels[line], self.labels[baseline], *cells])
         return markdown(lines)
+
+    def trend_table(self) -> str:
+        """The losses in the deciding settings by part of training, and their change (`committed_results.trend_table`), in Markdown."""
+        by_part = {
+            f"{name}, {column}": {part: next(iter(self.by_rate(arm, column).values())) for arm, part in arms.items()}
+            for name, arms in self.trends.items()
+            for column in self.deciding
+        }
+        return trend_table(by_part, self.matters, False, lambda losses: f"{losses.mean():.3f}", 1, 3)
 
     def token_table(self) -> str:
         """The tokens that each line took to the highest final loss of any run, and their factor with its 95 % interval over seeds, in

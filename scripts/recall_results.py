@@ -9,7 +9,7 @@ from functools import cached_property
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from committed_results import HUES, at_best, final_runs, markdown, rate_words, verdict_words
+from committed_results import HUES, at_best, final_runs, markdown, rate_words, trend_table, verdict_words
 from pages import canvas, finish, saved
 
 from lm.report.pictures import COLOURS
@@ -163,21 +163,12 @@ class Recall:
         return markdown(lines)
 
     def trend_table(self) -> str:
-        """Accuracy at the deciding length by part of training, and its change from a part of 0 to 1, in Markdown.
-
-        A change is the slope of a line through the runs of a seed; the verdicts are one family.
-        """
-        parts = sorted({part for arms in self.trends.values() for part in arms.values()})
-        lines = [["", *(f"{100 * part:g} %" for part in parts), "change from 0 to 100 %"]]
-        by_part, changes = {}, {}
-        for name, arms in self.trends.items():
-            values = {part: self.accuracies[arm, self.rates(arm)[0], self.deciding[0]] for arm, part in arms.items()}
-            by_part[name] = values
-            changes[name] = Comparison(np.polyfit(list(values), list(values.values()), 1)[0], higher_is_better=True)
-        for name, verdict in verdicts(changes, self.matters).items():
-            cells = [_spread(by_part[name][part]) if part in by_part[name] else "" for part in parts]
-            lines.append([name, *cells, verdict_words(verdict)])
-        return markdown(lines)
+        """Accuracy at the deciding length by part of training, and its change (`committed_results.trend_table`), in Markdown."""
+        by_part = {
+            name: {part: self.accuracies[arm, self.rates(arm)[0], self.deciding[0]] for arm, part in arms.items()}
+            for name, arms in self.trends.items()
+        }
+        return trend_table(by_part, self.matters, True, _spread)
 
     def _cells(self, arm: str, rate: float) -> list[str]:
         """The accuracies of an arm at a rate, and its verdicts."""

@@ -95,6 +95,26 @@ def test_a_trend_is_the_slope_of_each_seed_s_line(commit):
     assert row.startswith("| swapped | 90.0 | 71.0 | 52.0 [50, 54] | -38.0 [-40.0, -36.0] *worse by more than 25* |")
 
 
+def test_a_trend_of_losses_is_judged_in_each_setting(commit):
+    slopes = {"as trained": 0.1, "theta x 50": -0.05}
+    lines = [
+        {"arm": arm, "rate": 0.1, "stage": "final", "seed": seed, "metric": "mean loss", "setting": setting, "x": 512}
+        | {"value": 4 + slope * part + 0.001 * seed * part}
+        for arm, part in (("early", 0.0), ("late", 1.0))
+        for setting, slope in slopes.items()
+        for seed in range(5)
+    ]
+    commit(lines)
+    columns = {setting: ("", "mean loss", setting, 512) for setting in slopes}
+    trends = {"swapped": {"early": 0.0, "late": 1.0}}
+    result = Losses("made", "", dict.fromkeys(("early", "late"), "an arm"), (), columns, tuple(slopes), "as trained", 0.02, trends=trends)
+    _, _, as_trained, other = result.trend_table().splitlines()
+    assert as_trained.startswith("| swapped, as trained | 4.000 | 4.102 | +0.102 [")
+    assert as_trained.endswith("*worse by more than 0.02* |")
+    assert other.startswith("| swapped, theta x 50 | 4.000 | 3.952 | -0.048 [")
+    assert other.endswith("*better by more than 0.02* |")
+
+
 def test_losses_are_compared_in_pairs_and_hold_at_every_rate_in_settings_that_chose_none(commit):
     def run(arm: str, rate: float, losses: tuple[float, float]) -> list[dict[str, object]]:
         return [
