@@ -16,7 +16,7 @@ import torch
 import lm
 from lm.config.training_config import Group, Groups
 from lm.config.tree import Config
-from lm.data.batches import train_sequences
+from lm.data.batches import IGNORED, train_sequences
 from lm.data.store import Store
 from lm.errors import one_line
 from lm.evaluation.held_out import validation_sequences
@@ -41,6 +41,7 @@ FEW = (
 MOST_EPOCHS = 16
 MANY = f"text is read more than {MOST_EPOCHS} times: up to 4 are about as good as new text, the value of more decays (arXiv 2305.16264)"
 UNDIVIDED = "too few held-out documents to choose best.ckpt on some of them and report others: all of them choose it; hold out more text"
+COUNTED_SEQUENCES = 256  # sequences in which the targets of tasks beside text are counted
 _IN_OTHER_LINES = ("n_layer", "block", "n_head", "n_kv_head", "head_size", "n_embd", "n_mlp", "mlp", "position", "normalizer", "transfer")
 
 
@@ -158,16 +159,19 @@ def _groups(config: Config, decoder: Decoder) -> str:
 
 def _epochs(store: Store, config: Config) -> list[tuple[str, float]]:
     """The number of times that the run reads each source of text, by its label; a single source has an empty label."""
-    text_fraction = 1 - sum(weighted.weight for weighted in config.data.tasks)
-    if text_fraction < 1e-6:
+    text_weight = config.data.text_weight
+    if text_weight < 1e-6:
         return []
-    tokens = config.trainer.max_steps * config.optim.batch_tokens * text_fraction
+    tokens = config.trainer.max_steps * config.optim.batch_tokens * text_weight
     pairs = list(zip(config.data.sources, store.train.sources, strict=True))
     return [(part.label if len(pairs) > 1 else "", tokens * source.weight / part.n_tokens) for source, part in pairs]
 
 
 def _tasks(store: Store, config: Config) -> str:
-    """The fraction of sequences of each task; where more sequences are drawn than a task has different ones, both numbers."""
+    """The fraction of sequences of each task; where more sequences are drawn than a task has different ones, both numbers.
+
+    Beside text, the fraction of the targets that are answers, counted in the first sequences.
+    """
     texts, tokens, fractions = [], config.trainer.max_steps * config.optim.batch_tokens, _length_fractions(store, config)
     for weighted in config.data.tasks:
         text = f"{weighted.task.name} {weighted.weight:.0%}"
@@ -176,6 +180,10 @@ def _tasks(store: Store, config: Config) -> str:
             if weighted.task.vocab_size and n_drawn > n_distinct:  # sequences in text differ in their filler
                 text += f" ({n_drawn:,.0f} sequences of {length} tokens, of about {n_distinct:,.0f} different ones)"
         texts.append(text)
+    if config.data.text_weight:
+        is_target = train_sequences(store, config).batch(0, count=COUNTED_SEQUENCES).targets != IGNORED
+        answers = is_target[~is_target.all(1)].sum()
+        texts.append(f"answers are about {answers / is_target.sum():.0%} of the targets")
     return ", ".join(texts)
 
 
