@@ -61,8 +61,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Sent:
 
 
 def test_wandb_is_online_only_with_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     assert (wandb_mode(LogConfig()), wandb_mode(LogConfig(), in_experiment=True)) == ("offline", "disabled")
     monkeypatch.setenv("WANDB_API_KEY", "k")
