@@ -39,6 +39,7 @@ class Losses:
         trends: arms over a part of training, from 0 to 1, by the name of the trend: a line through the runs of each seed, in each deciding
             setting.
         counts_tokens: whether a table has the tokens that each arm, trained at one rate, took to the highest final loss of any run.
+        suffix: end of the name of its tables, where the experiment's accuracies have tables, too.
     """
 
     name: str
@@ -54,11 +55,12 @@ class Losses:
     length: int = 256
     trends: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     counts_tokens: bool = False
+    suffix: str = ""
 
     @property
     def place(self) -> str:
         """Name of the tables in the page, and of the picture, docs/PLACE.svg."""
-        return "-".join(filter(None, (self.name, self.size)))
+        return "-".join(filter(None, (self.name, self.size, self.suffix)))
 
     @cached_property
     def data(self) -> pd.DataFrame:

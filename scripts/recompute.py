@@ -146,7 +146,7 @@ SHOWN = (
             corpus,
             counts_tokens=True,
         )
-        for corpus in ("speeches",)
+        for corpus in ("speeches", "code")
     ),
     Recall("recall", "retrieval.md", {arm: LABELS[arm] for arm in ("softmax", "ssmax", "log_n")}, "softmax", (2048,), 0.1, picture=True),
     Recall("recall-control", "retrieval.md", LABELS, "ssmax_fixed", (2048, 8192), 0.1, picture=True),
