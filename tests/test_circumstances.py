@@ -68,6 +68,7 @@ def test_as_it_was_planned_nothing_is_said(tmp_path, overrides):
         ({"primary": {"matters": 0.05, "learned": 4.95}}, ["ssmax"], r"exploratory: primary\.learned was null .*, it is 4\.95"),
         ({"arms": MORE}, ["log_n"], r"exploratory: arm log_n was added since the arms were settled"),
         ({"arms": dict(reversed(MORE.items()))}, ["ssmax", "softmax"], r"exploratory: the baseline is another"),
+        ({"arms": dict(reversed(TWO_ARMS["arms"].items()))}, ["softmax"], r"exploratory: the baseline is another"),
         ({"base": {"base": TWO_ARMS["base"], "optim.lr": 0.0123}}, [], r"exploratory: arm ssmax has another configuration"),
     ],
 )

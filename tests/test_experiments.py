@@ -179,9 +179,10 @@ def test_a_metric_that_is_not_measured_stops_the_experiment_with_its_first_run(t
     wrong = r"primary\.metric diagnostics/entropie was not measured .*; correct the file, measured were: val/loss$"
     with pytest.raises(RunError, match=wrong):
         Jobs(Procedure(read_experiment(path, overrides)), Slots(1), lambda run: finish(run, 5.0) or 0).work()
-    path, labels = written(tmp_path, tune=None, primary={"metric": "val/loss", "better": "higher"}), []
+    experiment, labels = read_experiment(written(tmp_path, tune=None, primary={"metric": "val/loss"}), overrides), []
+    procedure = Procedure(replace(experiment, primary=replace(experiment.primary, better="higher")))  # as of an evaluation from outside
     with pytest.raises(RunError, match=r"primary\.better = higher: of val/loss, lower is better"):
-        Jobs(Procedure(read_experiment(path, overrides)), Slots(1), lambda run: labels.append(run.label) or finish(run, 5.0) or 0).work()
+        Jobs(procedure, Slots(1), lambda run: labels.append(run.label) or finish(run, 5.0) or 0).work()
     assert len(labels) == 1
 
 

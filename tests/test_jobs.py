@@ -136,7 +136,7 @@ def test_a_stopped_experiment_saves_its_runs(file, overrides):
 
     stopper = threading.Thread(target=stop)
     stopper.start()
-    with pytest.raises(Stopped, match=r"stopped by SIGTERM: 1 runs were asked to save and have ended; the same command goes on") as error:
+    with pytest.raises(Stopped, match=r"stopped by SIGTERM: runs that saved and ended: 1; the same command goes on") as error:
         Jobs(procedure, Slots(1)).work()
     stopper.join()
     assert error.value.exit_code == 128 + signal.SIGTERM

@@ -69,6 +69,10 @@ def test_a_table_is_judged_as_an_experiment_is():
     assert other["difference"] == pytest.approx(-0.098)
     assert lm.judge(RUNS, baseline="b")["verdict"].tolist()[1:] == ["worse"]
     assert lm.judge(RUNS, better="higher")["verdict"].tolist()[1:] == ["worse"]
+    assert lm.judge(RUNS.assign(better="higher"))["verdict"].tolist()[1:] == ["worse"]
+    assert lm.judge(RUNS.assign(better="none"))["verdict"].tolist()[1:] == ["better"]
+    with pytest.raises(RunError, match=r"^the table: better = lower: by the column better, higher is better; leave"):
+        lm.judge(RUNS.assign(better="higher"), better="lower")
     assert lm.judge(RUNS, matters=0.2)["verdict"].tolist()[1:] == ["difference below margin"]
 
 
@@ -127,7 +131,7 @@ def test_units_are_averaged_and_paired_over():
         (
             RUNS.assign(value=RUNS["value"].where(RUNS["seed"] != 2)),
             {},
-            "2 lines have no finite value, the first of arm a, seed 2; correct or drop them",
+            "2 lines have no finite value, the first of arm a, seed 2; correct them, or write diverged in a column state",
         ),
         (RUNS.assign(seed=RUNS["seed"].where(RUNS["seed"] != 2)), {}, "2 lines have no seed, the first of arm a, seed nan"),
         (RUNS.assign(rate=["1e-3", "high"] * 3), {}, "3 lines have no finite rate, the first of arm a, seed 2"),
@@ -153,6 +157,7 @@ def test_units_are_averaged_and_paired_over():
         (RUNS, {"by": ["arm"]}, "runs can't be judged apart by arm"),
         (RUNS, {"metric": "loss"}, "has no column metric, of which loss could be chosen"),
         (RUNS.rename(columns={"arm": "Arm", "seed": " seed"}), {}, "there is Arm,  seed, value; rename 'Arm' to arm, ' seed' to seed"),
+        (RUNS.assign(better=["lower", "higher"] * 3), {}, "better is higher, lower; of one metric it is lower or higher in all lines"),
         (RUNS.assign(state="bogus"), {}, "state bogus; it is finished, unfinished or diverged"),
         (RUNS.assign(value=[True, False] * 3), {}, "values are true and false; write numbers"),
         (RUNS.assign(value=[1e300] + [1.0] * 5), {}, "a line has no value below 1e+30, the first of arm a, seed 1"),
@@ -206,9 +211,12 @@ def test_the_command_says_which_seeds_a_mean_is_over_and_each_cause_once(tmp_pat
 def test_the_command_prints_the_verdicts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     RUNS.to_csv("runs.csv", index=False)
-    out = command("judge", "runs.csv", "--spread", "0.01").stdout
+    out = command("judge", "runs.csv").stdout
+    assert "value of runs.csv, lower is better" in out
     assert "b: better by more than 0.01 (3 seeds): the interval leaves out 0" in out
-    assert "power: 3 seeds find a difference of 0.01" in out
+    assert "note: " not in out
+    RUNS.assign(rate=RUNS["arm"].map({"a": 1e-3, "b": 2e-3})).to_csv("rates.csv", index=False)
+    assert "note: arms were trained at different rates (a 0.001, b 0.002); " in command("judge", "rates.csv").stdout
     Path("empty.csv").write_text("")
     result = command("judge", "empty.csv")
     assert result.returncode == 1

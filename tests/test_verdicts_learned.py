@@ -1,6 +1,7 @@
 """Metrics that a run has learned or not: Fisher's exact test on fractions of runs."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from fabricated import finish
 from scipy.stats import binomtest
 from scipy.stats import fisher_exact as scipys
 
-from lm.errors import RunError
+from lm.errors import ConfigError, RunError
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure
@@ -139,7 +140,12 @@ def test_recall_s_mean_accuracy_is_a_metric_as_any_other(tmp_path):
 
 
 def test_the_wrong_direction_is_said(tmp_path):
-    procedure = experiment(tmp_path, learned=0.9, better="lower")
+    with pytest.raises(ConfigError, match=r"primary.better = 'lower': of recall/passkey 512, higher is better; write `better: higher`$"):
+        experiment(tmp_path, learned=0.9, better="lower")
+    with pytest.raises(ConfigError, match=r"primary.learned = 90.0: recall/passkey 512 lies between 0 and 1; give a fraction"):
+        experiment(tmp_path, learned=90)
+    settled = experiment(tmp_path, learned=0.9).experiment
+    procedure = Procedure(replace(settled, primary=replace(settled.primary, better="lower")))  # as of an evaluation from outside
     for run in procedure.known_runs():
         finish(run, 5.0, recall(0.5))
     with pytest.raises(RunError, match="higher is better; correct the experiment"):

@@ -80,11 +80,11 @@ def compare(
 def judge(
     table: Annotated[Path, typer.Argument(metavar="TABLE.csv", help="one value a line: columns arm, seed, value", show_default=False)],
     baseline: Annotated[str | None, typer.Option(help="the arm that the others are compared with [default: the first]")] = None,
-    better: Annotated[Literal["lower", "higher"], typer.Option(help="which direction is better")] = "lower",
-    matters: Annotated[float, typer.Option(help="smallest difference of interest, in the metric's unit")] = 0.01,
-    spread: Annotated[
-        float | None, typer.Option(help="standard deviation of differences between single runs, if expected", show_default=False)
+    better: Annotated[
+        Literal["lower", "higher"] | None,
+        typer.Option(help="which direction is better [default: as the column better says, else lower]", show_default=False),
     ] = None,
+    matters: Annotated[float, typer.Option(help="smallest difference of interest, in the metric's unit")] = 0.01,
     metric: Annotated[str, typer.Option(help="of several in the column metric")] = "",
     where: Annotated[str, typer.Option(metavar="CONDITION", help="lines to judge, e.g. \"x == 2048 and stage == 'final'\"")] = "",
     by: Annotated[
@@ -98,23 +98,24 @@ def judge(
     Columns arm, seed and value, and optionally rate, part, size, unit, metric and others (docs/experiments.md).
     """
     from lm.commands.python_face import judged_table
+    from lm.experiments.run_table import rate_note
     from lm.experiments.summary import print_verdicts
     from lm.files import json_bytes
 
-    question = {"metric": metric, "better": better, "matters": matters, "spread": spread}
-    judgement = judged_table(table, question, baseline, where, by or ())
+    judgement = judged_table(table, {"metric": metric, "matters": matters}, better, baseline, where, by or ())
     primary, lines = judgement.primary, judgement.lines()
     if as_json:
         print(json_bytes({"primary": vars(primary), "arms": lines}).decode(), end="")
         return
-    print_verdicts(judgement, lines, f"{primary.metric} of {table}")
-    print(*judgement.power(len(judgement.seeds)), sep="\n")
+    print_verdicts(judgement, lines, f"{primary.metric} of {table}, {primary.better} is better")
+    if note := rate_note(judgement):
+        print(note)
 
 
 def report(runs: Runs, out: Out = None, baseline: Baseline = None) -> None:
     """Write the report of one run, or compare several.
 
-    Writes report.html, the picture report.png, and tables as CSV, Markdown and LaTeX.
+    Writes report.html, the picture overview.png, and tables as CSV, Markdown and LaTeX.
     """
     from lm.report.comparison import compare_runs
     from lm.report.comparison_tables import print_comparison

@@ -139,7 +139,7 @@ def compare(*arguments: Given, jobs: int | None = None, train: bool = True, verb
 def judge(
     table: str | os.PathLike | pd.DataFrame,
     metric: str = "",
-    better: str = "lower",
+    better: str | None = None,
     matters: float = 0.01,
     baseline: str | None = None,
     where: str = "",
@@ -150,7 +150,7 @@ def judge(
     Args:
         table: a CSV file or a frame, one value a line: columns arm, seed and value, and any others of `lm.results`.
         metric: the metric to judge, where the column `metric` has several.
-        better: `lower` or `higher`.
+        better: `lower` or `higher`; None: as the table's column `better` says, else `lower`.
         matters: smallest difference of interest, in the metric's unit.
         baseline: the arm that other arms are compared with; None: the first arm.
         where: a condition on columns, as in `pandas.DataFrame.query`.
@@ -163,20 +163,25 @@ def judge(
         LMError: the question is wrong, or the table lacks a column, an arm, a seed or a number, or has a run twice.
     """
     columns = (by,) if isinstance(by, str) else by
-    judgement = judged_table(table, {"metric": metric, "better": better, "matters": matters}, baseline, where, columns)
+    judgement = judged_table(table, {"metric": metric, "matters": matters}, better, baseline, where, columns)
     return _verdict_frame(io.StringIO(csv_text(judgement.lines(), intervals=INTERVALS)))
 
 
 def judged_table(
-    table: str | os.PathLike | pd.DataFrame, question: dict[str, Plain], baseline: str | None, where: str, by: Sequence[str]
+    table: str | os.PathLike | pd.DataFrame,
+    question: dict[str, Plain],
+    better: str | None,
+    baseline: str | None,
+    where: str,
+    by: Sequence[str],
 ) -> Judgement:
     """The judgement of a table, with the arguments and errors of `judge`; `question`: keys of `primary` and their values."""
     problems: list[Problem] = []
-    primary = build(Primary, question, "", problems)
+    primary = build(Primary, question | ({"better": better} if better else {}), "", problems)
     if problems:
         raise ConfigError(problems)
     if isinstance(table, pd.DataFrame):
-        return judge_table(table, "the table", primary, baseline, where, by)
+        return judge_table(table, "the table", primary, better, baseline, where, by)
     if not isinstance(table, str | os.PathLike):
         raise RunError(f"the table must be a CSV file or a pandas.DataFrame, not {type(table).__name__}")
     try:
@@ -187,7 +192,7 @@ def judged_table(
         raise RunError(f"{os.fspath(table)}: no such file; a CSV table with columns arm, seed and value is needed") from None
     except (OSError, ValueError) as error:
         raise RunError(f"{os.fspath(table)}: no CSV table: {one_line(error)}") from None
-    return judge_table(lines, os.fspath(table), primary, baseline, where, by)
+    return judge_table(lines, os.fspath(table), primary, better, baseline, where, by)
 
 
 def _verdict_frame(text: Path | io.StringIO) -> pd.DataFrame:
@@ -208,8 +213,10 @@ def _arguments(values: Sequence[Given]) -> list[str]:
     for value in values:
         if isinstance(value, Mapping):
             texts += [f"{name}={json.dumps(item)}" for name, item in value.items()]
-        else:
+        elif isinstance(value, str | os.PathLike):
             texts.append(os.fspath(value))
+        else:
+            raise ConfigError(f"{value!r}: must be a file, an override KEY=VALUE or a mapping, not {type(value).__name__}")
     return texts
 
 

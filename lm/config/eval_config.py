@@ -15,6 +15,7 @@ from lm.plugins import Kind, Table
 from lm.schema import Plain, block_of, key, named, optional, section, sections, to_plain, variants
 
 Suite = Literal["quick", "full"]
+Quantity = Literal["loss", "accuracy"]
 SUITES: tuple[Suite, ...] = get_args(Suite)
 DIAGNOSE = ("train", "eval", "diagnose")  # commands in which the keys of diagnostics act
 AUTO_FACTOR = 8.0  # the longest sequences of `length_factor: auto`, in training lengths
@@ -47,6 +48,7 @@ class EvaluationConfig(Timing, ABC):
     measurement: ClassVar[str]  # "module:Class", an `lm.evaluation.evaluation_kind.Measurement`
     kind: ClassVar[str]  # names the results, of an evaluation from outside
     quick_suite: ClassVar[dict[str, int]] = {}  # the largest value of each key in the suite `quick`
+    quantity: ClassVar[Quantity | None] = None  # of its `metrics`; None: unknown before the evaluation has run
 
     @abstractmethod
     def wanted(self, data: DataConfig) -> bool:
@@ -106,6 +108,7 @@ def lengths_of(factors: list[float], data: DataConfig) -> list[int]:
 @dataclass
 class LongContextConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.held_out:LongContext"
+    quantity: ClassVar[Quantity] = "loss"
     quick_suite: ClassVar[dict[str, int]] = {"sequences": 4}
     length_factor: float | Literal["auto"] = key(
         8.0,
@@ -154,6 +157,7 @@ class LongContextConfig(EvaluationConfig):
 @dataclass
 class ByLengthConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.held_out:ByLength"
+    quantity: ClassVar[Quantity] = "loss"
     lengths: list[int] = key([], "tokens in a sequence, each a divisor of the longest, e.g. [32, 64, 128]; []: off", ge=2)
     sequences: int = key(128, "sequences of the longest length, spread over the held-out text", ge=1, le=MOST_SEQUENCES)
     inference: list[InferenceSetting] = sections(InferenceSetting, "inference settings, each measured", (InferenceSetting(),))
@@ -190,6 +194,7 @@ class ByLengthConfig(EvaluationConfig):
 @dataclass
 class TextsConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.held_out:Texts"
+    quantity: ClassVar[Quantity] = "loss"
     quick_suite: ClassVar[dict[str, int]] = {"sequences": 32}
     of: dict[str, Source] = named(
         SOURCES, "texts beside the held-out one, read whole with the run's tokenizer, e.g. {code: {name: files, paths: [code]}}"
@@ -221,6 +226,7 @@ class TextsConfig(EvaluationConfig):
 @dataclass
 class RecallConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.answers:Recall"
+    quantity: ClassVar[Quantity] = "accuracy"
     quick_suite: ClassVar[dict[str, int]] = {"sequences": 16}
     tasks: list[Task] = variants(TASKS, "tasks to ask for, e.g. [passkey, {name: needle, needles: 3}]; empty: those of data.tasks")
     length_factors: list[float] = key([1.0, 2.0, 4.0, 8.0, 16.0], "sequence lengths, in training lengths; []: off", gt=0, le=MOST_LENGTHS)
@@ -272,6 +278,7 @@ class FinetuneConfig:
 @dataclass
 class NeedleConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.answers:NeedleMeasurement"
+    quantity: ClassVar[Quantity] = "accuracy"
     quick_suite: ClassVar[dict[str, int]] = {"trials": 10}
     length_factors: list[float] = key([], "context lengths, in training lengths, e.g. [1, 2, 4, 8, 16]; []: off", gt=0, le=MOST_LENGTHS)
     depths: list[float] = key([0.0, 0.25, 0.5, 0.75, 1.0], "fraction of the text before the needle", ge=0, le=1)
@@ -446,6 +453,10 @@ class EvalConfig:
         """The measurement (`module:Class`) of each kind that is wanted of a model trained on `data`, the validation first."""
         measurements = {kind: options.measurement for kind, options in self.kinds.items() if options.wanted(data)}
         return {"validation": "lm.evaluation.held_out:Validation"} | measurements
+
+    def quantity(self, kind: str) -> Quantity | None:
+        """The quantity that a kind of evaluation measures; None: unknown before it has run."""
+        return "loss" if kind == "validation" else self.kinds[kind].quantity
 
     def measured_options(self, kind: str) -> dict[str, Plain]:
         """The keys that determine what a kind of evaluation measures, without null ones and without the keys of `Timing`."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lm.errors import ConfigError, RunError, one_line
-from lm.experiments.plan import uninterrupted_seconds
+from lm.experiments.plan import duration, uninterrupted_seconds
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION, Outcome
 from lm.experiments.slots import LOGS, Children, Devices, Slots, Stopped, interruptible, log_path, named, under_way
@@ -401,7 +401,7 @@ class Jobs:
             except KeyboardInterrupt:
                 number, running_count = signals[-1] if signals else signal.SIGINT, len(pending)
                 self.stop()
-                words = f"{running_count} jobs go on" if self.cluster else f"{running_count} runs were asked to save and have ended"
+                words = f"{'jobs that go on' if self.cluster else 'runs that saved and ended'}: {running_count}"
                 words = words if running_count else "no run was under way"
                 raise Stopped(f"stopped by {signal.Signals(number).name}: {words}; the same command goes on", number) from None
             except BaseException:
@@ -465,7 +465,7 @@ class Jobs:
             ]
             durations = [*chain(*self.seconds.values())]
             rest_words = f"{len(slot_counts)} of the {len(runs)} runs known so far are left"
-            rest_words += f", about {statistics.fmean(durations) * sum(slot_counts) / self.slots.jobs / 60:.0f} min" if durations else ""
+            rest_words += f", about {duration(statistics.fmean(durations) * sum(slot_counts) / self.slots.jobs)}" if durations else ""
             device_words = f" on {named(devices)}" if devices else ""
             print(f"{run.stage}: {run.label}: {words}, {seconds:.0f} s{device_words}; {rest_words}", flush=True)
         elif not status:  # trained and measured, without a result

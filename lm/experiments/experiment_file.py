@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lm.attention.catalogue import OPTIONS
 from lm.config import presets
+from lm.config.eval_config import Quantity
 from lm.config.load import merge, nested, over_bases, overrides_in, read_overrides
 from lm.config.task_config import task_names
 from lm.config.tree import Config, ExperimentConfig, differences, effect_of, is_learned
@@ -68,7 +69,7 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     problems: list[Problem] = []
     arms = read_arms(plain.pop("arms", None), problems)
     sizes = {name: nested(changes) for name, changes in read_blocks("sizes", plain.pop("sizes", None) or {}, problems).items()}
-    base, evaluation_keys = plain.pop("base", None), plain.pop("evaluate", None) or {}
+    base, evaluation_keys = plain.pop("base", None) or None, plain.pop("evaluate", None) or {}
     base = over_bases(nested(base), file, "base.base") if isinstance(base, dict) else over_bases({"base": base}, file)
     if not isinstance(evaluation_keys, dict):
         problems.append(Problem("evaluate", evaluation_keys, "must be a block of configuration keys"))
@@ -386,6 +387,9 @@ def _check_arms(experiment: Experiment, arms: list[tuple[Arm, Config]]) -> Itera
             yield Problem(f"arms.{arm.name}", arm.changes, reason, remedy)
         if (baseline.data.seq_len, baseline.eval) != (config.data.seq_len, config.eval):
             yield from _check_compared(experiment, arm, baseline, config)
+        elif _measured_tasks(experiment, config) != _measured_tasks(experiment, baseline):
+            reason = f"measures {experiment.primary.metric} on other tasks than the baseline"
+            yield Problem(f"arms.{arm.name}", arm.changes, reason, "name the tasks of all arms in `evaluate`: eval.recall.tasks")
 
 
 def _check_branch(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
@@ -423,6 +427,14 @@ def _check_compared(experiment: Experiment, arm: Arm, baseline: Config, config: 
         yield Problem(f"arms.{arm.name}", arm.changes, reason, remedy)
 
 
+def _measured_tasks(experiment: Experiment, config: Config) -> list[Plain]:
+    """The tasks that a configuration's primary metric is measured on, where its training tasks decide them; else []."""
+    kind, data = kind_of_metric(experiment.primary.metric), config.data
+    if kind == "validation" and data.symbolic:
+        return [to_plain(weighted_task) for weighted_task in data.tasks]
+    return [to_plain(task) for task in experiment.evaluated(config).eval.recall.asked_tasks(data)] if kind == "recall" else []
+
+
 def kind_of_metric(metric: str) -> str:
     """The kind of evaluation that logs a metric of this name."""
     prefix = metric.partition("/")[0]
@@ -441,6 +453,7 @@ def _check_metric(experiment: Experiment, config: Config) -> None:
     if (kind_names := names[kind_of_metric(metric)]) is not None and metric not in kind_names:
         all_names = [name for metric_names in names.values() for name in metric_names or ()]
         raise ConfigError([Problem("primary.metric", metric, "is not measured by sequence", suggest(metric, all_names))])
+    _check_primary(experiment.primary, config.eval.quantity(kind_of_metric(metric)))
     timing = config.eval.kinds.get(kind_of_metric(metric))
     steps = config.trainer.max_steps
     if experiment.primary.reach is not None and timing and sum(timing.is_due(step, steps) for step in range(1, steps + 1)) < 2:
@@ -450,6 +463,19 @@ def _check_metric(experiment: Experiment, config: Config) -> None:
         raise ConfigError(
             [Problem("primary.reach", experiment.primary.reach, f"{untrained_arms[0]} is not trained", "drop the arm, or train it")]
         )
+
+
+def _check_primary(primary: Primary, quantity: Quantity | None) -> None:
+    """Check that the direction and the numbers of the primary metric can be those of its quantity. Raises ConfigError."""
+    problems, better = [], {"loss": "lower", "accuracy": "higher"}.get(quantity, primary.better)
+    if primary.better != better:
+        problems.append(Problem("primary.better", primary.better, f"of {primary.metric}, {better} is better", f"write `better: {better}`"))
+    levels = {"learned": primary.learned, "reach": primary.reach} | ({"matters": primary.matters} if primary.reach is None else {})
+    for name, level in levels.items() if quantity == "accuracy" else ():
+        if level is not None and level > 1:
+            problems.append(Problem(f"primary.{name}", level, f"{primary.metric} lies between 0 and 1", "give a fraction, such as 0.25"))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _names(config: Config, kind: str) -> list[str] | None:

@@ -247,8 +247,14 @@ def is_measured(experiment: Experiment) -> bool:
 
 
 def is_another(plan: dict[str, Plain] | None, current_plan: dict[str, Plain]) -> bool:
-    """Whether a plan is known and differs from the current plan in more than its time."""
-    return bool(plan) and {**plan, "at": current_plan["at"]} != current_plan
+    """Whether a plan is known and differs from the current plan in more than its time; the order of the arms counts as far as it names the
+    baseline."""
+    return bool(plan) and ({**plan, "at": current_plan["at"]} != current_plan or _baseline(plan["arms"]) != _baseline(current_plan["arms"]))
+
+
+def _baseline(arms: dict[str, dict[str, str]]) -> str:
+    """The baseline of a plan's arms, the first; empty without arms."""
+    return next(iter(next(iter(arms.values()), {})), "")
 
 
 def departures(experiment: Experiment, settings: dict[str, Plain] | None) -> tuple[Departure, ...]:
@@ -312,6 +318,6 @@ def _changed_arms(
             changes.append(
                 Departure(f"arm {name} {change} since the arms were settled ({plan_time})", place=None if concerns_all else (size, arm))
             )
-    if next(iter(planned_arms.values()), {}) and next(iter(next(iter(planned_arms.values())))) != baseline:
+    if _baseline(planned_arms) not in ("", baseline):
         changes.append(Departure(f"the baseline is another since the arms were settled ({plan_time})"))
     return changes

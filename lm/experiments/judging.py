@@ -10,7 +10,7 @@ import numpy as np
 
 from lm.experiments.experiment import Primary
 from lm.schema import Plain
-from lm.statistics.intervals import ALPHA, Interval, over_seeds_and_documents
+from lm.statistics.intervals import ALPHA, Interval, over_seeds, over_seeds_and_documents
 from lm.statistics.learned import LearnedCounts, clopper_pearson, factor, has_learned, learned_verdicts, log_tokens
 from lm.statistics.tuning import Rate, rate_cell, rate_words
 from lm.statistics.verdicts import FEWEST_SEEDS, MOST_SEEDS, POWER, Comparison, Verdict, power, seeds_needed, verdicts
@@ -281,10 +281,14 @@ class Judgement:
         spread, source = primary.spread, "primary.spread"
         if seed_differences:
             degrees = [len(differences) - 1 for differences in seed_differences]
-            spread = math.sqrt(np.average([np.var(differences, ddof=1) for differences in seed_differences], weights=degrees))
+            variances = [len(differences) * over_seeds(differences).error ** 2 for differences in seed_differences]
+            spread = math.sqrt(np.average(variances, weights=degrees))
             source = "the seeds that have ended"
-        if spread is None:
-            yield "power: not known before seeds have ended, as the file expects no primary.spread"
+        if not spread:
+            reason = (
+                "before seeds have ended, as the file expects no primary.spread" if spread is None else "as all seeds differ by the same"
+            )
+            yield f"power: not known {reason}"
             return
         margin = math.log1p(primary.matters) if counts_tokens else primary.matters
         effect = f"a factor of {1 + primary.matters:g}" if counts_tokens else f"a difference of {primary.matters:g}"

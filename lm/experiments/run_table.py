@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
+from typing import Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -23,6 +25,7 @@ from lm.statistics.tuning import (
     read_rate,
 )
 
+Direction = Literal["lower", "higher"]
 RUN_KEY = ["size", "arm", "rate", "seed"]
 _UNIT = ("sample", "unit")  # columns that tell a run's evaluation units apart; the first one in the table counts
 _OTHER_MARKS = {";": "semicolons", "\t": "tabs"}
@@ -31,24 +34,32 @@ _LARGEST = 1e30  # magnitude of a value: squares and products of such values are
 
 
 def judge_table(
-    table: pd.DataFrame, source: str, primary: Primary, baseline: str | None = None, condition: str = "", split_columns: Sequence[str] = ()
+    table: pd.DataFrame,
+    source: str,
+    primary: Primary,
+    better: Direction | None = None,
+    baseline: str | None = None,
+    condition: str = "",
+    split_columns: Sequence[str] = (),
 ) -> Judgement:
     """The verdicts on a table of runs: columns arm, seed and value, and any others of `lm.results`.
 
     Args:
         source: name of the table in errors.
         primary: the question; without a name of its metric the only metric of the table.
+        better: the better direction; None: as the column `better` says, else lower.
         baseline: name of an arm; None: the first arm.
         condition: a condition on columns, as of `pandas.DataFrame.query`.
         split_columns: columns by whose values runs are judged apart, in one family; by default `size`, if the table has it.
 
     Raises:
-        RunError: columns, arms, seeds or values are missing, or a run is there twice.
+        RunError: columns, arms, seeds or values are missing, a run is there twice, or the table has another better direction.
     """
     if key := next((name for name in split_columns if name in ("arm", "seed", "value")), ""):
         raise RunError(f"{source}: runs can't be judged apart by {key}")
     lines = _asked_lines(table, source, primary.metric, condition, (*split_columns, "arm", "seed", "value"))
     metric = primary.metric or (str(lines["metric"].iloc[0]) if "metric" in lines else "value")
+    primary = replace(primary, metric=metric, better=_direction(lines, better, source))
     split_columns = tuple(split_columns) or tuple(name for name in ("size",) if name in lines and lines[name].notna().any())
     labels = [[f"{name} {value}" if split_columns != ("size",) else str(value) for value in lines[name]] for name in split_columns]
     size = [", ".join(words) for words in zip(*labels, strict=True)]
@@ -104,7 +115,29 @@ def judge_table(
                 rate: [_judged_run(rate_lines[rate_lines["seed"] == seed]) for seed in seeds] for rate, rate_lines in lines_by_rate.items()
             }
     arms = baseline, *(arm for arm in arms if arm != baseline)
-    return Judgement(replace(primary, metric=metric), arms, seeds, rates, judged_runs)
+    return Judgement(primary, arms, seeds, rates, judged_runs)
+
+
+def rate_note(judgement: Judgement) -> str:
+    """A sentence if arms with a single rate each were trained at different ones, which nothing in the table chose; else empty."""
+    for size in judgement.rates:
+        rates = {arm: [*judgement.runs[size, arm]] for arm in judgement.arms}
+        if all(len(arm_rates) == 1 and arm_rates != [None] for arm_rates in rates.values()) and len(set(chain(*rates.values()))) > 1:
+            words = ", ".join(f"{arm} {rate_words(rate)}" for arm, (rate,) in rates.items())
+            return f"note: arms were trained at different rates ({words}); no line says how they were chosen"
+    return ""
+
+
+def _direction(lines: pd.DataFrame, better: Direction | None, source: str) -> Direction:
+    """The better direction: as asked, else as the column `better` says, else lower. Raises RunError: the column says another or two."""
+    known_directions = set(lines["better"].dropna()) - {"none"} if "better" in lines else set()
+    if len(known_directions) > 1 or known_directions - set(get_args(Direction)):
+        words = ", ".join(sorted(map(str, known_directions)))
+        raise RunError(f"{source}: better is {words}; of one metric it is lower or higher in all lines")
+    known_direction = next(iter(known_directions), None)
+    if better and known_direction not in (None, better):
+        raise RunError(f"{source}: better = {better}: by the column better, {known_direction} is better; leave the direction out")
+    return better or known_direction or "lower"
 
 
 def _judged_run(lines: pd.DataFrame) -> JudgedRun:
@@ -185,7 +218,10 @@ def _check_lines(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
         if is_wrong.any():
             run, count = runs[is_wrong].iloc[0], int(is_wrong.sum())
             subject, pronoun = (f"{count} lines have", "them") if count > 1 else ("a line has", "it")
-            raise RunError(f"{source}: {subject} no {name}, the first of arm {run['arm']}, seed {run['seed']}; correct or drop {pronoun}")
+            remedy = f"correct or drop {pronoun}"
+            if name == "finite value":  # without it the other arms would lose a seed, and the comparison a failure
+                remedy = f"correct {pronoun}, or write {DIVERGED} in a column state: a run that diverged counts against its arm"
+            raise RunError(f"{source}: {subject} no {name}, the first of arm {run['arm']}, seed {run['seed']}; {remedy}")
     if len({len(coordinates(read_rate(rate))) for rate in runs["rate"].dropna().unique()}) > 1:
         raise RunError(f"{source}: rates are of one tuned key in some lines, and of several in others")
     is_duplicate = runs.duplicated([*RUN_KEY, "sample", *(name for name in ("part", "stage") if name in runs)], keep=False)

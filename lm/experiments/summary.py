@@ -85,7 +85,7 @@ def summary_table(judgement: Judgement, lines: list[dict[str, Plain]]) -> Table:
     if primary.learned is None:
         intervals = [verdict and verdict.over_documents for verdict in verdicts]
         columns += column("on other text of the kind", intervals, "interval over seeds and documents, all together 95%", "difference")
-    columns += column("p", [verdict and f"{verdict.p:.2g}" for verdict in verdicts], "adjusted")
+    columns += column("p", [f"{verdict.p:.2g}" if verdict and verdict.seeds else None for verdict in verdicts], "adjusted")
     exact_p = [None if verdict is None or verdict.p_exact is None else f"{verdict.p_exact:.2g}" for verdict in verdicts]
     columns += column("p of the sign-flip test", exact_p, "adjusted")
     columns += column("verdict", [verdict and verdict.words for verdict in verdicts], kind="words")
@@ -103,7 +103,7 @@ def print_verdicts(judgement: Judgement, lines: list[dict[str, Plain]], title: s
                 " ".join(filter(None, (line["size"], line["arm"]))),
                 judgement.verdicts[line["size"], line["arm"]].open_reason,
             )
-            reason = line["reason"].removeprefix(open_question).removeprefix(": ")  # the words end with it
+            reason = line["reason"].removeprefix(open_question).lstrip(":; ")  # the words end with it
             print(": ".join(filter(None, (arm, line["words"], reason))))
 
 
