@@ -48,10 +48,10 @@ def keep(folder: Path, evaluation: Evaluation) -> Path:
     return write_sealed(evaluation_path(folder, evaluation.kind, evaluation.step), evaluation.plain())
 
 
-def save(folder: Path, step: int) -> None:
+def save(folder: Path, step: int, config: str = "") -> None:
     """A checkpoint without tensors: its metadata say that up to it the weights' digest was the folder's name, and seal the log."""
     weights = {str(before): [folder.name] for before in range(step + 1)}
-    facts = {"format": FORMAT, "step": step, "tokens": 0, "phase": 0, "vocab_size": 1, "data_fingerprint": FINGERPRINT, "config": ""}
+    facts = {"format": FORMAT, "step": step, "tokens": 0, "phase": 0, "vocab_size": 1, "data_fingerprint": FINGERPRINT, "config": config}
     facts |= {"plugins": {}, "weights_sha256": weights, "log": log_seal(folder / METRICS)}
     path = step_path(folder / CHECKPOINTS, step)
     path.parent.mkdir(parents=True, exist_ok=True)

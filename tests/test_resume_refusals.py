@@ -22,7 +22,7 @@ from lm.errors import ConfigError, DataError, RunError
 from lm.files import ABANDONED_SECONDS, locked_folder, new_folder, temporary_file, write_json, write_new, write_text, write_together
 from lm.machine import born, this_machine
 from lm.runs.checkpoints import save_checkpoint
-from lm.runs.folder import TRAINING
+from lm.runs.folder import METRICS, TRAINING
 from lm.runs.loading import export, load
 from lm.training.train import train
 
@@ -157,6 +157,19 @@ def test_resuming_with_another_configuration_lists_every_difference(tiny):
     with pytest.raises(ConfigError) as error:
         train(tiny("name=other", "resume=auto", "model.n_embd=64", "optim.lr=1e-3", "seed=9", "log.every=5", "trainer.max_steps=20"))
     assert {problem.path for problem in error.value.problems} == {"model.n_embd", "optim.lr", "seed"}
+
+
+def test_a_log_that_was_altered_is_refused(tiny):
+    train(tiny("name=altered"))
+    log = tiny().run_folder.parent / "altered" / METRICS
+    content = log.read_text()
+    for altered in (content[: len(content) // 2], content.replace('"train/loss": ', '"train/loss": 1')):
+        log.write_text(altered)
+        with pytest.raises(RunError, match=r"metrics\.jsonl: was altered since checkpoints/last\.ckpt was saved; bring it back"):
+            train(tiny("name=altered", "resume=auto", "trainer.max_steps=20"))
+    log.write_text(content + '{"step": 8, "tok')  # as a kill leaves it
+    train(tiny("name=altered", "resume=auto", "trainer.max_steps=20"))
+    assert log.read_text().startswith(content)
 
 
 def test_phases_still_to_come_may_change_and_those_done_may_not(tiny):

@@ -23,7 +23,7 @@ from lm.experiments.summary import summary_lines, tuning_table
 from lm.files import json_bytes, sealed
 from lm.model.device import Device
 from lm.runs.evaluations import ROOMS, Evaluation, evaluation_path, measuring_code, read_evaluation
-from lm.runs.folder import DIVERGED, METRICS
+from lm.runs.folder import CONFIG, DIVERGED, METRICS
 from lm.runs.record import read_run
 
 ARMS = {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}}
@@ -129,7 +129,7 @@ def test_so_are_the_evaluations_on_the_way_to_a_value(tmp_path, edit: Callable[[
         summary_lines(Procedure(procedure.experiment))
 
 
-@pytest.mark.parametrize("what", ["evaluation", "log", "checkpoint"])
+@pytest.mark.parametrize("what", ["evaluation", "log", "checkpoint", "configuration"])
 def test_a_report_reads_nothing_that_was_changed_either(tmp_path, what: str):
     soft, scalable = two_runs(tmp_path)
     name = "evaluations/validation.step-000200.json"
@@ -137,9 +137,20 @@ def test_a_report_reads_nothing_that_was_changed_either(tmp_path, what: str):
         shutil.copy(soft / name, scalable / name)
     elif what == "log":
         (scalable / METRICS).write_text((soft / METRICS).read_text())
+    elif what == "configuration":
+        text = (scalable / CONFIG).read_text()
+        save(scalable, 200, text)
+        assert read_run(scalable).missing == ()
+        (scalable / CONFIG).write_text(text.replace("name: ssmax", "name: log_n"))
     else:
         (scalable / "checkpoints" / "last.ckpt").write_bytes(b"")
-    with pytest.raises(RunError, match={"evaluation": "is not of the weights", "log": "was altered", "checkpoint": "not a readable"}[what]):
+    words = {
+        "evaluation": "is not of the weights",
+        "log": "was altered",
+        "checkpoint": "not a readable",
+        "configuration": r"config\.yaml: was altered: model\.normalizer\.name = 'log_n': .* was trained with 'ssmax'; bring it back$",
+    }
+    with pytest.raises(RunError, match=words[what]):
         read_run(scalable)
     assert read_run(soft).missing == ()
 

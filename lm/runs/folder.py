@@ -159,8 +159,15 @@ def truncate_metrics(path: Path, step: int) -> list[str]:
 
 
 def log_seal(path: Path) -> dict[str, Plain]:
-    """The number of `bytes` in a log, and their `sha256`, which a checkpoint keeps; the log only grows afterwards."""
-    return _seal(path.read_bytes() if path.is_file() else b"")
+    """The number of `bytes` in a log, and their `sha256`, which a checkpoint keeps; the log only grows afterwards.
+
+    The log is on the disk before the checkpoint is, so that no power cut takes lines that a checkpoint counts.
+    """
+    if not path.is_file():
+        return EMPTY_LOG
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return _seal(file.read())
 
 
 def _seal(content: bytes) -> dict[str, Plain]:

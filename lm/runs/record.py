@@ -235,7 +235,7 @@ def read_run(folder: Path, log: Log | None = None, known_evaluations: Mapping[Pa
     """
     folder = Path(folder)
     require_run(folder, CONFIG, ENVIRONMENT)
-    config = _read_config(folder / CONFIG)
+    config, config_text = _read_config(folder / CONFIG)
     environment = read_json(folder / ENVIRONMENT)
     gaps = _missing_environment(config, environment, folder / ENVIRONMENT)
     log = log or read_metrics(folder / METRICS)
@@ -254,7 +254,7 @@ def read_run(folder: Path, log: Log | None = None, known_evaluations: Mapping[Pa
     checkpoint = folder / CHECKPOINTS / LAST
     if evaluations and not checkpoint.is_file():
         gaps.append(f"no {CHECKPOINTS}/{LAST}, by which its evaluations could be checked")
-    elif evaluations and not check_measured(folder, evaluations, checkpoint, log):
+    elif evaluations and not check_measured(folder, evaluations, checkpoint, log, config_text):
         gaps.append("its evaluations carry no digest (made by an earlier version)")
     validation_lines = [line for line in lines if "val/loss" in line]
     if validation_lines and not any(evaluation.kind == KIND for evaluation in evaluations):
@@ -273,9 +273,11 @@ def read_run(folder: Path, log: Log | None = None, known_evaluations: Mapping[Pa
     return RunRecord(folder, folder.resolve().name, config, environment, lines, tuple(evaluations), tuple(gaps))
 
 
-def _read_config(path: Path) -> dict[str, Plain]:
+def _read_config(path: Path) -> tuple[dict[str, Plain], str]:
+    """The configuration of a run, and its text. Raises RunError: the file can't be read, or lacks a key."""
     try:
-        config = parse_yaml(path.read_bytes(), path.name)
+        content = path.read_bytes()
+        config = parse_yaml(content, path.name)
     except (ConfigError, OSError) as error:
         raise RunError(f"{path}: not readable: {one_line(error, None)}") from None
     if not isinstance(config, dict):
@@ -285,7 +287,7 @@ def _read_config(path: Path) -> dict[str, Plain]:
     absent_keys = [key for key in _REQUIRED_KEYS if key not in flatten(config)]
     if absent_keys:
         raise RunError(f"{path}: no {', '.join(absent_keys)}")
-    return config
+    return config, content.decode(errors="replace")
 
 
 def _missing_environment(config: dict[str, Plain], environment: dict[str, Plain], path: Path) -> list[str]:

@@ -11,9 +11,9 @@ from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, Problem, RunError, as_written, one_line
 from lm.files import read_json
 from lm.runs.evaluations import Evaluation, evaluation_path, remedy
-from lm.runs.folder import EMPTY_LOG, METRICS, Log, check_fields
+from lm.runs.folder import CONFIG, EMPTY_LOG, METRICS, Log, check_fields
 from lm.runs.metadata import SEALS, SHA256, without_tensors
-from lm.schema import Plain, to_plain
+from lm.schema import Plain, flatten, to_plain
 
 # Entries of environment.json that a resumed run reads; a model without a training run of its own lacks some.
 ENVIRONMENT_FIELDS = {
@@ -92,12 +92,14 @@ def check_environment(file: Path, metadata: dict[str, Plain], path: Path) -> dic
     return environment
 
 
-def check_measured(run: Path, evaluations: Sequence[Evaluation], checkpoint: Path, log: Log) -> bool:
+def check_measured(run: Path, evaluations: Sequence[Evaluation], checkpoint: Path, log: Log, config_text: str | None = None) -> bool:
     """Whether digests show that all evaluations up to a checkpoint are of the run's weights; False where an older version left no digest.
+
+    config_text: the content of the run's config.yaml, to be checked against the checkpoint, too.
 
     Raises:
         RunError: the checkpoint is missing or damaged, an evaluation is of other weights than the run had at that step, or the log up to
-            the checkpoint was altered.
+            the checkpoint or the configuration was altered.
     """
     try:
         content = without_tensors(checkpoint)
@@ -118,10 +120,28 @@ def check_measured(run: Path, evaluations: Sequence[Evaluation], checkpoint: Pat
             path = evaluation_path(run, evaluation.kind, step)
             raise RunError(f"{path}: is not of the weights that checkpoints/{checkpoint.name} records for step {step}; {remedy(path)}")
         checked &= step > seals["step"] or bool(digests and evaluation.code)
-    if log.is_altered(seals["log"]):
-        advice = "bring it back, or delete the run folder and train it again"
-        raise RunError(f"{run / METRICS}: was altered since checkpoints/{checkpoint.name} was saved; {advice}")
+    check_log(run, log, seals["log"], checkpoint)
+    if config_text is not None and config_text != content["lm"]["config"]:
+        _check_unchanged(run / CONFIG, config_text, content["lm"]["config"], checkpoint)
     return checked
+
+
+def check_log(run: Path, log: Log, seal: dict[str, Plain], checkpoint: Path) -> None:
+    """Raises RunError: the log differs from what it was when the checkpoint, which has its seal, was saved."""
+    if log.is_altered(seal):
+        advice = f"bring it back, or delete the run folder and train it again; a new run can go on from the weights: init_from={checkpoint}"
+        raise RunError(f"{run / METRICS}: was altered since checkpoints/{checkpoint.name} was saved; {advice}")
+
+
+def _check_unchanged(file: Path, text: str, trained_text: str, checkpoint: Path) -> None:
+    """Raises RunError: a key that a resumed run keeps has another value in a run's configuration than its checkpoint was trained with."""
+    keys, trained_keys = (flatten(parse_yaml(config, file.name) or {}) for config in (text, trained_text))
+    may_change = {"free", "ahead"} if keys.get("phases") or trained_keys.get("phases") else {"free"}  # phases to come may change
+    for key, value in keys.items():
+        trained_value = trained_keys.get(key, value) if key not in ("init_from", "branch_from") else value  # an experiment may have moved
+        if trained_value != value and effect_of(key).on_resume not in may_change:
+            reason = f"{key} = {as_written(value)}: checkpoints/{checkpoint.name} was trained with {as_written(trained_value)}"
+            raise RunError(f"{file}: was altered: {reason}; bring it back")
 
 
 def _length_problems(config: Config, training_config: Config, step: int, path: Path) -> list[Problem]:
