@@ -215,7 +215,8 @@ def build(schema: type, data: Plain, path: str, problems: list[Problem], table: 
             values[name] = _field_value(specs[name], value, key_path, problems)
         elif not (name == "name" and hasattr(schema, "name")):
             owners = [variant_name for variant_name, options in (table or {}).items() if _field(options, name)]
-            owner_remedy = f"it is an option of {', '.join(owners)}: set {_join(path, 'name')}" if owners else ""
+            place = f"give the whole list {_join(path, 'of')}" if "of" in specs else f"set {_join(path, 'name')}"
+            owner_remedy = f"it is an option of {', '.join(owners)}: {place}" if owners else ""
             parts = str(name).split(".")
             nesting_remedy = f"nest it: {': {'.join(parts)}: ...{'}' * (len(parts) - 1)}" if len(parts) > 1 and parts[0] in specs else ""
             problems.append(Problem(key_path, value, "unknown key", owner_remedy or empty_remedy or nesting_remedy or suggest(name, specs)))

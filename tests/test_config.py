@@ -160,6 +160,8 @@ def test_a_renamed_block_drops_the_options_of_the_old_name():
     assert merge(base, {"model": {"normalizer": {"bias": True}}})["model"]["normalizer"] == {"name": "ssmax", "init": 0.4, "bias": True}
     unnamed = {"optim": {"schedule": {"final_fraction": 0.2}}}
     assert merge(unnamed, {"optim": {"schedule": "wsd"}}) == {"optim": {"schedule": {"final_fraction": 0.2, "name": "wsd"}}}
+    layers = {"model": {"normalizer": {"name": "layers", "of": ["window", "softmax"], "temperature": 0.5}}}  # an error, as of no layer
+    assert merge({"model": {"normalizer": ["window", "softmax"]}}, {"model": {"normalizer": {"temperature": 0.5}}}) == layers
     assert merge({"position": "rope"}, {"position": {"theta": 5.0}}) == {"position": {"name": "rope", "theta": 5.0}}
     with pytest.raises(ConfigError, match=r"optim\.schedule = 3: must be a block of keys; there is also optim\.schedule\.name"):
         merge({"optim": {"schedule": 3}}, {"optim": {"schedule": {"name": "cosine"}}})
@@ -263,7 +265,7 @@ def test_paths_that_name_no_file_are_errors_of_one_line(tmp_path: Path):
         ("name=${phases.3}", "Interpolation key 'phases.3' not found"),
         ("name=${optim.lr.x}", "node `optim.lr` is not a container"),
         ("name=" + "${" * 1000 + "}" * 1000, "more than 16 interpolations"),
-        ("name=${oc.env:LM_TEST_NOT_SET}", "Environment variable 'LM_TEST_NOT_SET' not found"),
+        ("name=${oc.env:LM_TEST_NOT_SET}", "name: Environment variable 'LM_TEST_NOT_SET' not found"),
     ],
     ids=lambda value: value[:32],
 )

@@ -89,6 +89,16 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
         ({"arms": {"a": {}, "b": {"optim": {"lr": 3}}}}, "arms.b.optim.lr = 3: is set by the experiment"),
         ({"sizes": {"a": {"seed": 3}}}, "sizes.a.seed = 3: is set by the experiment"),
         ({"arms": {"a": {}, "b": {"eval.sequences": 48}}}, "arms.b = .*is measured on other sequences than the baseline"),
+        ({"arms": {"a": {}, "b": {"optim.lr": 1e-3, "optim": {"lr": 2e-3}}}}, "optim.lr: given twice in one block; drop one"),
+        (
+            {
+                "base": {"base": str(ROOT / "configs/recall.yaml"), "data.source.name": "files"},
+                "primary": {"metric": "recall/mqar 64", "better": "higher", "matters": 0.1},
+                "arms": {"a": {}, "b": {"data.tasks": [{"task": {"name": "mqar", "keys": 32}}]}},
+            },
+            "measures recall/mqar 64 on other tasks than the baseline; name the tasks of all arms in `evaluate`",
+        ),
+        ({"base": []}, "base = null: must be a file or a list of files"),
         ({"sizes": {"big": {"model.n_embd": 33}}}, "yaml: size big: model.n_embd"),
         ({"base": 3}, "yaml: base = 3: must be a file or a list of files$"),
         ({"base": {"base": 3}}, "yaml: base.base = 3: must be a file or a list of files$"),

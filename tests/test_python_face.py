@@ -11,7 +11,7 @@ from test_experiments import SHORT, here
 from trials import written
 
 import lm
-from lm.errors import ConfigError, RunError
+from lm.errors import ConfigError, LMError, RunError
 from lm.experiments.engine import Jobs
 from lm.experiments.experiment_folder import open_experiment
 from lm.experiments.slots import Slots
@@ -101,6 +101,12 @@ def test_the_page_of_python_runs(experiment, tmp_path, monkeypatch):
     assert [len(table) > 0 for table in tables] == [True] * 3
     with pytest.raises(RunError, match="runs/trial"):
         lm.train("recall", {"name": "trial"})
+
+
+def test_what_is_no_path_is_refused():
+    for call in (lm.results, lambda: lm.results([Path("runs")]), lambda: lm.load(5), lambda: lm.train("recall", 5)):
+        with pytest.raises(LMError, match=r"no run folder given|must be the path|must be a file"):
+            call()
 
 
 def test_functions_of_tensors_are_there_after_the_package_alone_is_imported(monkeypatch: pytest.MonkeyPatch):

@@ -56,6 +56,7 @@ def test_no_paths_blank_ones_and_suffixes_of_other_formats_are_refused():
         ".a.b",
         "",
     ]
+    assert [problem.remedy for problem in Files(["a"], suffixes=["md"]).problems()] == ["write it as .md"]
 
 
 @pytest.mark.parametrize("separator", ["\n\n", "\r\n\r\n", ".\n"])
@@ -304,6 +305,9 @@ def test_missing_files_and_empty_matches_are_named_with_a_near_name(tmp_path: Pa
     assert f"did you mean '{tmp_path}/000.txt'?" in one_line_error(Files(paths=[str(tmp_path / "00.txt")]))
     assert "matches no file" in one_line_error(Files(paths=[str(tmp_path / "*.jsonl")]))
     (folder := tmp_path / "folder").mkdir()
+    assert f"matches folders alone: name a folder as it is, or its files as {tmp_path}/fol*/*" in one_line_error(
+        Files(paths=[str(tmp_path / "fol*")])
+    )
     nothing = one_line_error(Files(paths=[str(folder)]))
     assert nothing.startswith(f"{folder}: the folder holds no files; put some there, or name another in data.source.paths; read are .txt, ")
     (folder / "a.md").touch()

@@ -199,11 +199,13 @@ class Files:
         """Problems of missing files, or of suffixes that are malformed or already mean a format."""
         if not self.paths or not all(path.strip() for path in self.paths):
             return [Problem("paths", self.paths, "no files given", "list files, folders or globs (. is the working directory)")]
-        return [
-            Problem("suffixes", suffix, "is not a suffix of text files", "write it as .txt; .jsonl, .ndjson and .parquet are read anyway")
-            for suffix in self.suffixes
-            if not re.fullmatch(r"\.[^./\s]+", suffix) or suffix.lower() in (".jsonl", ".ndjson", ".parquet", ".gz", ".zst")
-        ]
+        other_formats, problems = (".jsonl", ".ndjson", ".parquet", ".gz", ".zst"), []
+        for suffix in self.suffixes:
+            if not re.fullmatch(r"\.[^./\s]+", suffix) or suffix.lower() in other_formats:
+                is_name = suffix.isalnum() and f".{suffix.lower()}" not in other_formats
+                remedy = f"write it as .{suffix}" if is_name else "write it as .txt; .jsonl, .ndjson and .parquet are read anyway"
+                problems.append(Problem("suffixes", suffix, "is not a suffix of text files", remedy))
+        return problems
 
 
 @dataclass

@@ -5,6 +5,7 @@ every problem, problems between several keys included. This module never imports
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from lm.schema import (
     build_named,
     effect,
     effect_within,
+    flatten,
     is_block,
     is_optional,
     own_problems,
@@ -353,6 +355,10 @@ def read_overrides(overrides: list[str]) -> dict[str, Plain]:
 def nested(*blocks: Mapping[str, Plain]) -> dict[str, Plain]:
     """The keys as nested blocks, later ones winning: {"optim.lr": 1} becomes {"optim": {"lr": 1}}. Raises ConfigError: too deep a key."""
     tree: dict[str, Plain] = {}
+    for block in blocks:
+        paths = [path for name, value in block.items() for path in (flatten({str(name): value}) if is_block(value) else [str(name)])]
+        if repeated := next((path for path, count in Counter(paths).items() if count > 1), ""):
+            raise ConfigError(f"{repeated}: given twice in one block; drop one")
     for path, value in (item for block in blocks for item in block.items()):
         names = str(path).split(".")
         if len(names) > MAX_DEPTH:
@@ -416,6 +422,8 @@ def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -
             )
         if isinstance(old, str) and isinstance(value, dict):
             old = {"name": old}
+        if isinstance(old, list) and isinstance(value, dict) and effect(Config, f"{prefix}{name}.name"):
+            old = {"name": "layers", "of": old}
         if isinstance(old, dict) and isinstance(value, dict):
             is_renamed = "name" in old and value.get("name", old["name"]) != old["name"]
             result[name] = merge(old, value, f"{prefix}{name}.") if is_block(old) and is_block(value) and not is_renamed else value

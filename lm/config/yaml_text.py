@@ -156,7 +156,10 @@ def interpolated(plain: dict[str, Plain]) -> dict[str, Plain]:
         result = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
     except RecursionError:
         raise ConfigError(f"{abbreviated(texts[0], 80)}: an interpolation refers to itself") from None
-    except (OmegaConfBaseException, ValueError) as error:
+    except OmegaConfBaseException as error:
+        reason = one_line(error).partition(" full_key: ")[0].rpartition(" raised while resolving interpolation: ")[2].strip('"')
+        raise ConfigError(f"{error.full_key or texts[0]}: {reason}") from None
+    except ValueError as error:
         raise ConfigError(one_line(error)) from None
     if sum(1 for _ in single_values(result)) > MAX_NODES:
         raise ConfigError(f"the configuration has more than {MAX_NODES:,} values once its interpolations are resolved")

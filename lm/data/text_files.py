@@ -219,7 +219,8 @@ def _nothing_to_read(folder: Path, source: Files) -> str:
 
 def _missing(path: Path) -> str:
     if glob.has_magic(str(path)):
-        return "matches no file"
+        has_folders = any(map(os.path.isdir, glob.iglob(str(path), recursive=True)))
+        return f"matches folders alone: name a folder as it is, or its files as {path / '*'}" if has_folders else "matches no file"
     names = [neighbour.name for neighbour in path.parent.iterdir()] if path.parent.is_dir() else []
     matches = difflib.get_close_matches(path.name, names, n=1)
     return "no such file or folder" + (f"; did you mean '{path.parent / matches[0]}'?" if matches else "")

@@ -156,14 +156,17 @@ def by_unit(sha256: str, unit: np.ndarray, values: np.ndarray) -> Sample:
     return Sample(sha256, (np.bincount(unit, values) / counts)[:, None], counts, np.arange(len(counts)))
 
 
-def check_room(task: Task, length: int, subset: Subset, count: int, text: Text | None, key: str, factors: Plain) -> None:
+SHORTEN = "leave that length out, or ask for fewer"  # the remedy where a length was asked for
+
+
+def check_room(
+    task: Task, length: int, subset: Subset, count: int, text: Text | None, key: str, factors: Plain, remedy: str = SHORTEN
+) -> None:
     """Raises ConfigError, naming `key` and its value `factors`, unless a task makes `count` different sequences of `length` tokens."""
     try:
         check_task(task, QUESTION_SEED, length, subset, count, text)
     except TaskError as error:
-        raise ConfigError(
-            [Problem(key, factors, f"{task.name} in sequences of {length:,}: {error}", "leave that length out, or ask for fewer")]
-        ) from None
+        raise ConfigError([Problem(key, factors, f"{task.name} in sequences of {length:,}: {error}", remedy)]) from None
 
 
 class Recall(AnswerMeasurement):
@@ -413,9 +416,10 @@ class NeedleMeasurement(AnswerMeasurement):
         if self.asked.heads_at:
             requirements.append((self.heads_length, "test", 1, "heads_at", self.asked.heads_at))
         if self.asked.finetune.steps:
-            requirements.append((config.data.seq_len, "train", 1, "finetune.steps", self.asked.finetune.steps))
-        for length, subset, count, key, value in requirements:
-            check_room(base, length, subset, count, self.haystack, f"eval.needle.{key}", value)
+            remedy = "fine-tuning has the training length: set it to 0"
+            requirements.append((config.data.seq_len, "train", 1, "finetune.steps", self.asked.finetune.steps, remedy))
+        for length, subset, count, key, *value in requirements:
+            check_room(base, length, subset, count, self.haystack, f"eval.needle.{key}", *value)
         for length in sorted({*lengths} - {*self.lengths}):
             if not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
                 Progress().say(f"note: eval.needle.length_factors: sequences of {length:,} are left out: {reasons[length]}")

@@ -46,6 +46,10 @@ def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
     Raises:
         RunError: a folder without runs, or a file of a run that can't be read.
     """
+    if other := [folder for folder in folders if not isinstance(folder, str | os.PathLike)]:
+        raise RunError(f"{other[0]!r}: must be the path of a folder, not {type(other[0]).__name__}; several are several arguments")
+    if not folders:
+        raise RunError("no run folder given, e.g. runs/softmax")
     runs = [run for folder in folders for run in _run_folders(Path(folder))]
     return frame(block for run in dict.fromkeys(runs) for block in _blocks(read_run(run), history))
 

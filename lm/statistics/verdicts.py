@@ -23,7 +23,7 @@ Kind = Literal[
     "not tuned",
 ]  # fmt: skip
 UNTUNED = (
-    "the best learning rate is at the edge of a grid that may not grow again, or every rate diverged",
+    "the best learning rate is at the edge of a grid that may not grow again, or every rate diverged: give tune.grid other values",
     "no best learning rate inside the grid",
 )  # the reason, and the reason in a few words
 Name = TypeVar("Name", bound=Hashable)  # name of an arm, or of an arm and its size
