@@ -272,6 +272,7 @@ def test_runs_checkpoints_exports_and_models_without_training_are_described(argu
         ("eval.diagnostics.statistics=[]", "names nothing"),
         ("eval.diagnostics.text=nowhere.txt", "nowhere.txt: No such file or directory"),
         ("eval.sequences=3", "can't be changed in lm diagnose"),
+        ("eval.diagnostics=null", "eval.diagnostics = null: leaves nothing to describe"),
     ],
 )
 def test_what_can_not_be_described_is_said_in_one_line(override: str, said: str, arguments: list[str], tmp_path: Path):

@@ -387,6 +387,8 @@ def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str]
     for source in sources or files:
         check_source(source)
     changes = merge({"eval": {"diagnostics": {}}}, overrides_in("diagnose", overrides or []))
+    if changes["eval"]["diagnostics"] is None:
+        raise ConfigError([Problem("eval.diagnostics", None, "leaves nothing to describe", "leave it out, or give keys of the block")])
     results: list[EvaluationResult] = []
     for source in sources:
         folder = source if source.is_dir() else source.resolve().parent.parent
