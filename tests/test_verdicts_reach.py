@@ -132,7 +132,7 @@ def test_a_metric_of_no_better_direction_reaches_a_value_in_that_of_the_experime
     for run in procedure.known_runs():
         trained(run, reached(run))
     assert procedure.judgement().verdicts["", "ssmax"].kind == "better"
-    upwards = experiment(tmp_path, primary={"reach": LEVEL, "matters": 0.1, "better": "higher"})
+    upwards = Procedure(replace(procedure.experiment, primary=replace(procedure.experiment.primary, better="higher")))
     assert "had reached 4.6 at the first evaluation" in upwards.judgement().verdicts["", "ssmax"].reason
 
 

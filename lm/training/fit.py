@@ -26,6 +26,7 @@ from lm.runs.folder import (
     CHECKPOINTS,
     CONFIG,
     DIVERGED,
+    EMPTY_LOG,
     ENVIRONMENT,
     EVALUATIONS,
     LAST,
@@ -37,7 +38,7 @@ from lm.runs.folder import (
     truncate_metrics,
 )
 from lm.runs.loading import TOKENIZER_SHA256, Loaded
-from lm.runs.same_run import check_environment
+from lm.runs.same_run import check_environment, check_log
 from lm.schema import Plain, to_plain
 from lm.training.banner import banner, environment
 from lm.training.callbacks import Checkpoints, Clock, Evaluate, Metrics, ProfileSteps, StopOnSignal, Validate, peak_flops
@@ -80,6 +81,7 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
         content = load_checkpoint(checkpoint)
         notes = check_resume(config, store, content, checkpoint)
         old_facts = check_environment(config.run_folder / ENVIRONMENT, content["lm"], checkpoint)
+        check_log(config.run_folder, read_metrics(config.run_folder / METRICS), content["lm"].get("log", EMPTY_LOG), checkpoint)
         if content["lm"]["step"] >= config.trainer.max_steps:
             if main:
                 _make_missing(config, plan, checkpoint, content["lm"]["step"], mode, old_facts)

@@ -19,14 +19,12 @@ from lm.runs.evaluations import evaluation_files
 from lm.runs.folder import (
     BEST,
     CHECKPOINTS,
-    EMPTY_LOG,
     ENVIRONMENT,
     EVALUATIONS,
     METRICS,
     TOKENIZER,
     check_fields,
     is_own,
-    read_metrics,
     step_of,
     step_path,
     steps_saved,
@@ -35,7 +33,7 @@ from lm.runs.folder import (
 from lm.runs.loading import Loaded, check_finite, weights_mismatch
 from lm.runs.metadata import load_metadata
 from lm.runs.record import arm, seeds
-from lm.runs.same_run import check_environment, check_log, trained_config
+from lm.runs.same_run import check_environment, trained_config
 from lm.schema import Plain, to_plain
 from lm.training.optimizers import State, after_swap, freeze, optimizer_mismatch
 
@@ -241,8 +239,7 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
 
     Raises:
         ConfigError: other data, or other code of a normalizer from outside.
-        RunError: the checkpoint holds weights alone, weights that aren't finite, or tensors that don't fit its configuration; or the log
-            was altered since it was saved.
+        RunError: the checkpoint holds weights alone, weights that aren't finite, or tensors that don't fit its configuration.
     """
     metadata = checkpoint["lm"]
     if not isinstance(checkpoint.get("optimizer"), dict):
@@ -267,8 +264,6 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
         raise RunError(f"{path}: the optimizer's state and configuration don't fit: {reason}")
     notes = []
     is_own_checkpoint = is_own(config.run_folder, path)
-    if is_own_checkpoint:
-        check_log(config.run_folder, read_metrics(config.run_folder / METRICS), metadata.get("log", EMPTY_LOG), path)
     if is_own_checkpoint and any(step_of(checkpoint_path) > metadata["step"] for checkpoint_path in steps_saved(path.parent)):
         notes.append(f"note: back to step {metadata['step']}; checkpoints, metrics and evaluations of later steps are deleted")
     steps = saved_config.trainer.max_steps, config.trainer.max_steps
