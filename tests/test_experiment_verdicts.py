@@ -78,9 +78,9 @@ def test_the_primary_metric_may_choose_the_rates_and_solved_everywhere_is_no_edg
     procedure = experiment(tmp_path, base=base, seeds=[1, 2], primary=OF_RECALL, tune=tune)
     Jobs(procedure, Slots(1), lambda run: finish(run, 5.0 - run.rate, recall(ACCURACIES[run.arm].get(run.rate, 1.0))) or 0).work()
     out = capsys.readouterr().out
-    assert "tune: softmax at 0.02 seed 101: recall/passkey 64 on the selection text 0.5000, " in out, "what chooses is said as a run ends"
+    assert "tune: softmax at 0.02 seed 101: recall/passkey 64 (all questions) 0.5000, " in out, "what chooses is said as a run ends"
     assert "selection loss" not in out
-    assert "final: ssmax at 0.02 seed 1: recall/passkey 64 on the selection text 1.0000, " in out
+    assert "final: ssmax at 0.02 seed 1: recall/passkey 64 (all questions) 1.0000, " in out
     assert procedure.choice("").rates == {"softmax": 2e-2, "ssmax": 2e-2}, "by the loss both would be at the edge"
     assert [line[OF_RECALL["metric"]] for line in tuning_means(procedure)] == [0.2, 0.5, 0.1, 1.0, 1.0, 1.0]
     (procedure.experiment.folder / "tuning.csv").write_text(csv_text(tuning_table(procedure)))
@@ -93,7 +93,7 @@ def test_final_runs_say_what_they_are_judged_by_as_they_end(tmp_path, capsys):
     base = {"base": str(ROOT / "tests" / "tiny.yaml"), "eval.recall": {"tasks": ["passkey"], "length_factors": [0.5, 2], "sequences": 4}}
     procedure = experiment(tmp_path, base=base, seeds=[1], primary=OF_RECALL)
     Jobs(procedure, Slots(1), lambda run: finish(run, 0.0, recall(0.25)) or 0).work()
-    assert "final: ssmax seed 1: recall/passkey 64 on the selection text 0.2500, " in (out := capsys.readouterr().out)
+    assert "final: ssmax seed 1: recall/passkey 64 (all questions) 0.2500, " in (out := capsys.readouterr().out)
     assert "selection loss" not in out
 
 

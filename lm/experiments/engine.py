@@ -479,13 +479,14 @@ class Jobs:
             print(f"{run.stage}: {run.label}: failed with {failure} ({failure.log})", flush=True)
 
     def _result(self, run: Run, outcome: Outcome) -> str:
-        """The result of a finished run on the selection text, in words: the value that chooses rates if it is a tuning run, else the
-        primary quantity."""
+        """The result of a finished run, in words, on the selection text, if there is such text: the value that chooses rates if it is a
+        tuning run, else the primary quantity."""
         experiment = self.procedure.experiment
         if (experiment.chosen_by if run.stage == "tune" else experiment.primary.quantity) == SELECTION:
             return f"selection loss {digits(outcome.mean(SELECTION, True))}"
         value = amount(experiment.primary, self.procedure.quantity(outcome, True))
-        return f"{experiment.primary.quantity} on the selection text {value}"
+        quantity = experiment.primary.quantity
+        return f"{quantity} ({experiment.measured_on(quantity, 'selection')}) {value}"
 
     def stop(self) -> None:
         """Let the pending runs save a checkpoint and end; a second signal kills them."""

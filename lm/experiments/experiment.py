@@ -6,7 +6,7 @@ import math
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
 from typing import Literal
@@ -27,6 +27,18 @@ NOT_REACHED = "not reached"  # in place of the number of tokens of a run that ne
 SHARED = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
 _OF_NORMALIZER = "optim.groups.normalizer."
 _OWN = ("name", "runs", "seed")  # keys of a run that no other key of its configuration depends on
+
+KINDS = {
+    "val": "validation",
+    "long": "long_context",
+    "text": "texts",
+}
+
+
+def kind_of_metric(metric: str) -> str:
+    """The kind of evaluation that logs a metric of this name."""
+    prefix = metric.partition("/")[0]
+    return KINDS.get(prefix, prefix)
 
 
 @dataclass(frozen=True)
@@ -237,6 +249,15 @@ class Experiment:
     def chosen_by(self) -> str:
         """The metric that chooses rates, by its name in tables."""
         return SELECTION if self.tune.metric == SELECTION else self.primary.quantity
+
+    def measured_on(self, quantity: str, part: Literal["selection", "report"]) -> str:
+        """Words for what a quantity is measured on: the text of a part of the documents, or questions of tasks, which have no parts."""
+        return "all questions" if quantity == self.primary.quantity and self._asks_questions else f"{part} text"
+
+    @cached_property
+    def _asks_questions(self) -> bool:
+        """Whether the primary metric is a fraction of questions that are answered."""
+        return self.evaluated(self.first_config).eval.quantity(kind_of_metric(self.primary.metric)) == "accuracy"
 
     def cost(self, value: float) -> float:
         """The cost, to be minimized, of a value of the metric that chooses rates; infinite values stay infinite."""

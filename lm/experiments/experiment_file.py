@@ -18,7 +18,7 @@ from lm.config.yaml_text import MAX_BYTES, parse_yaml
 from lm.data.prepare import vocabulary
 from lm.data.sources import labels
 from lm.errors import ConfigError, DataError, Problem, as_written
-from lm.experiments.experiment import NOT_REACHED, Arm, Experiment, Primary, Swap, Tune, TuningRun, config_hash
+from lm.experiments.experiment import KINDS, NOT_REACHED, Arm, Experiment, Primary, Swap, Tune, TuningRun, config_hash, kind_of_metric
 from lm.experiments.run_outcome import SELECTION
 from lm.runs.folder import CONFIG, DIVERGED, SWAPPED
 from lm.schema import Plain, Unavailable, build, flatten, is_block, key, own_problems, section, suggest, to_plain
@@ -309,11 +309,7 @@ def _read(path: Path) -> dict[str, Plain]:
 
 # Evaluation kinds whose lengths are multiples of the training length: arms of other training lengths are measured on other sequences.
 _OF_TRAINING_LENGTH = ("validation", "long_context", "texts")
-_KINDS = {
-    "val": "validation",
-    "long": "long_context",
-    "text": "texts",
-}  # evaluation kind by the first part of a metric's name; any other first part is the kind
+# evaluation kind by the first part of a metric's name; any other first part is the kind
 
 
 def check_experiment(experiment: Experiment) -> None:
@@ -435,17 +431,11 @@ def _measured_tasks(experiment: Experiment, config: Config) -> list[Plain]:
     return [to_plain(task) for task in experiment.evaluated(config).eval.recall.asked_tasks(data)] if kind == "recall" else []
 
 
-def kind_of_metric(metric: str) -> str:
-    """The kind of evaluation that logs a metric of this name."""
-    prefix = metric.partition("/")[0]
-    return _KINDS.get(prefix, prefix)
-
-
 def _check_metric(experiment: Experiment, config: Config) -> None:
     """Check that the evaluations of a run log the primary metric, by its name, and often enough for `primary.reach`. Raises ConfigError."""
     metric, kinds = experiment.primary.metric, config.eval.measurement_classes(config.data)
     if kind_of_metric(metric) not in kinds:
-        prefixes = {kind: prefix for prefix, kind in _KINDS.items()}
+        prefixes = {kind: prefix for prefix, kind in KINDS.items()}
         patterns = ", ".join(f"{prefixes.get(kind, kind)}/..." for kind in kinds)
         remedy = "name one of these, or ask for the evaluation in the base's `eval` or in `evaluate`"
         raise ConfigError([Problem("primary.metric", metric, f"is not measured: at the last step runs have {patterns}", remedy)])

@@ -13,8 +13,8 @@ from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
 from lm.data.prepare import prepare, vocabulary
 from lm.errors import Problem, RunError, as_written
-from lm.experiments.experiment import SHARED, Arm, Departure, Experiment, config_hash, deciding_keys
-from lm.experiments.experiment_file import kind_of_metric, read_experiment
+from lm.experiments.experiment import SHARED, Arm, Departure, Experiment, config_hash, deciding_keys, kind_of_metric
+from lm.experiments.experiment_file import read_experiment
 from lm.experiments.plan import Times, cost
 from lm.experiments.procedure import Procedure, next_look
 from lm.files import json_bytes, read_json, write_json, write_new

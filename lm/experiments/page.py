@@ -272,9 +272,10 @@ def _tuning(results: SizeResults) -> str | None:
     rates = ", ".join(map(rate_words, sorted({run.rate for run in tuning_runs})))
     origin = f"from {tune.table}" if tune.table else f"planned: {', '.join(map(rate_words, tune.rates))}; {extension}"
     extremum = "lowest" if experiment.cost(1.0) > 0 else "highest"
+    choices = ", ".join(f"{arm} {rate_words(arm_rates[0])}" for arm, arm_rates in choice.final.items())
     return (
-        f"{tune.heading} was chosen for each arm by the {extremum} mean {experiment.chosen_by} on the selection text over seeds {seeds} "
-        f"at {rates} ({origin}): {', '.join(f'{arm} {rate_words(arm_rates[0])}' for arm, arm_rates in choice.final.items())}."
+        f"{tune.heading} was chosen for each arm by the {extremum} mean {experiment.chosen_by} "
+        f"({experiment.measured_on(experiment.chosen_by, 'selection')}) over seeds {seeds} at {rates} ({origin}): {choices}."
     )
 
 
@@ -282,7 +283,7 @@ def _tuning(results: SizeResults) -> str | None:
 
 
 def seeds_table(results: SizeResults) -> Table:
-    """The primary metric of every final run on the report text, and its differences to the baseline's run of the same seed."""
+    """The primary metric of every final run, and its differences to the baseline's run of the same seed."""
     primary, baseline, seeds, values = results.experiment.primary, results.arm_names[0], results.experiment.seeds, results.values
     states = {(run.arm, run.seed): run.outcome.state for run in results.final}
     columns: list[Filled] = [(Column("seed", kind="label"), list(map(str, seeds)))]
@@ -298,7 +299,8 @@ def seeds_table(results: SizeResults) -> Table:
         else:
             ratios = [f"{pair[0] / pair[1]:.3g}" if all(map(has_reached, pair)) else None for pair in pairs]
             columns.append((Column(f"{arm} / {baseline}", primary.quantity), ratios))
-    return Table(f"Every seed{results.title_suffix}, on the report text", primary.quantity, tuple(columns))
+    basis = results.experiment.measured_on(primary.quantity, "report")
+    return Table(f"Every seed{results.title_suffix} ({basis})", primary.quantity, tuple(columns))
 
 
 def crossed_table(results: SizeResults) -> Table | None:
@@ -329,11 +331,12 @@ def crossed_table(results: SizeResults) -> Table | None:
         (Column(experiment.tune.heading), [rate_words(rate) for _, rate in finished_runs]),
         (Column("use", kind="words"), [uses[arm].get(rate) for arm, rate in finished_runs]),
         (Column("seeds"), [f"{len(runs)} of {len(experiment.seeds)}" for runs in finished_runs.values()]),
-        (Column(f"mean {experiment.chosen_by}", "selection text"), chosen_by),
+        (Column(f"mean {experiment.chosen_by}", experiment.measured_on(experiment.chosen_by, "selection")), chosen_by),
     ]
     if experiment.primary.reach is None:
         means = [mean(seed_values.values()) for seed_values in values.values()]
-        columns.append((Column(f"mean {experiment.primary.quantity}", "report text"), means))
+        quantity = experiment.primary.quantity
+        columns.append((Column(f"mean {quantity}", experiment.measured_on(quantity, "report")), means))
         unit = "95% interval over seeds, not adjusted"
         columns.append(
             (
@@ -395,7 +398,7 @@ def _tuning_panel(results: SizeResults, number: int, ticks: dict[float, str]) ->
         traces.append(Trace(index, f"{name}, mean", np.array([*best_means]), np.array([*best_means.values()]), "mean"))
         x = coordinates(chosen_rates[name])[number] if name in chosen_rates else None
         rings += [(x, best_means[x], index)] if x in best_means else []
-    label = f"{experiment.chosen_by}, selection text"
+    label = f"{experiment.chosen_by}, {experiment.measured_on(experiment.chosen_by, 'selection')}"
     return Panel("Tuning runs", experiment.tune.keys[number], label, traces, ticks, log=10, rings=rings)
 
 
@@ -415,7 +418,8 @@ def _differences_panel(results: SizeResults, number: int, ticks: dict[float, str
     quantity, margin = _difference(experiment), primary.matters
     if primary.learned is not None:
         quantity, margin = "fraction of runs that have learned", 0.0
-    title, label = f"Difference to {baseline}, both at the same rate", f"{quantity}, selection text"
+    title = f"Difference to {baseline}, both at the same rate"
+    label = f"{quantity}, {experiment.measured_on(primary.quantity, 'selection')}"
     return Panel(title, experiment.tune.keys[number], label, traces, ticks, log=10, zero_line=True, margin=margin)
 
 
@@ -445,7 +449,8 @@ def differences_picture(sizes: list[SizeResults]) -> Picture | None:
         traces += [_bar(number, label, x + 0.06, ends.tolist())] if interval and interval.bounded else []
     if not traces:
         return None
-    title, label = f"Difference to {names[0]}" + (" by size" if by_size else ""), f"{_difference(experiment)}, report text"
+    title = f"Difference to {names[0]}" + (" by size" if by_size else "")
+    label = f"{_difference(experiment)}, {experiment.measured_on(experiment.primary.quantity, 'report')}"
     panel = Panel(title, "", label, traces, dict(enumerate(places)), zero_line=True, margin=margin)
     rates_part = " and rates" if any(results.choice.crossed for results in sizes) else ""
     caption = f"Dots: single seeds. Bars: mean with its Student t interval over seeds{rates_part}; all of them hold together with 95%."

@@ -340,7 +340,7 @@ class Procedure:
             sources={arm.name: self.sources(arm) for arm in experiment.arms if arm.start},
             exploratory=[place for place in places if self.exploratory(*place)],
             key=experiment.tune.heading,
-            measured_on="report text",
+            measured_on=experiment.measured_on(experiment.primary.quantity, "report"),
         )
 
     def _judged_runs(self, size: str) -> dict[Place, ByRate]:
