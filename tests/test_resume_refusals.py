@@ -17,13 +17,17 @@ import pytest
 from conftest import ROOT
 from folders import EVERY_STEP, differences, same, swap_to, weights
 
+from lm.config.load import to_yaml
+from lm.config.tree import Config
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, DataError, RunError
 from lm.files import ABANDONED_SECONDS, locked_folder, new_folder, temporary_file, write_json, write_new, write_text, write_together
 from lm.machine import born, this_machine
 from lm.runs.checkpoints import save_checkpoint
-from lm.runs.folder import METRICS, TRAINING
+from lm.runs.folder import CONFIG, METRICS, TRAINING
 from lm.runs.loading import export, load
+from lm.runs.metadata import load_metadata
+from lm.runs.same_run import check_text
 from lm.training.train import train
 
 
@@ -182,6 +186,15 @@ def test_phases_still_to_come_may_change_and_those_done_may_not(tiny):
         train(tiny("name=plan", swap_to("log_n"), late))
     with pytest.raises(ConfigError, match=r"ends the phase at step 8"):  # twice the steps would move the boundary
         train(tiny("name=plan", swap_to("ssmax"), "trainer.max_steps=16", late))
+    checkpoint = checkpoints / "step-000002.ckpt"
+
+    def check(config: Config) -> None:
+        """Check a configuration as a report does."""
+        check_text(config.run_folder / CONFIG, to_yaml(config), load_metadata(checkpoint), checkpoint)
+
+    check(tiny("name=plan", swap_to("log_n"), *EVERY_STEP))  # as a resumed run writes it, before its next checkpoint
+    with pytest.raises(RunError, match=r"config\.yaml: is not of the run of .*step-000002\.ckpt: seed = 9: the checkpoint"):
+        check(tiny("name=plan", swap_to("log_n"), "seed=9", *EVERY_STEP))
     assert train(tiny("name=plan", swap_to("log_n"), early, *EVERY_STEP)) == 0
     assert load(tiny("name=plan").run_folder).decoder.config.normalizer.name == "log_n"
     train(tiny("name=straight", swap_to("log_n"), *EVERY_STEP))

@@ -141,14 +141,17 @@ def test_a_report_reads_nothing_that_was_changed_either(tmp_path, what: str):
         text = (scalable / CONFIG).read_text()
         save(scalable, 200, text)
         assert read_run(scalable).missing == ()
-        (scalable / CONFIG).write_text(text.replace("name: ssmax", "name: log_n"))
+        (scalable / CONFIG).write_text(text.replace("name: ssmax", "name: softmax"))
+        with pytest.raises(RunError, match=r"config\.yaml: is not of the run of .*: model\.normalizer\.\w+ = .*: unknown key; "):
+            read_run(scalable)
+        (scalable / CONFIG).write_text(text.replace("seed: ", "seed: 1"))
     else:
         (scalable / "checkpoints" / "last.ckpt").write_bytes(b"")
     words = {
         "evaluation": "is not of the weights",
         "log": "was altered",
         "checkpoint": "not a readable",
-        "configuration": r"config\.yaml: was altered: model\.normalizer\.name = 'log_n': .* was trained with 'ssmax'; bring it back$",
+        "configuration": r"config\.yaml: is not of the run of .*: seed = 1.: the checkpoint was trained with ",
     }
     with pytest.raises(RunError, match=words[what]):
         read_run(scalable)

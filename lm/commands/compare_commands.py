@@ -98,7 +98,6 @@ def judge(
     Columns arm, seed and value, and optionally rate, part, size, unit, metric and others (docs/experiments.md).
     """
     from lm.commands.python_face import judged_table
-    from lm.experiments.run_table import rate_note
     from lm.experiments.summary import print_verdicts
     from lm.files import json_bytes
 
@@ -108,8 +107,6 @@ def judge(
         print(json_bytes({"primary": vars(primary), "arms": lines}).decode(), end="")
         return
     print_verdicts(judgement, lines, f"{primary.metric} of {table}, {primary.better} is better")
-    if note := rate_note(judgement):
-        print(note)
 
 
 def report(runs: Runs, out: Out = None, baseline: Baseline = None) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import get_args
 
 import pandas as pd
 
@@ -25,7 +26,7 @@ from lm.experiments.compare import REPORT, VERDICTS, Work, compare_experiments
 from lm.experiments.experiment import Experiment, Primary
 from lm.experiments.experiment_folder import open_experiment
 from lm.experiments.judging import INTERVALS, Judgement
-from lm.experiments.run_table import judge_table
+from lm.experiments.run_table import Direction, judge_table
 from lm.report.frame import evaluation_blocks, frame, results, run_columns
 from lm.report.html import PAGE
 from lm.report.tables import csv_text
@@ -177,7 +178,9 @@ def judged_table(
 ) -> Judgement:
     """The judgement of a table, with the arguments and errors of `judge`; `question`: keys of `primary` and their values."""
     problems: list[Problem] = []
-    primary = build(Primary, question | ({"better": better} if better else {}), "", problems)
+    primary = build(Primary, question, "", problems)
+    if better not in (None, *get_args(Direction)):
+        problems.append(Problem("better", better, f"must be {' or '.join(get_args(Direction))}"))
     if problems:
         raise ConfigError(problems)
     if isinstance(table, pd.DataFrame):

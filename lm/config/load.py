@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 
-from lm.attention.catalogue import OPTIONS
+from lm.attention.catalogue import OPTIONS, Layers
 from lm.attention.options import Options
 from lm.config import presets
 from lm.config.eval_config import empty_sequences
@@ -352,17 +352,23 @@ def read_overrides(overrides: list[str]) -> dict[str, Plain]:
     return nested(*blocks)
 
 
-def nested(*blocks: Mapping[str, Plain]) -> dict[str, Plain]:
-    """The keys as nested blocks, later ones winning: {"optim.lr": 1} becomes {"optim": {"lr": 1}}. Raises ConfigError: too deep a key."""
+def nested(*blocks: Mapping[str, Plain], path: str = "") -> dict[str, Plain]:
+    """The keys as nested blocks, later ones winning: {"optim.lr": 1} becomes {"optim": {"lr": 1}}.
+
+    path: the place of the blocks, such as `arms.ssmax.`, for errors.
+
+    Raises:
+        ConfigError: too deep a key, or a block that has one key twice.
+    """
     tree: dict[str, Plain] = {}
     for block in blocks:
-        paths = [path for name, value in block.items() for path in (flatten({str(name): value}) if is_block(value) else [str(name)])]
-        if repeated := next((path for path, count in Counter(paths).items() if count > 1), ""):
-            raise ConfigError(f"{repeated}: given twice in one block; drop one")
-    for path, value in (item for block in blocks for item in block.items()):
-        names = str(path).split(".")
+        keys = [key for name, value in block.items() for key in (flatten({str(name): value}) if is_block(value) else [str(name)])]
+        if repeated := next((key for key, count in Counter(keys).items() if count > 1), ""):
+            raise ConfigError(f"{path}{repeated}: given twice in one block; drop one")
+    for key, value in (item for block in blocks for item in block.items()):
+        names = str(key).split(".")
         if len(names) > MAX_DEPTH:
-            raise ConfigError(f"{abbreviated(str(path), 80)}: not a configuration key")
+            raise ConfigError(f"{abbreviated(str(key), 80)}: not a configuration key")
         for name in reversed(names):
             value = {name: value}
         tree = merge(tree, value)
@@ -422,8 +428,8 @@ def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -
             )
         if isinstance(old, str) and isinstance(value, dict):
             old = {"name": old}
-        if isinstance(old, list) and isinstance(value, dict) and effect(Config, f"{prefix}{name}.name"):
-            old = {"name": "layers", "of": old}
+        if isinstance(old, list) and isinstance(value, dict) and effect(Config, f"{prefix}{name}.of"):  # a list stands for layers
+            old = {"name": Layers.name, "of": old}
         if isinstance(old, dict) and isinstance(value, dict):
             is_renamed = "name" in old and value.get("name", old["name"]) != old["name"]
             result[name] = merge(old, value, f"{prefix}{name}.") if is_block(old) and is_block(value) and not is_renamed else value

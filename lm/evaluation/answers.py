@@ -412,14 +412,15 @@ class NeedleMeasurement(AnswerMeasurement):
                 continue
         self.lengths = [length for length in lengths if length not in reasons] or lengths  # if all are too short, `check_room` says so
         self.heads_length = round((self.asked.heads_at or 0) * config.data.seq_len)
-        requirements = [(length, "test", self.asked.trials, "length_factors", self.asked.length_factors) for length in self.lengths]
+        factors = self.asked.length_factors
+        requirements = [(length, "test", self.asked.trials, "length_factors", factors, SHORTEN) for length in self.lengths]
         if self.asked.heads_at:
-            requirements.append((self.heads_length, "test", 1, "heads_at", self.asked.heads_at))
+            requirements.append((self.heads_length, "test", 1, "heads_at", self.asked.heads_at, SHORTEN))
         if self.asked.finetune.steps:
             remedy = "fine-tuning has the training length: set it to 0"
             requirements.append((config.data.seq_len, "train", 1, "finetune.steps", self.asked.finetune.steps, remedy))
-        for length, subset, count, key, *value in requirements:
-            check_room(base, length, subset, count, self.haystack, f"eval.needle.{key}", *value)
+        for length, subset, count, key, value, remedy in requirements:
+            check_room(base, length, subset, count, self.haystack, f"eval.needle.{key}", value, remedy)
         for length in sorted({*lengths} - {*self.lengths}):
             if not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
                 Progress().say(f"note: eval.needle.length_factors: sequences of {length:,} are left out: {reasons[length]}")

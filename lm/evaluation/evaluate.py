@@ -14,7 +14,7 @@ from lm.config.tree import Config
 from lm.config.yaml_text import interpolated
 from lm.data.prepare import check_sequences, prepare
 from lm.data.store import Store
-from lm.errors import ConfigError, Problem, RunError, as_written
+from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.evaluation_kind import measurements, weights_sha256
 from lm.machine import threads_each
 from lm.model.device import Device, resolve_device, resolve_precision
@@ -22,7 +22,7 @@ from lm.progress import Progress
 from lm.report.evaluation_tables import EvaluationResult
 from lm.runs.folder import CONFIG, ENVIRONMENT, TOKENIZER, read_config
 from lm.runs.loading import DESCRIPTION, Loaded, find_checkpoint, load
-from lm.runs.same_run import check_environment, config_problems
+from lm.runs.same_run import check_config, check_environment
 from lm.schema import Plain, effect, to_plain
 
 
@@ -78,10 +78,7 @@ def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None =
     model = load(path)
     facts = model.metadata
     environment = check_environment(folder / ENVIRONMENT, facts, path)
-    problems = config_problems(config, model.config, facts, path)
-    if problems:
-        reasons = "; ".join(f"{problem.path} = {as_written(problem.value)}: {problem.reason}" for problem in problems[:3])
-        raise RunError(f"{folder / CONFIG}: is not of the run of {path}: {reasons}; bring back the one that belongs here")
+    check_config(folder / CONFIG, config, model.config, facts, path)
     return _measured(config, folder, model, open_store(config, model), open_device(config, environment), kinds)
 
 

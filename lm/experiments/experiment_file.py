@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lm.attention.catalogue import OPTIONS
 from lm.config import presets
-from lm.config.eval_config import Quantity
+from lm.config.eval_config import Quantity, lengths_of
 from lm.config.load import merge, nested, over_bases, overrides_in, read_overrides
 from lm.config.task_config import task_names
 from lm.config.tree import Config, ExperimentConfig, differences, effect_of, is_learned
@@ -68,8 +68,11 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     plain = _read(file)
     problems: list[Problem] = []
     arms = read_arms(plain.pop("arms", None), problems)
-    sizes = {name: nested(changes) for name, changes in read_blocks("sizes", plain.pop("sizes", None) or {}, problems).items()}
-    base, evaluation_keys = plain.pop("base", None) or None, plain.pop("evaluate", None) or {}
+    size_blocks = read_blocks("sizes", plain.pop("sizes", None) or {}, problems)
+    sizes = {name: nested(changes, path=f"sizes.{name}.") for name, changes in size_blocks.items()}
+    base, evaluation_keys = plain.pop("base", None), plain.pop("evaluate", None) or {}
+    if base == []:
+        raise ConfigError([Problem("base", base, "names no file", "name one, or a list of files")])
     base = over_bases(nested(base), file, "base.base") if isinstance(base, dict) else over_bases({"base": base}, file)
     if not isinstance(evaluation_keys, dict):
         problems.append(Problem("evaluate", evaluation_keys, "must be a block of configuration keys"))
@@ -141,7 +144,7 @@ def read_arms(arm_blocks: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
         prefix, keys = f"arms.{name}", dict(block)
         source, swap_block, trained, step = keys.pop("from", None), keys.pop("swap", None), keys.pop("train", True), keys.pop("step", None)
         source_name = None if source is None else str(source)
-        changes = nested(keys)
+        changes = nested(keys, path=f"{prefix}.")
         if source_name is not None and source_name not in arms:
             remedy = suggest(source_name, arms) if arms else "the first arm is the baseline, which starts from random weights"
             problems.append(Problem(f"{prefix}.from", source, "is no earlier arm", remedy))
@@ -383,9 +386,10 @@ def _check_arms(experiment: Experiment, arms: list[tuple[Arm, Config]]) -> Itera
             yield Problem(f"arms.{arm.name}", arm.changes, reason, remedy)
         if (baseline.data.seq_len, baseline.eval) != (config.data.seq_len, config.eval):
             yield from _check_compared(experiment, arm, baseline, config)
-        elif _measured_tasks(experiment, config) != _measured_tasks(experiment, baseline):
+        if _measured_tasks(experiment, config) != _measured_tasks(experiment, baseline):
             reason = f"measures {experiment.primary.metric} on other tasks than the baseline"
-            yield Problem(f"arms.{arm.name}", arm.changes, reason, "name the tasks of all arms in `evaluate`: eval.recall.tasks")
+            remedy = "give all arms the same tasks, or name those of recall/... in `evaluate`: eval.recall.tasks"
+            yield Problem(f"arms.{arm.name}", arm.changes, reason, remedy)
 
 
 def _check_branch(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
@@ -424,11 +428,17 @@ def _check_compared(experiment: Experiment, arm: Arm, baseline: Config, config: 
 
 
 def _measured_tasks(experiment: Experiment, config: Config) -> list[Plain]:
-    """The tasks that a configuration's primary metric is measured on, where its training tasks decide them; else []."""
-    kind, data = kind_of_metric(experiment.primary.metric), config.data
-    if kind == "validation" and data.symbolic:
+    """The tasks that a configuration's primary metric is measured on, where its training tasks may decide them; else []."""
+    metric, data, recall = experiment.primary.metric, config.data, experiment.evaluated(config).eval.recall
+    if kind_of_metric(metric) == "validation" and data.symbolic:
         return [to_plain(weighted_task) for weighted_task in data.tasks]
-    return [to_plain(task) for task in experiment.evaluated(config).eval.recall.asked_tasks(data)] if kind == "recall" else []
+    tasks = [to_plain(task) for task in recall.asked_tasks(data)]
+    lengths = lengths_of(recall.length_factors, data)
+    return [
+        task
+        for name, task in zip(task_names(tasks), tasks, strict=True)
+        if metric in {recall.metric(name, length, setting.label) for length, setting in product(lengths, recall.inference)}
+    ]
 
 
 def _check_metric(experiment: Experiment, config: Config) -> None:

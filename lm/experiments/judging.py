@@ -285,9 +285,7 @@ class Judgement:
             spread = math.sqrt(np.average(variances, weights=degrees))
             source = "the seeds that have ended"
         if not spread:
-            reason = (
-                "before seeds have ended, as the file expects no primary.spread" if spread is None else "as all seeds differ by the same"
-            )
+            reason = "before seeds have ended, as the file expects no primary.spread" if spread is None else "as all seeds agree"
             yield f"power: not known {reason}"
             return
         margin = math.log1p(primary.matters) if counts_tokens else primary.matters

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Literal, get_args
 
 import numpy as np
@@ -118,20 +117,10 @@ def judge_table(
     return Judgement(primary, arms, seeds, rates, judged_runs)
 
 
-def rate_note(judgement: Judgement) -> str:
-    """A sentence if arms with a single rate each were trained at different ones, which nothing in the table chose; else empty."""
-    for size in judgement.rates:
-        rates = {arm: [*judgement.runs[size, arm]] for arm in judgement.arms}
-        if all(len(arm_rates) == 1 and arm_rates != [None] for arm_rates in rates.values()) and len(set(chain(*rates.values()))) > 1:
-            words = ", ".join(f"{arm} {rate_words(rate)}" for arm, (rate,) in rates.items())
-            return f"note: arms were trained at different rates ({words}); no line says how they were chosen"
-    return ""
-
-
 def _direction(lines: pd.DataFrame, better: Direction | None, source: str) -> Direction:
     """The better direction: as asked, else as the column `better` says, else lower. Raises RunError: the column says another or two."""
-    known_directions = set(lines["better"].dropna()) - {"none"} if "better" in lines else set()
-    if len(known_directions) > 1 or known_directions - set(get_args(Direction)):
+    known_directions = {*lines["better"].dropna()} - {"none", ""} if "better" in lines else set()
+    if len(known_directions) > 1 or known_directions - {*get_args(Direction)}:
         words = ", ".join(sorted(map(str, known_directions)))
         raise RunError(f"{source}: better is {words}; of one metric it is lower or higher in all lines")
     known_direction = next(iter(known_directions), None)

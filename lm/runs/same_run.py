@@ -13,7 +13,7 @@ from lm.files import read_json
 from lm.runs.evaluations import Evaluation, evaluation_path, remedy
 from lm.runs.folder import CONFIG, EMPTY_LOG, METRICS, Log, check_fields
 from lm.runs.metadata import SEALS, SHA256, without_tensors
-from lm.schema import Plain, flatten, to_plain
+from lm.schema import Plain, to_plain
 
 # Entries of environment.json that a resumed run reads; a model without a training run of its own lacks some.
 ENVIRONMENT_FIELDS = {
@@ -105,7 +105,6 @@ def check_measured(run: Path, evaluations: Sequence[Evaluation], checkpoint: Pat
         content = without_tensors(checkpoint)
         seals = {**NO_SEALS, **content["lm"], SHA256: content.get(SHA256, {})}
         check_fields(seals, SEALS, checkpoint)
-        check_fields(seals["log"], {"bytes": int, "sha256": str}, checkpoint, "log.")
     except RunError as error:
         raise RunError(f"{error}; bring the checkpoint back, or delete the run folder and train it again") from None
     weights = {int(step): set(digests) for step, digests in seals["weights_sha256"].items() if step.isdigit()}
@@ -120,28 +119,45 @@ def check_measured(run: Path, evaluations: Sequence[Evaluation], checkpoint: Pat
             path = evaluation_path(run, evaluation.kind, step)
             raise RunError(f"{path}: is not of the weights that checkpoints/{checkpoint.name} records for step {step}; {remedy(path)}")
         checked &= step > seals["step"] or bool(digests and evaluation.code)
-    check_log(run, log, seals["log"], checkpoint)
-    if config_text is not None and config_text != content["lm"]["config"]:
-        _check_unchanged(run / CONFIG, config_text, content["lm"]["config"], checkpoint)
+    check_log(run, log, content["lm"], checkpoint)
+    if config_text and content["lm"]["config"]:
+        check_text(run / CONFIG, config_text, content["lm"], checkpoint)
     return checked
 
 
-def check_log(run: Path, log: Log, seal: dict[str, Plain], checkpoint: Path) -> None:
-    """Raises RunError: the log differs from what it was when the checkpoint, which has its seal, was saved."""
+def check_log(run: Path, log: Log, metadata: dict[str, Plain], checkpoint: Path) -> None:
+    """Raises RunError: the log is not what it was when the checkpoint, whose metadata have its seal, was saved."""
+    seal = {**NO_SEALS, **metadata}["log"]
+    check_fields(seal, {"bytes": int, "sha256": str}, checkpoint, "log.")
     if log.is_altered(seal):
-        advice = f"bring it back, or delete the run folder and train it again; a new run can go on from the weights: init_from={checkpoint}"
+        advice = f"bring it back, delete the run folder and train it again, or go on in a new run: branch_from={checkpoint} name=..."
         raise RunError(f"{run / METRICS}: was altered since checkpoints/{checkpoint.name} was saved; {advice}")
 
 
-def _check_unchanged(file: Path, text: str, trained_text: str, checkpoint: Path) -> None:
-    """Raises RunError: a key that a resumed run keeps has another value in a run's configuration than its checkpoint was trained with."""
-    keys, trained_keys = (flatten(parse_yaml(config, file.name) or {}) for config in (text, trained_text))
-    may_change = {"free", "ahead"} if keys.get("phases") or trained_keys.get("phases") else {"free"}  # phases to come may change
-    for key, value in keys.items():
-        trained_value = trained_keys.get(key, value) if key not in ("init_from", "branch_from") else value  # an experiment may have moved
-        if trained_value != value and effect_of(key).on_resume not in may_change:
-            reason = f"{key} = {as_written(value)}: checkpoints/{checkpoint.name} was trained with {as_written(trained_value)}"
-            raise RunError(f"{file}: was altered: {reason}; bring it back")
+def check_config(file: Path, config: Config, training_config: Config, metadata: dict[str, Plain], path: Path) -> None:
+    """Raises RunError: the configuration of a run in `file` is not that of the checkpoint at `path`, as `config_problems` compares them."""
+    if problems := config_problems(config, training_config, metadata, path):
+        reasons = "; ".join(f"{problem.path} = {as_written(problem.value)}: {problem.reason}" for problem in problems[:3])
+        raise RunError(f"{file}: is not of the run of {path}: {reasons}; bring back the one that belongs here")
+
+
+def check_text(file: Path, text: str, metadata: dict[str, Plain], path: Path) -> None:
+    """Check the text of a run's configuration as `check_config` does.
+
+    It is not checked where the checkpoint's own can't be read: it names code from outside, which reports do not import, or is of an older
+    version.
+    """
+    if text == metadata["config"]:
+        return
+    try:
+        training_config = parse(parse_yaml(metadata["config"], "it"))
+    except ConfigError:
+        return
+    try:
+        config = parse(parse_yaml(text, file.name))
+    except ConfigError as error:
+        raise RunError(f"{file}: is not of the run of {path}: {one_line(error)}; bring back the one that belongs here") from None
+    check_config(file, config, training_config, metadata, path)
 
 
 def _length_problems(config: Config, training_config: Config, step: int, path: Path) -> list[Problem]:

@@ -11,12 +11,13 @@ from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import lm
 from lm.config.training_config import Group, Groups
 from lm.config.tree import Config
-from lm.data.batches import IGNORED, train_sequences
+from lm.data.batches import train_sequences
 from lm.data.store import Store
 from lm.errors import one_line
 from lm.evaluation.held_out import validation_sequences
@@ -41,7 +42,7 @@ FEW = (
 MOST_EPOCHS = 16
 MANY = f"text is read more than {MOST_EPOCHS} times: up to 4 are about as good as new text, the value of more decays (arXiv 2305.16264)"
 UNDIVIDED = "too few held-out documents to choose best.ckpt on some of them and report others: all of them choose it; hold out more text"
-COUNTED_SEQUENCES = 256  # sequences in which the targets of tasks beside text are counted
+COUNTED_SEQUENCES = 8  # sequences of each task beside text whose answers are counted
 _IN_OTHER_LINES = ("n_layer", "block", "n_head", "n_kv_head", "head_size", "n_embd", "n_mlp", "mlp", "position", "normalizer", "transfer")
 
 
@@ -170,7 +171,7 @@ def _epochs(store: Store, config: Config) -> list[tuple[str, float]]:
 def _tasks(store: Store, config: Config) -> str:
     """The fraction of sequences of each task; where more sequences are drawn than a task has different ones, both numbers.
 
-    Beside text, the fraction of the targets that are answers, counted in the first sequences.
+    Beside text, the fraction of the targets that are answers, by the first sequences of each task, at the first step's length.
     """
     texts, tokens, fractions = [], config.trainer.max_steps * config.optim.batch_tokens, _length_fractions(store, config)
     for weighted in config.data.tasks:
@@ -181,9 +182,12 @@ def _tasks(store: Store, config: Config) -> str:
                 text += f" ({n_drawn:,.0f} sequences of {length} tokens, of about {n_distinct:,.0f} different ones)"
         texts.append(text)
     if config.data.text_weight:
-        is_target = train_sequences(store, config).batch(0, count=COUNTED_SEQUENCES).targets != IGNORED
-        answers = is_target[~is_target.all(1)].sum()
-        texts.append(f"answers are about {answers / is_target.sum():.0%} of the targets")
+        sequences, slots = train_sequences(store, config), np.arange(COUNTED_SEQUENCES)
+        answers = sum(
+            weighted.weight * stream.read(slots, sequences.length(0))[1].mean()
+            for weighted, stream in zip(config.data.tasks, sequences.streams, strict=False)  # text comes after the tasks
+        )
+        texts.append(f"answers are about {answers / (answers + config.data.text_weight):.0%} of the targets")
     return ", ".join(texts)
 
 

@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from types import FrameType
 
@@ -331,7 +332,7 @@ class Checkpoints(StepCallback):
     def __init__(self, run: RunContext, clock: Clock):
         super().__init__(run, clock)
         self.wandb_id, self.every = run.wandb_id, self.config.checkpoint_every
-        self.yaml = to_yaml(self.config)  # once: it takes longer than to save a small model
+        self.yaml = to_yaml(replace(self.config, resume=""))  # as config.yaml; once: it takes longer than to save a small model
         self.folder = self.config.run_folder / CHECKPOINTS
         self.saved = -1
 
