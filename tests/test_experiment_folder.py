@@ -72,6 +72,14 @@ def test_overrides_that_are_forgotten_are_said_with_the_command_that_has_them(tm
     assert "no run has ended yet; " in lm("compare", str(path), *data, "--anew").stderr, "worked, and nothing came of it"
 
 
+def test_another_rate_is_another_configuration_where_none_is_tuned(tmp_path, arguments, runs):
+    path, data = written(tmp_path, tune=None), arguments[1:]
+    first = ended(path, data)
+    with pytest.raises(RunError, match=rf"{len(first.known_runs())} ended runs .*: optim\.lr=\S+ \(asked for: 0\.5\)") as error:
+        open_experiment(path, [*data, "optim.lr=0.5"])
+    assert all(run.outcome.ended for run in open_experiment(path, command(str(error.value))).known_runs())
+
+
 def test_what_runs_do_not_depend_on_may_change(tmp_path, runs):
     tune = {"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]}
     overrides = ["data.source.paths=[.]", runs]

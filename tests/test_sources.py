@@ -1,6 +1,7 @@
 """Text from files, packages and the hub."""
 
 import dataclasses
+import errno
 import gzip
 import hashlib
 import json
@@ -91,6 +92,20 @@ def test_suffixes_name_what_is_read_as_text_in_any_case_and_the_rest_is_counted(
     assert sorted(documents(source)) == ["a", "b", "c", "f"]
     assert description(source) == "4 files read, 3 ignored (.csv 2, no suffix 1); data.source.suffixes names what is read as text"
     assert "data.source.suffixes" in one_line_error(Files([str(tmp_path / "d.csv")]))
+
+
+def test_a_folder_that_can_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "closed").mkdir()
+    write_texts(tmp_path, ["a"])
+    scandir = os.scandir
+
+    def refused(path: str) -> object:  # as of another user: the tests may run as root
+        if Path(path).name == "closed":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr("os.scandir", refused)
+    assert f"{tmp_path}/closed: the folder can't be read: Permission denied" in one_line_error(Files(paths=[str(tmp_path)]))
 
 
 def test_linked_folders_are_read_once_and_links_in_a_circle_end(tmp_path: Path):

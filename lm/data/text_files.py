@@ -200,14 +200,22 @@ def _ignored(folder: Path, source: Files) -> Counter[str]:
 
 
 def files_in(folder: Path) -> Iterator[Path]:
-    """All files below a folder that are not hidden, files in linked folders included; each folder is entered once."""
+    """All files below a folder that are not hidden, files in linked folders included; each folder is entered once.
+
+    Raises:
+        DataError: a folder can't be read; its files would be missing without a word.
+    """
     entered_paths: set[str] = set()
-    for path, folders, names in os.walk(folder, followlinks=True):
+    for path, folders, names in os.walk(folder, onerror=_unreadable_folder, followlinks=True):
         real_path = os.path.realpath(path)
         folders[:] = [] if real_path in entered_paths else sorted(name for name in folders if not name.startswith("."))
         if real_path not in entered_paths:
             yield from (file for name in names if not name.startswith(".") and (file := Path(path, name)).is_file())
         entered_paths.add(real_path)
+
+
+def _unreadable_folder(error: OSError) -> None:
+    raise DataError(f"{error.filename}: the folder can't be read: {error.strerror}; make it readable, or name others in data.source.paths")
 
 
 def _nothing_to_read(folder: Path, source: Files) -> str:

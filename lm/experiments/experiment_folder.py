@@ -118,7 +118,7 @@ def other_runs(procedure: Procedure) -> str:
             rate = rate_of(rate_values.get(key, value) for key, value in rate_items) if any_rate else None
             configs = [procedure.run(size, arm, "final", rate, seed, {}).config for _, seed in runs]
             folder_configs = [(run[0], config) for run, config in zip(runs, configs, strict=True) if run[0] != config.run_folder]
-            ended_count, differing_values = _ended_otherwise(folder_configs, experiment.tune.keys)
+            ended_count, differing_values = _ended_otherwise(folder_configs, experiment.tune.keys if experiment.is_tuned else ())
             count, differences = count + ended_count, [*differences, differing_values] if differing_values else differences
     if not count:
         return ""
