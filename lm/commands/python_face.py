@@ -140,7 +140,7 @@ def compare(*arguments: Given, jobs: int | None = None, train: bool = True, verb
 def judge(
     table: str | os.PathLike | pd.DataFrame,
     metric: str = "",
-    better: str | None = None,
+    better: Direction | None = None,
     matters: float = 0.01,
     baseline: str | None = None,
     where: str = "",
@@ -171,7 +171,7 @@ def judge(
 def judged_table(
     table: str | os.PathLike | pd.DataFrame,
     question: dict[str, Plain],
-    better: str | None,
+    better: Direction | None,
     baseline: str | None,
     where: str,
     by: Sequence[str],
