@@ -28,11 +28,8 @@ SHARED = ("precision", "compile", "threads")  # keys of `trainer` that all runs 
 _OF_NORMALIZER = "optim.groups.normalizer."
 _OWN = ("name", "runs", "seed")  # keys of a run that no other key of its configuration depends on
 
-KINDS = {
-    "val": "validation",
-    "long": "long_context",
-    "text": "texts",
-}
+# Evaluation kind by the first part of a metric's name; any other first part is the kind.
+KINDS = {"val": "validation", "long": "long_context", "text": "texts"}
 
 
 def kind_of_metric(metric: str) -> str:

@@ -312,7 +312,6 @@ def _read(path: Path) -> dict[str, Plain]:
 
 # Evaluation kinds whose lengths are multiples of the training length: arms of other training lengths are measured on other sequences.
 _OF_TRAINING_LENGTH = ("validation", "long_context", "texts")
-# evaluation kind by the first part of a metric's name; any other first part is the kind
 
 
 def check_experiment(experiment: Experiment) -> None:

@@ -281,6 +281,7 @@ class Judgement:
         spread, source = primary.spread, "primary.spread"
         if seed_differences:
             degrees = [len(differences) - 1 for differences in seed_differences]
+            # of standard errors, in which mere rounding counts as no spread
             variances = [len(differences) * over_seeds(differences).error ** 2 for differences in seed_differences]
             spread = math.sqrt(np.average(variances, weights=degrees))
             source = "the seeds that have ended"
