@@ -7,6 +7,7 @@ import io
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Annotated, NoReturn
 
@@ -130,7 +131,7 @@ def main() -> None:
         _fail(f"the locale's encoding, {error.encoding}, has no {error.object[error.start]!a}: set LC_ALL=C.UTF-8", 1)
     except OSError as error:
         _discard_output()
-        _fail((f"{error.filename}: " if error.filename else "") + (error.strerror or str(error)), 1)
+        _fail(_outside_failure(error) or (f"{error.filename}: " if error.filename else "") + (error.strerror or str(error)), 1)
     except BaseException as error:
         if not (isinstance(error, Exception) or panicked(error)) or not (text := _known_failure(error)):
             raise
@@ -165,7 +166,7 @@ _SMALLER = {  # by command: a remedy that needs less memory
 
 
 def _known_failure(error: BaseException) -> str:
-    """A message of one line if memory ran out or code from outside failed; empty for other errors, which are defects of lm."""
+    """A message of one line if memory ran out or code from outside may be the cause; empty for other errors, which are defects of lm."""
     if out_of_memory(error):
         amount = re.search(r"allocate ([\d.]+ ?\w+)", str(error))
         remedy = _SMALLER.get(sys.argv[1], "") if len(sys.argv) > 1 else ""
@@ -173,6 +174,19 @@ def _known_failure(error: BaseException) -> str:
         return f"{text}: {remedy or 'use a machine with more'}"
     if panicked(error):
         return f"a library that lm uses failed: {one_line(error)}"
+    if text := _outside_failure(error):
+        return text
+    from lm.plugins import PLUGINS
+
+    if checks := PLUGINS.checks():  # it may have given what lm can't use
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {one_line(error)} ({frame.filename}:{frame.lineno})"
+        return f"{text}; the cause may be code from outside: check it with {' and '.join(checks)}"
+    return ""
+
+
+def _outside_failure(error: BaseException) -> str:
+    """A message of one line if code from outside raised `error`; else empty."""
     from lm.plugins import PLUGINS
 
     failure, check = PLUGINS.failure(error)

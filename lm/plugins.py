@@ -43,6 +43,10 @@ class Kind:
     page: str = "docs/extending.md"
     check: str = "check-extension"
 
+    def command(self, name: str) -> str:
+        """The command that checks the code `name` of this kind."""
+        return f"lm {self.check} {name}" if self.check != "check-extension" else f"lm {self.check} {self.noun} {name}"
+
     def options(self, code: type) -> type:
         """`code`, the imported dataclass of options. Raises Unavailable: it is not of this kind."""
         if not (isinstance(code, type) and issubclass(code, self.base) and is_dataclass(code)):
@@ -130,7 +134,7 @@ class Plugins:
     def failure(self, error: BaseException) -> tuple[str, str]:
         """The code from outside that raised `error`, with its function, file and line, in words, and the command that checks it.
 
-        Both are empty if lm itself raised the error.
+        Both are empty if no code from outside was running.
         """
         modules = {place: name for name in self._loaded for place in (_package(name), name.partition(":")[0])}
         for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
@@ -138,8 +142,12 @@ class Plugins:
             if name := modules.get(module) or modules.get(_package(module)):
                 kind = self._loaded[name].kind
                 location = f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{line})"
-                return f"{kind.noun} {name} failed in {location}", f"lm {kind.check}"
+                return f"{kind.noun} {name} failed in {location}", kind.command(name)
         return "", ""
+
+    def checks(self) -> list[str]:
+        """The commands that check the imported code from outside."""
+        return [plugin.kind.command(name) for name, plugin in self._loaded.items()]
 
 
 PLUGINS = Plugins()  # one for the whole process, as imports are

@@ -236,12 +236,34 @@ def test_a_document_that_is_no_text_is_one_line(mine: Path, arguments: list[str]
     assert f"data.source: mine.source:Sums: {said}" in result.stderr
 
 
+# A change of an example, of its kind, that only lm stumbles over, the key that names it, and the error.
+UNUSABLE = {
+    "no optimizer": ("optimizer", "return Signs(", "Signs(", "optim.optimizer=", "TypeError: `make` of mine.optimizer:SignMomentum gives"),
+    "closure": ("optimizer", "loss = torch.enable_grad()(closure)()", "loss = None", "optim.optimizer=", "hasn't been executed"),
+    "file": ("source", "for number in", "open('/nowhere')\n        for number in", "data.source=", "failed in Sums.documents"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_what_lm_can_not_use_is_one_line_with_the_check(mine: Path, arguments: list[str], case: str):
+    kind, before, after, key, message = UNUSABLE[case]
+    code = mine / f"{kind}.py"
+    assert before in code.read_text()
+    code.write_text(code.read_text().replace(before, after, 1))
+    rest = [argument for argument in arguments if not argument.startswith("data.source") or kind != "source"]
+    result = lm("train", *rest, "name=fails", f"{key}{{name: '{NAMES[kind]}'}}")
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert (result.returncode, "Traceback" in result.stderr) == (1, False), result.stderr
+    assert message in line
+    assert line.endswith(f"check it with lm check-extension {kind} {NAMES[kind]}")
+
+
 def test_a_failure_inside_names_function_and_check(mine: Path, arguments: list[str]):
     code = mine / "optimizer.py"
     code.write_text(code.read_text().replace("        for group in", "        raise ValueError('no')\n        for group in"))
     result = lm("train", *arguments, "name=fails", "optim.optimizer={name: 'mine.optimizer:SignMomentum'}")
     assert result.returncode == 1
     message = (
-        r"error: optimizer mine.optimizer:SignMomentum failed in Signs.step \(.*\): ValueError: no; check it with lm check-extension\n"
+        r"error: optimizer mine.optimizer:SignMomentum failed in Signs.step \(.*\): ValueError: no; check it with lm check-extension optimizer \S+\n"
     )
     assert re.search(message, result.stderr), result.stderr

@@ -210,6 +210,15 @@ def test_what_can_not_be_read_is_left_out_counted_and_listed(mixed: DataConfig):
     assert f"unreadable   7 files, documents or rows, {n_lost:,} bytes" in list(describe(store, 0))
 
 
+def test_a_link_to_nothing_is_refused_or_left_out_and_counted(tmp_path: Path):
+    folder = write_texts(tmp_path / "texts", TEXTS)
+    (folder / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
+    with pytest.raises(DataError, match=r"gone\.txt: can't be read: a link to nothing; mend it, remove it, or set data\.on_error=skip"):
+        prepare(files_config(folder, tmp_path))
+    store = prepare(files_config(folder, tmp_path, on_error="skip"))
+    assert (sorted(stored_texts(store)), store.manifest["unreadable"]["count"]) == (sorted(TEXTS), 1)
+
+
 def test_bad_rows_of_a_parquet_file_are_skipped_alone(tmp_path: Path):
     latin = pyarrow.array([*(text.encode() for text in TEXTS[:9]), b"\xff"]).cast(pyarrow.string(), safe=False).view(pyarrow.string())
     (tmp_path / "texts").mkdir()

@@ -220,7 +220,7 @@ def build(data: DataConfig, spec: dict[str, Plain], target: Path, progress: Prog
         sync_folder(folder)
         os.rename(folder, target)
         sync_folder(target.parent)
-    except (DataError, OSError) as error:
+    except Exception as error:
         # With documents on disk the next call continues: the cause may be a network or a full disk.
         if isinstance(error, Restart) or not Journal(folder).n_documents:
             shutil.rmtree(folder, ignore_errors=True)

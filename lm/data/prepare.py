@@ -12,6 +12,7 @@ from lm.data.sources import identity, labels, reader
 from lm.data.store import FORMAT, Store, fingerprint, manifests
 from lm.errors import ConfigError, DataError, Problem, one_line
 from lm.files import locked, plain_sha256
+from lm.plugins import PLUGINS
 from lm.progress import Progress
 from lm.schema import Plain, to_plain
 
@@ -54,7 +55,9 @@ def _prepared(data: DataConfig, progress: Progress) -> Path:
     except KeyboardInterrupt:
         progress.say("stopped; the same command continues from what is done")
         raise
-    except OSError as error:  # an error in reading the source is a DataError already
+    except OSError as error:  # an error in reading lm's own sources is a DataError already
+        if PLUGINS.failure(error)[0]:
+            raise
         reason = error.strerror or one_line(error)
         raise DataError(f"{target}: can't write the token store: {reason}; make room, or set data.root to another folder") from None
     except BrokenProcessPool:

@@ -132,6 +132,9 @@ def check_column(location: str, column: str, names: list[str]) -> None:
 
 
 def damaged(location: str, error: Exception, n_bytes: int | None = None) -> Unreadable:
+    if isinstance(error, PermissionError | FileNotFoundError):
+        reason = "a link to nothing" if os.path.islink(location) else os.strerror(error.errno)
+        return Unreadable(f"{location}: can't be read: {reason}; mend it, remove it, or set data.on_error=skip", n_bytes)
     return Unreadable(f"{location}: can't be read (damaged?): {one_line(error)}", n_bytes)
 
 
@@ -150,8 +153,16 @@ def documents(source: Files, root: Path, on_error: OnError, vocabulary: object =
 
 def identity(source: Files, root: Path, hashes: FileHashes) -> dict[str, Plain]:
     """The files with the hashes of their content, and the options of reading."""
-    files = [{"path": str(path), "sha256": hashes.sha256(path)} for path in expand(source)]
+    files = [{"path": str(path), "sha256": _sha256(path, hashes)} for path in expand(source)]
     return {"files": files, "suffixes": source.suffixes, "column": source.column, "separator": source.separator}
+
+
+def _sha256(path: Path, hashes: FileHashes) -> str:
+    """The hash of a file; "unreadable" for a file that `documents` can't read either, which `data.on_error` may leave out."""
+    try:
+        return hashes.sha256(path)
+    except DataError:
+        return "unreadable"
 
 
 def expand(source: Files) -> list[Path]:
@@ -200,7 +211,7 @@ def _ignored(folder: Path, source: Files) -> Counter[str]:
 
 
 def files_in(folder: Path) -> Iterator[Path]:
-    """All files below a folder that are not hidden, files in linked folders included; each folder is entered once.
+    """All files below a folder that are not hidden, files in linked folders and links to nothing included; each folder is entered once.
 
     Raises:
         DataError: a folder can't be read; its files would be missing without a word.
@@ -210,7 +221,8 @@ def files_in(folder: Path) -> Iterator[Path]:
         real_path = os.path.realpath(path)
         folders[:] = [] if real_path in entered_paths else sorted(name for name in folders if not name.startswith("."))
         if real_path not in entered_paths:
-            yield from (file for name in names if not name.startswith(".") and (file := Path(path, name)).is_file())
+            files = (Path(path, name) for name in names if not name.startswith("."))
+            yield from (file for file in files if file.is_file() or not file.exists())
         entered_paths.add(real_path)
 
 
