@@ -264,6 +264,7 @@ def test_a_failure_inside_names_function_and_check(mine: Path, arguments: list[s
     result = lm("train", *arguments, "name=fails", "optim.optimizer={name: 'mine.optimizer:SignMomentum'}")
     assert result.returncode == 1
     message = (
-        r"error: optimizer mine.optimizer:SignMomentum failed in Signs.step \(.*\): ValueError: no; check it with lm check-extension optimizer \S+\n"
+        r"error: optimizer mine.optimizer:SignMomentum failed in Signs.step \(.*\): ValueError: no; "
+        r"check it with lm check-extension optimizer mine.optimizer:SignMomentum\n"
     )
     assert re.search(message, result.stderr), result.stderr
