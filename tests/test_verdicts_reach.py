@@ -91,7 +91,7 @@ def test_the_verdict_is_on_the_ratio_of_tokens_paired_by_seed(tmp_path):
     assert (answer.coverage, answer.verdict[-9:]) == ("", "(3 seeds)"), "said once"
     mean, low, high, zero, least, most = answer.place
     assert low < mean < high < least < zero < most
-    assert answer.reason.startswith("The interval leaves out 0")
+    assert answer.reason.startswith("The interval leaves out 1")
     assert question(procedure.experiment) == (
         "Does ssmax take fewer or more tokens to reach val/loss 4.6 than softmax, by more than a factor of 1.1?"
     )

@@ -1,6 +1,7 @@
 """The procedure of docs/statistics.md on run folders: the runs that an experiment needs next, and the verdicts on its finished runs."""
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -445,11 +446,14 @@ class Procedure:
 
 def check_alike(runs: list[Run], metric: str) -> None:
     """Raises RunError if a metric was not measured on the same sequences in all runs that are finished."""
-    finished_runs = [run for run in runs if run.outcome.state == "finished"]
-    for run in finished_runs:
-        if run.outcome.values(metric).identity != finished_runs[0].outcome.values(metric).identity:
-            problem = f"{run.config.run_folder}: {metric} was measured on other sequences than in {finished_runs[0].config.run_folder}"
-            raise RunError(f"{problem}; measure it again as the run is configured: lm eval {run.config.run_folder}")
+    folders = defaultdict(list)
+    for run in (run for run in runs if run.outcome.state == "finished"):
+        folders[run.outcome.values(metric).identity].append(run.config.run_folder)
+    if len(folders) > 1:
+        odd, *_, usual = sorted(folders.values(), key=len)
+        commands = " and ".join(f"lm eval {folder}" for folder in ([odd[0]] if len(odd) < len(usual) else [odd[0], usual[0]]))
+        problem = f"{odd[0]}: {metric} was measured on other sequences than in {usual[0]}"
+        raise RunError(f"{problem}; measure it again as the run is configured: {commands}")
 
 
 def next_look(procedure: Procedure) -> Procedure:

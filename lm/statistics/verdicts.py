@@ -189,11 +189,11 @@ def verdicts(comparisons: Mapping[Name, Comparison], matters: float, ratio: bool
     """
     if not 0 < matters < math.inf:
         raise ValueError("the smallest difference of interest must be above 0 and finite")
-    margin, amount = (math.log1p(matters), f"a factor of {1 + matters:g}") if ratio else (matters, f"{matters:g}")
-    return {name: _verdict(comparison, margin, amount, len(comparisons), looks) for name, comparison in comparisons.items()}
+    margin, amount, null = (math.log1p(matters), f"a factor of {1 + matters:g}", "1") if ratio else (matters, f"{matters:g}", "0")
+    return {name: _verdict(comparison, margin, amount, null, len(comparisons), looks) for name, comparison in comparisons.items()}
 
 
-def _verdict(comparison: Comparison, margin: float, amount: str, comparisons: int, looks: int) -> Verdict:
+def _verdict(comparison: Comparison, margin: float, amount: str, null: str, comparisons: int, looks: int) -> Verdict:
     family = comparisons * looks
     seeds, finite = len(comparison.differences), np.isfinite(comparison.differences).all()
     has_interval = seeds > 1 and not comparison.unreached_runs
@@ -243,19 +243,19 @@ def _verdict(comparison: Comparison, margin: float, amount: str, comparisons: in
     method = f" by the sign-flip test, as all {seeds} seeds differ by the same" if is_tied else ""
     if interval.low > 0 or interval.high < 0:
         if is_within:
-            return verdict("difference below margin", f"the interval leaves out 0 and lies within {amount} (p = {p:.2g}{method})")
+            return verdict("difference below margin", f"the interval leaves out {null} and lies within {amount} (p = {p:.2g}{method})")
         beyond = min(abs(interval.low), abs(interval.high)) >= margin
         addition = f" and every difference below {amount}" if beyond else ""
         kind = "better" if (interval.mean > 0) == comparison.higher_is_better else "worse"
-        return verdict(kind, f"the interval leaves out 0{addition} (p = {p:.2g}{method})", beyond=beyond)
+        return verdict(kind, f"the interval leaves out {null}{addition} (p = {p:.2g}{method})", beyond=beyond)
     if is_within:
-        return verdict("no difference above margin", f"the interval holds 0 and lies within {amount}{method}")
+        return verdict("no difference above margin", f"the interval holds {null} and lies within {amount}{method}")
     if is_tied and not interval.bounded:
         remark = "" if interval.mean == 0 else f", which so few can't bring to {ALPHA:g}"
         words = f"all {seeds} seeds differ by the same: p = {p:.2g} by the sign-flip test{remark}"
         return verdict("undecided", words, "all seeds agree, and are too few")
     rates = ", over all rates that the arms were trained at," if comparison.at_rates[..., 0].size > 1 else ""
-    finding = f"the interval{rates} holds 0, and differences of more than {amount}"
+    finding = f"the interval{rates} holds {null}, and differences of more than {amount}"
     if is_tied:  # at the rates that are judged, where no spread says how many seeds it takes
         return verdict("undecided", finding, "the interval is too wide")
     expected, fewest, most = (f"more than {MOST_SEEDS:,}" if number is None else f"{number:,}" for number in needed_seeds)
