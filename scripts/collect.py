@@ -1,7 +1,8 @@
-"""Every run of an experiment as results/NAME/seeds.csv: python scripts/collect.py FOLDER NAME
+"""Every run of an experiment as results/NAME/seeds.csv: python scripts/collect.py FOLDER NAME [--add]
 
 A line is a run's mean by metric, inference setting and length, on the documents that report. Of final runs losses stand by position and
-by tokens seen, too, and of models that recall pairs what the head that answers gives at the training length.
+by tokens seen, too, and of models that recall pairs what the head that answers gives at the training length. `--add` keeps the lines of
+other runs, such as seeds that another machine has trained.
 """
 
 import argparse
@@ -15,8 +16,8 @@ import lm
 KEYS = ["arm", "rate", "stage", "seed", "metric", "setting", "x"]
 
 
-def collect(folder: Path, name: str) -> Path:
-    """Write results/NAME/seeds.csv from the runs below a folder. Raises LMError: there are none."""
+def collect(folder: Path, name: str, add: bool = False) -> Path:
+    """Write results/NAME/seeds.csv from the runs below a folder; `add`: and keep its other runs. Raises LMError: there are none."""
     lines = lm.results(folder, history=True).query("state == 'finished' and part == 'reports'").fillna({"x": 0, "stage": "final"})
     curves = lines[(lines.metric == "val loss") & (lines.stage == "final")]
     curves = curves.assign(metric="val loss by tokens", x=curves.tokens)
@@ -33,6 +34,10 @@ def collect(folder: Path, name: str) -> Path:
     sums["value"], sums["x"] = sums.value.map("{:.6g}".format), sums.x.astype(int)
     path = RESULTS / name / "seeds.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
+    if add and path.exists():
+        run, lines = keys[: keys.index("metric")], pd.read_csv(path, dtype={"value": str})
+        others = ~pd.MultiIndex.from_frame(lines[run]).isin(pd.MultiIndex.from_frame(sums[run]))
+        sums = pd.concat([lines[others], sums])
     sums.sort_values(keys)[[*keys, "value", "sequences"]].to_csv(path, index=False, lineterminator="\n")
     return path
 
@@ -56,5 +61,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("name")
+    parser.add_argument("--add", action="store_true")
     asked = parser.parse_args()
-    print(collect(asked.folder, asked.name))
+    print(collect(asked.folder, asked.name, asked.add))

@@ -188,6 +188,11 @@ def test_means_over_positions_weigh_each_bin_by_its_tokens_and_losses_stand_by_t
     numbers = {(line.metric, line.x): (line.value, line.sequences) for line in frame.itertuples()}
     positions = {("loss", 0): (10, 2), ("loss", 1): (6, 2), ("mean loss", 4): (7, 2)}
     assert numbers == positions | {("val loss", 0): (1, 1), ("val loss by tokens", 40): (2, 1), ("val loss by tokens", 80): (1, 1)}
+    others = [line | {"seed": 2, "folder": "other"} for line in lines]
+    monkeypatch.setattr(collect.lm, "results", lambda folder, history: pd.DataFrame(others))
+    for _ in range(2):  # a run that is added again replaces its lines
+        both = pd.read_csv(collect.collect(tmp_path, "made", add=True))
+        assert both.equals(pd.concat([frame, frame.assign(seed=2)]).sort_values(collect.KEYS, ignore_index=True))
 
 
 def test_the_readme_says_what_its_first_experiment_found():
