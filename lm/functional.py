@@ -128,6 +128,8 @@ def _call(
     positions: Tensor | AttentionLayout | None, cu_seqlens: Tensor | None, train_length: int | None, x: Tensor | None, *values: Tensor,
 ) -> Result:  # fmt: skip
     _check_sequences(q, k, values, x)
+    if not isinstance(parameters, Mapping):
+        raise ValueError(f"parameters must map names to tensors, as lm.functional.parameters does, not be {type(parameters).__name__}")
     named = json.dumps(dict(normalizer) if isinstance(normalizer, Mapping) else normalizer, sort_keys=True)
     layer = _layer(q.size(1), q.size(3), 1 if x is None else x.size(-1), 2 if train_length is None else train_length)
     module = _module(named, layer, str(q.device))

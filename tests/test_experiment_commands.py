@@ -141,6 +141,7 @@ def test_swapped_arms_start_from_the_weights_of_their_seed_and_rate(tmp_path):
         ({"from": "softmax", "swap": {"to": "ssmx"}}, "arms.b.swap.to = 'ssmx': unknown normalizer; did you mean 'ssmax'"),
         ({"from": "softmax", "swap": {"init": "match"}}, "arms.b.swap.to = '': unknown normalizer"),
         ({"swap": {"to": "ssmax"}}, "arms.b.swap = .*: there are no weights to swap"),
+        ({"from": "softmax", "swap": {"to": ["ssmax"]}}, "arms.b.swap.to = .*: is one normalizer's name; several, one a layer, are swap: "),
         ({"from": "softmax", "train": False}, "arms.b.train = false: would be the arm it starts from"),
         ({"from": "softmax", "swap": {"to": "ssmax"}, "train": "no"}, "arms.b.train = 'no': must be true or false"),
         ({"from": "softmax", "swap": {"to": "ssmax"}, "train": False, "optim.lr": 1}, "arms.b.optim.lr = 1: has no effect on an arm"),

@@ -145,6 +145,7 @@ def test_what_is_missing_or_unknown_is_refused_by_name():
         (ConfigError, "did you mean 'ssmax'", lambda: L.attention("ssmaxx", q, k, v)),
         (ConfigError, "normalizer.n = 'wide'", lambda: L.attention({"name": "ssmax", "n": "wide"}, q, k, v)),
         (ValueError, r"ssmax has the parameters \['s'\], given are \[\]", lambda: L.attention("ssmax", q, k, v)),
+        (ValueError, "must map names to tensors, .* not be NoneType", lambda: L.attention("ssmax", q, k, v, None)),
         (ConfigError, "train_length", lambda: L.attention("log_n", q, k, v)),
         (ConfigError, "reads the layer's input", lambda: L.attention("forget", q, k, v, L.parameters("forget", HEADS, SIZE, 8))),
         (ConfigError, "relu2.*is no softmax of scaled queries", lambda: L.scaled("relu2", q, k)),

@@ -160,7 +160,10 @@ def read_arms(arm_blocks: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
         elif not trained and swap_block is None:
             problems.append(Problem(f"{prefix}.train", trained, "would be the arm it starts from", "give a `swap`, or train it"))
         problem_count = len(problems)
-        swap = None if swap_block is None else build(Swap, swap_block, f"{prefix}.swap", problems)
+        if is_list := is_block(swap_block) and isinstance(swap_block.get("to"), list):
+            remedy = "several, one a layer, are swap: {to: layers} and model.normalizer: {of: [...]}"
+            problems.append(Problem(f"{prefix}.swap.to", swap_block["to"], "is one normalizer's name", remedy))
+        swap = None if swap_block is None or is_list else build(Swap, swap_block, f"{prefix}.swap", problems)
         if swap and len(problems) == problem_count:
             changes = _with_normalizer(changes, swap, prefix, problems)
         if trained is False and source_name in arms:
