@@ -35,7 +35,8 @@ def numbers(folder: Path) -> dict[str, float]:
     if not config.data.tasks:
         raise RunError(f"{folder}: was trained on text, not on a recall task: give the runs of a recall experiment")
     task, length, decoder = config.data.tasks[0].task, config.data.seq_len, load(folder).decoder
-    head = retrieving_head(decoder, [example(task, QUESTION_SEED, index, length, "test") for index in range(SEQUENCES)], any_map=True)
+    examples = [example(task, QUESTION_SEED, index, length, "test") for index in range(SEQUENCES)]
+    head = retrieving_head(decoder, examples, range(task.keys + task.values, task.vocab_size), any_map=True)
     if head is None:
         raise RunError(f"{folder}: no layer sees all keys before the query")
     lengths, accuracy = accuracies(folder, decoder)

@@ -338,6 +338,7 @@ def test_a_fixed_length_cuts_all_slots(store):
         ("{name: curriculum, starts: {0.0: 16, .inf: 32}}", r"^data\.lengths\.starts = {0\.0: 16, inf: 32}: "),
         ("{name: curriculum, starts: {0.0: 16, 1.0: 32}}", "must start at a fraction of the run of 0 or more and below 1"),
         ("{name: curriculum, starts: {0.0: 16, 0.01: 32}}", "leaves a length no step of trainer.max_steps = 8"),
+        ("{name: curriculum, starts: {0.0: 16, 0.96: 32}}", "leaves a length no step of trainer.max_steps = 8"),
         ("{name: curriculum, starts: {0.0: 0}}", r"^data\.lengths\.starts = 0: does not divide"),
         ("{name: documents, length: 4}", r"^data\.lengths\.length = 4: unknown key"),
         ("32", r"^data\.lengths = 32: must be a name or a block with a 'name'; choose from: full, fixed, mixed, curriculum, documents$"),

@@ -20,8 +20,9 @@ from lm.attention.options import Options
 from lm.config.eval_config import DiagnosticsConfig
 from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
+from lm.data.prepare import prepare
 from lm.diagnostics.attention_rows import LEAST_KEYS, NO_WEIGHT, NOT_FINITE, Measures, Values, exponent, half_octaves, orders, query_indices
-from lm.evaluation.diagnostics import describe, families
+from lm.evaluation.diagnostics import Diagnostics, describe, diagnostic_sequences, families
 from lm.evaluation.held_out import HeldOut
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout
@@ -223,6 +224,21 @@ def test_training_draws_at_its_last_step_and_where_wandb_is_sent_the_picture(
     assert [path.name for path in sorted(folder.glob("*.png"))] == [f"diagnostics.step-{step:06d}.png" for step in drawn]
     pictures = [step for step, values in server.lines if any(isinstance(value, Image) for value in values.values())]
     assert pictures == (drawn if wandb == "offline" else [])
+
+
+def test_no_sequence_of_a_task_is_read_twice_and_no_window_of_a_text_is_held_back(tiny, tmp_path: Path):
+    few = (
+        "data.tasks=[{task: {name: mqar, pairs: 2, queries: 2}}]",
+        "eval={long_context: {length_factor: 0}, recall: {length_factors: []}}",
+    )
+    config = tiny(*few, "eval.sequences=8", "eval.diagnostics={sequences: 16, queries: 4}")
+    store = prepare(config.data)
+    assert len(np.unique(diagnostic_sequences(store, config, config.eval.diagnostics).sequences, axis=0)) == 8
+    (text := tmp_path / "text.txt").write_text("A text of few words. " * 400)
+    config = tiny(f"eval.diagnostics={{text: {text}, sequences: 4, queries: 4}}")
+    measurement = Diagnostics(config, store := prepare(config.data))
+    measured = measurement.measure(Decoder(config.model, store.vocab_size, config.data.seq_len), Device(torch.device("cpu"), False), int)
+    assert {entry.data_fingerprint for entry in measured} == {""}
 
 
 def test_runs_checkpoints_exports_and_models_without_training_are_described(arguments: list[str], tmp_path: Path):

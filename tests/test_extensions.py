@@ -143,6 +143,8 @@ def test_a_task_from_outside_makes_training_sequences_and_is_asked_for(mine: Pat
     assert result.returncode == 0, result.stderr
     folder = load(run).run_folder
     assert "recall/" in (folder / "metrics.jsonl").read_text()
+    (evaluation,) = (folder / "evaluations").glob("recall.step-*.json")
+    assert f'"{NAMES["task"]}"' in str(json.loads(evaluation.read_text())["code"]).replace("'", '"'), "another task is measured anew"
     forget("mine")
     (tmp_path / "imported").unlink()
     refusal = lm("eval", str(folder))

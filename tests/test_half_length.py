@@ -68,7 +68,8 @@ def test_keys_that_are_not_visible_count_for_nothing():
     assert padded.weight(100.0) == pytest.approx(retrieval.weight(100.0))
 
 
-TASK, LAYERS = MQAR(pairs=4, queries=4), "{n_layer: 2, n_head: 2, n_embd: 32, init_std: 0.1, normalizer: [{name: window, size: 2}, ssmax]}"
+TASK, FILLER = MQAR(pairs=4, queries=4), range(128, 160)
+LAYERS = "{n_layer: 2, n_head: 2, n_embd: 32, init_std: 0.1, normalizer: [{name: window, size: 2}, ssmax]}"
 
 
 def symbols(tiny, position: str = "none", task: str = "{name: mqar, pairs: 4, queries: 4}"):
@@ -82,16 +83,25 @@ def test_the_weight_at_twice_the_length_is_predicted_from_the_training_length(ti
     config, decoder = symbols(tiny)
     (curve,) = retrieval_series(decoder, config, DiagnosticsConfig())
     assert (curve.metric, curve.axis.values[:3], len(curve.means)) == ("predicted weight on the key asked for", (32, 64, 128), 17)
-    longer = retrieving_head(decoder, [example(TASK, 0, index, 64, "test") for index in range(64)])
+    longer = retrieving_head(decoder, [example(TASK, 0, index, 64, "test") for index in range(64)], FILLER)
     assert curve.what == f"layer {longer.layer}, head {longer.head}" == f"layer 1, head {longer.head}"
     assert curve.means[1] == pytest.approx(np.median(longer.scores.weight(0)), rel=0.15)
     assert longer.scores.weight(0).mean() == pytest.approx(longer.weight)
 
 
+def test_keys_of_pairs_that_are_not_asked_for_are_no_filler(tiny):
+    task = MQAR(pairs=4, queries=1)
+    sequence = example(task, 0, 0, 32, "test")
+    head = retrieving_head(symbols(tiny)[1], [sequence], FILLER)
+    is_filler = (sequence.tokens >= FILLER.start)[:-1]
+    assert (~is_filler).sum() == 2 * task.pairs + 1
+    assert (head.scores.is_filler[0] == is_filler & np.insert(is_filler[:-1], 0, False)).all()
+
+
 def test_the_length_at_which_retrieval_fails_is_printed_where_the_prediction_was_tested(tiny, tmp_path, monkeypatch):
     config, decoder = symbols(tiny)
     head = RetrievingHead(1, 0, 0.9, np.ones(5), np.zeros(5), made(6.0))
-    monkeypatch.setattr("lm.evaluation.diagnostics.retrieving_head", lambda decoder, examples: head)
+    monkeypatch.setattr("lm.evaluation.diagnostics.retrieving_head", lambda *arguments: head)
     curve, _ = retrieval_series(decoder, config, DiagnosticsConfig())
     assert (curve.metric, curve.unit) == ("predicted 50% length of retrieval", "tokens")
     assert curve.means[0] == half_length(median_weights(made(6.0), 32), 32)

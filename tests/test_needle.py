@@ -168,6 +168,7 @@ def test_questions_of_one_sequence_are_one_group(tiny):
     assert {series.metric for series in by_length} == {"accuracy", *(name for name, _ in SCORED)}
     assert {tuple(sample.groups) for series in by_length for sample in series.samples} == {(0, 0, 0, 1, 1, 1, 2)}
     accuracy = next(series for series in by_length if series.metric == "accuracy")
+    assert accuracy.references == {"chance": pytest.approx((3 / 3 + 2 / 2 + 2) / 7)}, "the third sequence is asked one question of three"
     assert interval_of(accuracy, 0).coverage == "sequences, 1 seed"
 
 

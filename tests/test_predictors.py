@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from test_half_length import TASK, symbols
+from test_half_length import FILLER, TASK, symbols
 
 from lm.config.load import to_yaml
 from lm.data.tasks import example
@@ -105,12 +105,12 @@ def test_runs_that_have_not_learned_are_left_out(predictors, tmp_path, monkeypat
 def test_a_head_without_exponentials_is_described_by_shares(tiny, normalizer: str):
     examples = [example(TASK, 0, index, 32, "test") for index in range(4)]
     model = symbols(tiny)[1]
-    assert retrieving_head(model, examples).formula_holds
+    assert retrieving_head(model, examples, FILLER).formula_holds
     options = ("eval.long_context.length_factor=0", "data.seq_len=32")
     other = tiny("name=other", *options, f"model={{n_layer: 1, n_head: 2, n_embd: 32, position: none, normalizer: {normalizer}}}")
     decoder = type(model)(other.model, TASK.vocab_size + 1, 32).eval()
-    assert retrieving_head(decoder, examples) is None
-    head = retrieving_head(decoder, examples, any_map=True)
+    assert retrieving_head(decoder, examples, FILLER) is None
+    head = retrieving_head(decoder, examples, FILLER, any_map=True)
     assert not head.formula_holds
     weight = head.scores.weight(0)  # of its share in the row
     assert weight.mean() == pytest.approx(head.weight)

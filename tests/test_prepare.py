@@ -15,6 +15,7 @@ import pytest
 from texts import TEXTS, die, files_config, start, state, stored_texts, write_texts
 
 from lm.config.data_config import DataConfig, Files, Mixture, Package, TrainedTokenizer, WeightedSource
+from lm.config.load import load
 from lm.config.tree import Config
 from lm.data.prepare import check_sequences, prepare
 from lm.data.sources import documents
@@ -302,6 +303,12 @@ def test_the_store_is_the_same_for_any_number_of_processes(large: Path, tmp_path
     data = DataConfig(Files([str(large)]), TrainedTokenizer(300))
     stores = [prepare(dataclasses.replace(data, root=str(tmp_path / str(n)), prepare_workers=n)) for n in (1, 3)]
     assert contents(stores[0]) == contents(stores[1])
+
+
+@pytest.mark.parametrize(("task", "values"), [("max", 32), ("mqar", 64)])
+def test_the_unigram_level_of_a_task_is_near_that_of_equally_frequent_answers(tmp_path: Path, task: str, values: int):
+    store = prepare(load(["configs/recall.yaml", f"data.tasks=[{{task: {task}}}]", f"data.root={tmp_path}"]).data)
+    assert np.log(values) < store.val.unigram_cross_entropy < np.log(values) + 0.12
 
 
 def test_a_process_that_dies_is_one_line_and_what_is_done_stays(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

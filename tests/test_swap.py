@@ -18,9 +18,10 @@ from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
 from lm.cli import main
 from lm.data.batches import Batch
+from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
 from lm.evaluation.held_out import HeldOut
-from lm.evaluation.swap import attention_drift, swap_run, token_losses_and_kl
+from lm.evaluation.swap import attention_drift, swap_run, swap_sequences, token_losses_and_kl
 from lm.model.cross_entropy import Head, token_kl
 from lm.model.decoder import Decoder, is_normalizer
 from lm.model.device import Device
@@ -252,6 +253,19 @@ def test_a_fit_gives_and_lowers_the_divergence_of_the_new_distribution_from_the_
     assert (start, end) == pytest.approx((before[0], after[0]), rel=1e-3)
     assert after[0] < 0.9 * before[0]
     assert start != pytest.approx(before[1], rel=0.02)
+
+
+def test_of_a_task_only_answers_count_at_every_length_and_in_a_fit(tiny):
+    options = ("data.tasks=[{task: {name: mqar, pairs: 2, queries: 2}}]", "eval.swap_lengths=[0.125, 0.5, 1, 2]", "eval.sequences=4")
+    config = tiny(*options, "eval.long_context={length_factor: 0, sequences: 5}", "eval.recall={length_factors: [1], sequences: 8}")
+    sequences = swap_sequences(prepare(config.data), config)
+    assert [(part.length, len(part.sequences)) for part in sequences] == [(16, 5), (32, 4), (64, 5)], "no room in 4 tokens"
+    assert all((part.answers.sum(1) == 2).all() for part in sequences)
+    old = sharp(tiny)
+    new, batch = swapped(old, opt.SSMax(init=1.0)), sequences[1].batch([0, 1, 2, 3])
+    log_before, log_after = log_p(old, batch), log_p(new, batch)
+    divergence = (log_before.exp() * (log_before - log_after)).sum(-1)[torch.from_numpy(sequences[1].answers)].mean()
+    assert fit(old, new, [batch])[0] == pytest.approx(float(divergence), rel=1e-3)
 
 
 # ---------------------------------------------------------------- lm swap, lm export, lm.load

@@ -128,7 +128,8 @@ class Curriculum(SequenceLengths):
         if self.problems():
             return []
         problems = _divisors(list(self.starts.values()), "starts", seq_len)
-        if len(self.length_by_step(seq_len, max_steps)) < len(self.starts):
+        steps = self.length_by_step(seq_len, max_steps)
+        if len(steps) < len(self.starts) or max(steps) >= max_steps:
             reason = f"leaves a length no step of trainer.max_steps = {max_steps}"
             problems.append(Problem("data.lengths.starts", self.starts, reason, "move the starts apart, or train for more steps"))
         return problems

@@ -11,15 +11,17 @@ import shutil
 import struct
 from array import array
 from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, fields
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
 
 from lm.config.data_config import END_OF_TEXT, DataConfig, Files, Source, Tokens
+from lm.config.task_config import Task
 from lm.data.encoding import Document, default_workers, encode_all, pieces
 from lm.data.sources import documents, labels, reader
 from lm.data.store import (
@@ -35,7 +37,7 @@ from lm.data.store import (
     write_file,
     write_whole,
 )
-from lm.data.tasks import STORE_SEED, SUBSETS, TaskError, check_task, example, symbol_tokenizer
+from lm.data.tasks import STORE_SEED, SUBSETS, Subset, TaskError, check_task, example, symbol_tokenizer
 from lm.data.text_files import Unreadable
 from lm.data.token_files import Vocabulary
 from lm.data.tokenizer import load_tokenizer, origin, token_bytes, tokenizer_of, train_tokenizer, vocab_size
@@ -142,6 +144,7 @@ def read_spool(path: Path) -> Iterator[str]:
 SCAN, SPOOL = "scan.npz", "spool"
 JOURNAL_BYTES = 64 << 20  # bytes of text between entries in the journal
 SHOWN = 64  # sequences of each task in each split of a store without text
+ANSWERS_A_SYMBOL, MOST_COUNTED = 16, 8192  # of training: answers that are counted for their frequencies, and sequences of a task
 LISTED = 100  # unreadable files, documents and rows that the manifest names
 TRAIN, VAL, COPY = 0, 1, 2  # assignment of a document
 
@@ -220,6 +223,8 @@ def build(data: DataConfig, spec: dict[str, Plain], target: Path, progress: Prog
         sync_folder(folder)
         os.rename(folder, target)
         sync_folder(target.parent)
+    except BrokenProcessPool:
+        raise
     except Exception as error:
         # With documents on disk the next call continues: the cause may be a network or a full disk.
         if isinstance(error, Restart) or not Journal(folder).n_documents:
@@ -299,13 +304,24 @@ def _build_symbol_store(data: DataConfig, folder: Path) -> dict[str, Plain]:
     with ExitStack() as stack:
         writers = {name: stack.enter_context(closing(SplitWriter(folder, name, size, size - 1))) for name in SPLITS}
         for subset, (name, writer) in zip(SUBSETS, writers.items(), strict=True):
-            sequences = [example(task, STORE_SEED, index, length, subset) for task in tasks for index in range(SHOWN)]
-            for sequence in sequences:
-                writer.add(np.array([size - 1, *sequence.tokens], writer.dtype))
-            counts[name] = np.bincount(np.concatenate([sequence.tokens[1:][sequence.answers] for sequence in sequences]), minlength=size)
+            for task, index in product(tasks, range(SHOWN)):
+                writer.add(np.array([size - 1, *example(task, STORE_SEED, index, length, subset).tokens], writer.dtype))
+            counts[name] = _answer_counts(tasks, length, subset, size, ANSWERS_A_SYMBOL * size if subset == "train" else 0)
         sources_by_split = dict.fromkeys(SPLITS, sources)
         facts = _finished(folder, writers, sources_by_split, counts, END_OF_TEXT, np.ones(size, np.float32), "one a symbol")
     return {"licence": licence, "left_out": {}, "unreadable": {"count": 0, "bytes": 0, "first": []}, **facts}
+
+
+def _answer_counts(tasks: list[Task], length: int, subset: Subset, size: int, enough: int) -> np.ndarray:
+    """The number of times that each of `size` symbols is an answer, (size,), in `SHOWN` sequences of each task, and in more until there are
+    `enough` answers."""
+    counts, sequences = np.zeros(size, np.int64), 0
+    while sequences < SHOWN or (sequences < MOST_COUNTED and counts.sum() < enough):
+        for task in tasks:
+            sequence = example(task, STORE_SEED, sequences, length, subset)
+            np.add.at(counts, sequence.tokens[1:][sequence.answers], 1)
+        sequences += 1
+    return counts
 
 
 def _finished(
@@ -392,7 +408,8 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
         candidates = np.flatnonzero(~is_validation)
         originals = candidates[np.unique(hash_array[candidates], return_index=True)[1]]
         assignment[:] = COPY
-        assignment[originals[~np.isin(hash_array[originals], hash_array[is_validation])]] = TRAIN
+        assignment[originals] = TRAIN
+    assignment[np.isin(hash_array, hash_array[is_validation])] = COPY
     assignment[is_validation] = VAL
     sources_with_split = {reading.index for reading in readings if reading.held_out}
     spans = [slice(*edge) for edge, reading in zip(pairwise([0, *ends]), readings, strict=True) if reading.index not in sources_with_split]

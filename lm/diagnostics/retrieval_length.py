@@ -67,12 +67,12 @@ class RetrievingHead:
 
 
 @torch.no_grad()
-def retrieving_head(decoder: Decoder, examples: list[Example], any_map: bool = False) -> RetrievingHead | None:
+def retrieving_head(decoder: Decoder, examples: list[Example], filler: range, any_map: bool = False) -> RetrievingHead | None:
     """The head that answers the questions of sequences of one length; None if the formula holds for no layer.
 
-    The formula holds for weights e^score over their sum, on all keys up to the query, that do not depend on distance. A token of filler,
-    and the token before it, is in no pair and no question. With `any_map` other weights on all keys before the query count as well: the
-    log of a weight's share in its row stands for its score, without a slope.
+    The formula holds for weights e^score over their sum, on all keys up to the query, that do not depend on distance. Keys of filler are
+    tokens whose ids are in `filler`, and which stand after another such token. With `any_map` other weights on all keys before the query
+    count as well: the log of a weight's share in its row stands for its score, without a slope.
     """
     parts: dict[int, list[tuple[np.ndarray, ...]]] = {}
     formula_holds: dict[int, bool] = {}
@@ -83,7 +83,7 @@ def retrieving_head(decoder: Decoder, examples: list[Example], any_map: bool = F
             rows = AttentionRows.from_block(block)
             by_score = block.normalizer.score_map == "exp" and not block.normalizer.log_decay(rows.scores).any()
             if bool((rows.n == rows.queries + 1).all()) if by_score else any_map and bool((rows.n >= rows.queries).all()):
-                parts.setdefault(block.layer, []).append(_block_scores(block, rows, example, by_score))
+                parts.setdefault(block.layer, []).append(_block_scores(block, rows, example, filler, by_score))
                 formula_holds[block.layer] = by_score
     best_head: RetrievingHead | None = None
     for layer, blocks in parts.items():
@@ -98,7 +98,9 @@ def retrieving_head(decoder: Decoder, examples: list[Example], any_map: bool = F
     return best_head
 
 
-def _block_scores(block: AttentionBlock, rows: AttentionRows, example: Example, by_score: bool) -> tuple[np.ndarray, ...]:
+def _block_scores(
+    block: AttentionBlock, rows: AttentionRows, example: Example, filler_ids: range, by_score: bool
+) -> tuple[np.ndarray, ...]:
     """For each question of a sequence: needle (Q, H), others (Q, H, L), filler (Q, L), n (Q,), slope, weight, N_eff and entropy (Q, H)."""
     length, keys, device = len(example.tokens) - 1, rows.visible.size(-1), rows.visible.device
     evidence, questions = torch.as_tensor(example.evidence[:, 0], device=device), torch.arange(len(example.questions), device=device)
@@ -109,9 +111,8 @@ def _block_scores(block: AttentionBlock, rows: AttentionRows, example: Example, 
     needle = scores[questions, :, evidence]
     other_scores = scores.clone()
     other_scores[questions, :, evidence] = -math.inf
-    is_special = torch.zeros(length + 1, dtype=torch.bool, device=device)
-    for start, stop in [*example.needles, (example.questions[0, 0] - 1, length + 1)]:
-        is_special[start:stop] = True
+    tokens = torch.as_tensor(example.tokens, device=device)
+    is_special = (tokens < filler_ids.start) | (tokens >= filler_ids.stop)  # in a pair or a question
     filler = ~is_special[:keys] & ~torch.cat((is_special.new_ones(1), is_special[: keys - 1])) & rows.visible
     growth = _scale_at_twice(block, rows, length) - 1 if by_score else torch.zeros_like(needle)
     slope = growth / torch.log1p(length / rows.n.double()).unsqueeze(-1)

@@ -458,6 +458,15 @@ class NeedleMeasurement(AnswerMeasurement):
                 torch.distributed.broadcast(value, 0)
         return copies[0]
 
+    def precision(self, device: Device) -> str:
+        trained_in = device.precision if self.asked.finetune.steps else "32"
+        return super().precision(device) + (f", fine-tuned in {trained_in}" if trained_in != "32" else "")
+
+    def _chance(self, task: Needle) -> float | None:
+        """Accuracy of chance in the trials, the last of which may be a part of the questions of a sequence; None: it is not one number."""
+        candidates = task.needles + task.distractors  # earlier questions of a sequence stand in the prompt with their answers
+        return task.chance and float(np.mean([1 / (candidates - index % task.needles) for index in range(self.asked.trials)]))
+
     def _answers(self, decoder: Decoder, label: str, setting: str, device: Device, progress: Advance) -> list[Series]:
         """Exact answers over all depths and of the control, for reports; then all columns of `SCORED`, by depth."""
         scores = {
@@ -469,17 +478,15 @@ class NeedleMeasurement(AnswerMeasurement):
             if not names:
                 continue
             pools = [self._pooled(depths) for depths in zip(*(scores[name] for name in names), strict=True)]
-            chance = self.tasks[names[0]].chance
             series.append(
                 self.accuracy(
-                    pools, chance and chance.teacher_forced, control=control, what="needle, control without it" if control else "needle",
+                    pools, self._chance(self.tasks[names[0]]), control=control, what="needle, control without it" if control else "needle",
                     logged=tuple(self.asked.metric(control, length, label) for length in self.lengths), **common_fields,
                 )
             )  # fmt: skip
         for name, task in self.tasks.items():
-            chance = task.chance and task.chance.teacher_forced  # earlier questions of a sequence stand in the prompt with their answers
             candidates = [np.mean([1 + len(trial.others) for trial in length_scores.trials]) for length_scores in scores[name]]
-            levels = {"exact": chance, "first of candidates": 1 / float(np.mean(candidates))}
+            levels = {"exact": self._chance(task), "first of candidates": 1 / float(np.mean(candidates))}
             for column, (metric, unit) in enumerate(SCORED):
                 samples = [length_scores.sample(length_scores.values[:, [column]]) for length_scores in scores[name]]
                 references = {} if levels.get(metric) is None else {"chance": levels[metric]}

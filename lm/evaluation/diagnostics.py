@@ -43,7 +43,7 @@ from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.answers import QUESTION_SEED
 from lm.evaluation.evaluate import evaluate, evaluate_model, open_device, open_store, split_configurations, text_config
 from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
-from lm.evaluation.held_out import HeldOut, by_sequence, lengths_axis, spread, task_sequences
+from lm.evaluation.held_out import HeldOut, by_sequence, lengths_axis, spread, validation_sequences
 from lm.model.decoder import Decoder
 from lm.model.device import Device, eval_mode
 from lm.model.swapped import for_inference
@@ -88,8 +88,9 @@ def diagnostic_sequences(store: Store, config: Config, options: DiagnosticsConfi
     if options.text:
         return sequences_of_text(store.tokenizer(), store.end_of_text, options, length)
     if config.data.symbolic:
-        held_out = task_sequences(store, config)
-        indices = np.arange(min(options.sequences, len(held_out.sequences))) * len(held_out.sequences) // options.sequences
+        held_out = validation_sequences(store, config)
+        count = min(options.sequences, len(held_out.sequences))
+        indices = np.arange(count) * len(held_out.sequences) // count
         return HeldOut(held_out.sequences[indices], held_out.token_bytes)
     if options.length_factor == 1:
         held_out = spread(store, config, length, options.sequences)
@@ -155,6 +156,7 @@ class Diagnostics(Measurement):
         length, options = self.held_out.length, self.asked_plain
         facts = {"sequences": len(self.held_out.sequences), "sequences_asked": options["sequences"], "length": length}
         facts |= {"sequences_sha256": self.held_out.sha256, "query_indices": query_indices(length, options["queries"])}
+        facts["documents"] = self.config.data.documents
         return {"seq_len": self.config.data.seq_len, **options, **facts, "least_keys": LEAST_KEYS, "untrained_seed": self.config.seed}
 
     @property
@@ -173,7 +175,8 @@ class Diagnostics(Measurement):
         return (picture := diagnostics(series)) and picture.png
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
-        series = describe(decoder, self.held_out, self.asked, device, self.config.seed, self.fingerprint, progress)
+        fingerprint = "" if self.asked.text else self.fingerprint  # no window of a text is held back to select runs
+        series = describe(decoder, self.held_out, self.asked, device, self.config.seed, fingerprint, progress)
         return series + retrieval_series(decoder, self.config, self.asked)
 
 
@@ -241,10 +244,11 @@ def retrieval_series(decoder: Decoder, config: Config, options: DiagnosticsConfi
     if not isinstance(task, MQAR) or task.joined or not isinstance(config.model.position, NoPosition):
         return []
     examples = [example(task, QUESTION_SEED, index, length, "test") for index in range(QUESTIONED)]
+    filler = range(task.keys + task.values, task.vocab_size)
     for setting in options.inference:
         model = for_inference(decoder, setting)
         with eval_mode(model), torch.autocast(decoder.head.weight.device.type, enabled=False):
-            head = retrieving_head(model, examples)
+            head = retrieving_head(model, examples, filler)
         if head is None or not head.scores.is_filler.any(1).all():
             continue
         weights, fields = median_weights(head.scores, length), {"setting": setting.label}

@@ -94,8 +94,10 @@ class Measurement(ABC):
 
     @property
     def code(self) -> dict[str, str]:
-        """Digests of the code that its numbers come from: lm, the packages of normalizers, and that of an evaluation from outside."""
-        return {"lm": measuring_code(), **PLUGINS.code([*self.config.normalizer_names, getattr(self.asked, "name", "")])}
+        """Digests of the code that its numbers come from: lm, and from outside the packages of normalizers, tasks and the evaluation."""
+        tasks = [*(weighted.task for weighted in self.config.data.tasks), *getattr(self.asked, "tasks", ())]
+        names = [*self.config.normalizer_names, *(task.name for task in tasks), getattr(self.asked, "name", "")]
+        return {"lm": measuring_code(), **PLUGINS.code(names)}
 
     def evaluate(self, decoder: Decoder, device: Device, step: int, tokens_seen: int, progress: Advance = ignore) -> Evaluation:
         """Measure a decoder that was trained for `step` steps and `tokens_seen` tokens. Collective."""

@@ -6,7 +6,7 @@ import importlib.metadata
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -313,6 +313,9 @@ class Downstream(Measurement):
     @property
     def work(self) -> int:
         return len(self.names)
+
+    def cacheable(self, series: Sequence[Series]) -> bool:
+        return not self.asked.include_path and super().cacheable(series)  # what files of one's own read is not known
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         spec = ModelSpec.from_decoder(decoder, self.store.manifest["end_of_text"]["token"])

@@ -92,7 +92,7 @@ class HeldOut:
 def validation_sequences(store: Store, config: Config) -> HeldOut:
     """Up to `eval.sequences` windows of the training length, spread evenly over the held-out text; without text, task sequences."""
     if config.data.symbolic:
-        return task_sequences(store, config)
+        return task_sequences(store, config, config.data.seq_len, config.eval.sequences)
     return spread(store, config, config.data.seq_len, config.eval.sequences)
 
 
@@ -101,15 +101,14 @@ def spread(store: Store, config: Config, length: int, limit: int) -> HeldOut:
     return HeldOut.take(store, validation_starts(store.val, length, limit), length, config.data.documents == "isolate")
 
 
-def task_sequences(store: Store, config: Config) -> HeldOut:
-    """`eval.sequences` test sequences, divided among the tasks by their weights; the same for each run of the same tasks."""
+def task_sequences(store: Store, config: Config, length: int, count: int) -> HeldOut:
+    """`count` test sequences, divided among the tasks by their weights; the same for each run of the same tasks. Raises NoRoom."""
     tasks = config.data.tasks
-    ends = np.floor(np.cumsum([task.weight for task in tasks]) * config.eval.sequences + 0.5).astype(int)
-    sources = np.searchsorted(ends, np.arange(config.eval.sequences), "right")
+    ends = np.floor(np.cumsum([task.weight for task in tasks]) * count + 0.5).astype(int)
+    sources = np.searchsorted(ends, np.arange(count), "right")
     starts = np.concatenate(([0], ends))
     examples = [
-        example(tasks[number].task, STORE_SEED, int(index - starts[number]), config.data.seq_len, "test")
-        for index, number in enumerate(sources)
+        example(tasks[number].task, STORE_SEED, int(index - starts[number]), length, "test") for index, number in enumerate(sources)
     ]
     sequences, answers = (np.stack([getattr(item, name) for item in examples]) for name in ("tokens", "answers"))
     return HeldOut(sequences, store.token_bytes, None, sources, answers)

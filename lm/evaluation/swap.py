@@ -16,10 +16,11 @@ from lm.config.load import merge, overrides_in, parse, to_yaml
 from lm.config.tree import Config
 from lm.data.batches import Batch, long_starts, train_sequences
 from lm.data.store import Store
+from lm.data.tasks import NoRoom
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.evaluate import on_text, open_device, open_store, text_config
 from lm.evaluation.evaluation_kind import Advance, Measurement, ignore, weights_sha256
-from lm.evaluation.held_out import NATS, HeldOut, by_position, by_sequence, by_token, lengths_axis, validation_sequences
+from lm.evaluation.held_out import NATS, HeldOut, by_position, by_sequence, by_token, lengths_axis, task_sequences, validation_sequences
 from lm.files import file_sha256, new_folder, write_json, write_text
 from lm.model.attention_stream import in_lockstep
 from lm.model.cross_entropy import token_kl, token_nll
@@ -40,16 +41,23 @@ DRIFT_SEQUENCES = 4  # sequences of each length whose attention weights are comp
 
 
 def swap_sequences(store: Store, config: Config) -> list[HeldOut]:
-    """Held-out sequences of each length of `eval.swap_lengths`, ascending: validation sequences, and at other lengths windows in documents.
+    """Held-out sequences of each length of `eval.swap_lengths`, ascending: validation sequences, and at other lengths windows in documents,
+    or sequences of the tasks over symbols.
 
-    Lengths that no held-out document has are left out, and lengths beyond the training length if positions are learned.
+    Lengths that no held-out document has, or that a task does not fit into, are left out, and lengths beyond the training length if
+    positions are learned.
     """
+    count = config.eval.long_context.sequences
     sequences = []
     for length in sorted({int(factor * config.data.seq_len) for factor in config.eval.swap_lengths}):
         if length == config.data.seq_len:
             sequences.append(validation_sequences(store, config))
         elif length < config.data.seq_len or not config.model.position.has_last:
-            starts = long_starts(store.val, length, config.eval.long_context.sequences)
+            if config.data.symbolic:
+                with suppress(NoRoom):
+                    sequences.append(task_sequences(store, config, length, count))
+                continue
+            starts = long_starts(store.val, length, count)
             sequences += [HeldOut.take(store, starts, length)] if len(starts) else []
     return sequences
 

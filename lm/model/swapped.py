@@ -12,7 +12,7 @@ from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
 from lm.attention.options import Options
 from lm.config.inference_config import InferenceSetting
-from lm.data.batches import Batch
+from lm.data.batches import IGNORED, Batch
 from lm.errors import ConfigError, RunError
 from lm.model.blocks import AttentionBase
 from lm.model.cross_entropy import token_kl
@@ -84,7 +84,8 @@ def fit(old: Decoder, new: Decoder, batches: list[Batch]) -> tuple[float, float]
 
     def kl(index: int) -> Tensor:
         hidden = new.hidden(batches[index]).flatten(0, 1)
-        return token_kl(targets[index], old.head, hidden, new.head).mean()
+        counts = batches[index].targets.flatten() != IGNORED
+        return token_kl(targets[index], old.head, hidden, new.head)[counts].mean()
 
     def mean() -> float:
         with torch.no_grad():
