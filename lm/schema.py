@@ -176,6 +176,12 @@ def is_optional(schema: type, path: str) -> bool:
     return len(specs) == path.count(".") + 1 and "optional" in specs[-1].metadata
 
 
+def is_text(schema: type, path: str) -> bool:
+    """Whether the key at `path` (dotted) is a text."""
+    specs = _fields_at(schema, path)
+    return len(specs) == path.count(".") + 1 and specs[-1].type is str
+
+
 def _field(schema: type, name: str) -> dataclasses.Field | None:
     """The field called `name`; the index of a list's item is ignored (`phases[1]`)."""
     return next((spec for spec in fields(schema) if spec.name == name.partition("[")[0]), None)

@@ -85,6 +85,17 @@ def test_a_rate_that_jumps_is_said(tiny, trunk: Path, capsys: pytest.CaptureFixt
     assert "note: the learning rate jumps from 0.0005 to 0.01 at step 9" in capsys.readouterr().out
 
 
+def test_a_branch_gives_its_weights_to_a_new_run_and_to_a_swap(tiny, trunk: Path, tmp_path: Path):
+    config = branched(tiny, trunk, 3)
+    train(config)
+    folder = config.run_folder
+    fresh = load([str(folder / "config.yaml"), f"init_from={folder}", "name=fresh"])
+    assert (fresh.init_from, fresh.branch_from) == (str(folder), "")
+    assert load([str(folder / "config.yaml"), "branch_from=", "name=fresh"]).branch_from == ""
+    assert lm("swap", str(folder), "--to", "softmax", "-o", str(tmp_path / "swapped")).returncode == 0
+    assert load([str(tmp_path / "swapped" / "config.yaml")]).branch_from == ""
+
+
 def test_a_branch_that_was_killed_goes_on_in_its_own_folder(tiny, trunk: Path):
     longer = "trainer.max_steps=10"
     config = branched(tiny, trunk, 3, longer, "resume=auto")

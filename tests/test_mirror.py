@@ -264,11 +264,21 @@ def test_tensorboard_has_what_metrics_jsonl_has(tiny):
     ]
 
 
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_trackio_is_sent_what_is_logged_and_what_is_not_installed_is_named(tiny, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(ConfigError, match=r"log\.to = 'trackio': is not installed .*; install it \(the extra `log`\), or leave it out"):
         train(tiny("name=without", "log.to=[trackio]"))
     server = Sent()
+    config = tiny("name=whole", "trainer.checkpoint_every=4", "eval.long_context.length_factor=0")
+    train(config)
+    before = files_of(config.run_folder)
+    with pytest.raises(ConfigError, match="is not installed"):
+        train(replace(config, resume=str(config.run_folder / "checkpoints/step-000004.ckpt"), log=LogConfig(to=["trackio"])))
+    assert files_of(config.run_folder) == before, "a start that is refused goes back to no step"
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=server.init))
     train(tiny("name=run", "log.to=[trackio]", "log.project=ours", "eval.long_context.length_factor=0"))
     assert (server.starts[0]["project"], server.starts[0]["name"]) == ("ours", "run")

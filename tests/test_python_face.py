@@ -1,6 +1,9 @@
 """`lm.train`, `lm.evaluate`, `lm.compare` and `lm.results`, and the page that documents them."""
 
 import ast
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +12,7 @@ from conftest import ROOT, Inline
 from test_documents import blocks
 from test_experiments import SHORT, here
 from trials import written
+from waiting import wait_until
 
 import lm
 from lm.errors import ConfigError, LMError, RunError
@@ -16,6 +20,7 @@ from lm.experiments.engine import Jobs
 from lm.experiments.experiment_folder import open_experiment
 from lm.experiments.slots import Slots
 from lm.experiments.summary import summary_lines
+from lm.runs.folder import read_config
 from lm.training.banner import git_state
 
 TABLE = "size,arm,key,rate,seed,val/loss,configuration\n" + "".join(
@@ -101,6 +106,36 @@ def test_the_page_of_python_runs(experiment, tmp_path, monkeypatch):
     assert [len(table) > 0 for table in tables] == [True] * 3
     with pytest.raises(RunError, match="runs/trial"):
         lm.train("recall", {"name": "trial"})
+
+
+def test_mappings_hold_all_that_yaml_holds_and_an_error_all_of_its_lines(arguments, tmp_path):
+    mixed = {"data": {"lengths": {"name": "mixed", "weights": {16: 0.5, 32: 0.5}}}, "log": {"notes": "a 😀"}, "runs": tmp_path / "runs"}
+    given = [*arguments, {"name": "mixed", **mixed, "optim": {"lr": np.float64(1e-3)}}]
+    folder = lm.train(*given)
+    assert read_config(folder).data.lengths.weights == {16: 0.5, 32: 0.5}
+    with pytest.raises(RunError, match=r"(?s)2 problems.*optim\.lr = 0\.002.*optim\.grad_clip = 2"):
+        lm.train(*given, {"resume": "auto", "optim": {"lr": 2e-3, "grad_clip": 2.0}})
+    with pytest.raises(ConfigError, match=r"optim: .* is no plain value"):
+        lm.train(*given, {"optim": object()})
+
+
+INTERRUPTED = """
+import sys, lm
+try:
+    lm.train(*sys.argv[1:], {"name": "long", "trainer": {"max_steps": 100000, "checkpoint_every": 100000}})
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_an_interrupt_ends_the_step_and_saves_a_checkpoint(arguments, tmp_path):
+    command = [sys.executable, "-c", INTERRUPTED, *arguments, "eval.every=100000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    log = tmp_path / "runs" / "long" / "metrics.jsonl"
+    wait_until(lambda: log.exists() and log.stat().st_size > 0, tmp_path)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[0] == "interrupted\n"
+    assert (log.parent / "checkpoints" / "last.ckpt").exists()
 
 
 def test_what_is_no_path_is_refused():

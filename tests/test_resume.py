@@ -27,6 +27,8 @@ from lm.runs.checkpoints import load_checkpoint
 from lm.runs.evaluations import Evaluation, Series, evaluation_files, selecting, selection_loss
 from lm.runs.folder import steps_saved
 from lm.runs.loading import load
+from lm.runs.metadata import load_metadata
+from lm.training.starting import truncate_after
 from lm.training.train import train
 
 # options, and the steps that the run is killed after
@@ -258,6 +260,22 @@ def test_an_evaluation_lost_to_a_kill_is_made_up_for(tiny):
         assert path.read_text() == before
 
 
+def test_a_resumed_run_knows_the_weights_of_all_its_evaluations_and_keeps_no_picture_of_later_steps(tiny):
+    options = "trainer.checkpoint_every=4", "eval.every=8", "trainer.keep_checkpoints=2", "eval.diagnostics={every: 4, sequences: 2}"
+    train(tiny("name=straight", *options))
+    config = tiny("name=resumed", *options)
+    train(config)
+    checkpoints, picture = config.run_folder / "checkpoints", config.run_folder / "evaluations" / "diagnostics.step-000008.png"
+    assert picture.exists()
+    notes = truncate_after(config.run_folder, 4)
+    assert (notes, picture.exists()) == ([], False)
+    train(replace(config, resume=str(checkpoints / "step-000004.ckpt")))
+    lasts = [tiny(f"name={name}").run_folder / "checkpoints" / "last.ckpt" for name in ("straight", "resumed")]
+    digests = [load_metadata(path)["weights_sha256"] for path in lasts]
+    assert digests[0] == digests[1]
+    assert "4" in digests[0]
+
+
 def test_more_steps_may_be_asked_for_when_resuming(tiny, capsys: pytest.CaptureFixture):
     train(tiny("name=more", "optim.schedule=constant"))
     assert train(tiny("name=more", "optim.schedule=constant", "trainer.max_steps=12", "resume=auto")) == 0
@@ -266,7 +284,15 @@ def test_more_steps_may_be_asked_for_when_resuming(tiny, capsys: pytest.CaptureF
     train(tiny("name=longer"))
     capsys.readouterr()
     train(tiny("name=longer", "trainer.max_steps=12", "resume=auto"))
-    assert "note: cosine now ends at step 12, it was headed for 8" in capsys.readouterr().out
+    assert "note: cosine now ends at step 12, it was headed for 8: the learning rate jumps" in capsys.readouterr().out
+    stable = "optim.schedule={name: wsd, decay_fraction: 0.25}"
+    train(tiny("name=stable", stable, "trainer.checkpoint_every=4", "trainer.keep_checkpoints=2"))
+    train(
+        replace(
+            tiny("name=stable", stable, "trainer.max_steps=16"), resume=str(tiny("name=stable").run_folder / "checkpoints/step-000004.ckpt")
+        )
+    )
+    assert "note: wsd now ends at step 16, it was headed for 8\n" in capsys.readouterr().out
 
 
 def validations(folder: Path) -> dict[int, Series]:

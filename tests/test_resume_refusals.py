@@ -28,7 +28,7 @@ from lm.runs.folder import CONFIG, METRICS, TRAINING
 from lm.runs.loading import export, load
 from lm.runs.metadata import load_metadata
 from lm.runs.same_run import check_text
-from lm.training.train import train
+from lm.training.train import create_run_folder, train
 
 
 def test_a_run_folder_in_use_is_refused(tiny):
@@ -36,6 +36,21 @@ def test_a_run_folder_in_use_is_refused(tiny):
     train(config)
     with locked_folder(config.run_folder, TRAINING), pytest.raises(RunError, match="another process is training"):
         train(tiny("name=used", "resume=auto"))
+
+
+def test_a_process_that_made_the_folder_leaves_it_to_the_one_that_locked_it_first(tiny, monkeypatch: pytest.MonkeyPatch):
+    config = tiny("name=race", "resume=auto")
+    with contextlib.ExitStack() as other_process:
+
+        def made(folder: Path, resume: bool) -> bool:
+            is_new = create_run_folder(folder, resume)
+            other_process.enter_context(locked_folder(folder, TRAINING))
+            return is_new
+
+        monkeypatch.setattr("lm.training.train.create_run_folder", made)
+        with pytest.raises(RunError, match="another process is training"):
+            train(config)
+        assert config.run_folder.is_dir()
 
 
 HELD = """

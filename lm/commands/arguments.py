@@ -6,6 +6,8 @@ from typing import Annotated
 import typer
 
 from lm.errors import ConfigError
+from lm.machine import without_collection
+from lm.schema import Plain
 
 Results = Annotated[Path | None, typer.Option("--out", "-o", help="also write all numbers to this .csv or .json file", show_default=False)]
 Checkpoint = Annotated[str, typer.Option(help="last, best (lowest selection loss), a step, or a checkpoint's path")]
@@ -25,6 +27,14 @@ AllowPlugin = Annotated[
         metavar="PACKAGE", callback=_allow, help="allow what the model names to be imported from this package", show_default=False
     ),
 ]
+
+
+def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[str, Plain]) -> dict[str, Plain]:
+    """`lm.runs.loading.with_shape_of`, imported where weights are named: torch takes seconds, and most typing errors don't need it."""
+    with without_collection():
+        from lm.runs.loading import with_shape_of
+
+    return with_shape_of(init_from, file_keys, overrides)
 
 
 def check_results(out: Path | None) -> None:

@@ -5,11 +5,10 @@ They print nothing unless `verbose`, and raise `lm.errors.LMError` where a comma
 
 import contextlib
 import io
-import json
 import os
+import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,14 +18,16 @@ from typing import get_args
 import pandas as pd
 
 from lm import Given
-from lm.commands.arguments import paths_and_overrides
-from lm.config.load import load, to_yaml
+from lm.commands.arguments import paths_and_overrides, with_shape_of
+from lm.config.load import load
+from lm.config.yaml_text import flow_yaml
 from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.experiments.compare import REPORT, VERDICTS, Work, compare_experiments
 from lm.experiments.experiment import Experiment, Primary
 from lm.experiments.experiment_folder import open_experiment
 from lm.experiments.judging import INTERVALS, Judgement
 from lm.experiments.run_table import Direction, judge_table
+from lm.machine import child_environment
 from lm.report.frame import evaluation_blocks, frame, results, run_columns
 from lm.report.html import PAGE
 from lm.report.tables import csv_text
@@ -79,17 +80,26 @@ def train(*configuration: Given, verbose: bool = False) -> Path:
         ConfigError: the configuration is wrong.
         RunError: training failed; the message is the message of `lm train`.
     """
-    config = load(_arguments(configuration))
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, f"{config.name}.yaml")
-        file.write_text(to_yaml(config), encoding="utf-8")
-        command = [sys.executable, "-m", "lm", "train", str(file)]
-        process = subprocess.run(command, stdout=None if verbose else subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    arguments = _arguments(configuration)
+    config = load(arguments, with_shape_of)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lm", "train", *arguments], stdout=None if verbose else subprocess.DEVNULL, stderr=subprocess.PIPE,
+        text=True, env=child_environment(), start_new_session=True,
+    )  # fmt: skip
+    is_interrupted, errors = False, ""
+    while process.returncode is None:
+        try:
+            errors = process.communicate()[1]
+        except KeyboardInterrupt:  # the process ends its step and saves a checkpoint
+            is_interrupted = True
+            process.send_signal(signal.SIGINT)
     if verbose:
-        print(process.stderr, end="", file=sys.stderr)
+        print(errors, end="", file=sys.stderr)
+    if is_interrupted:
+        raise KeyboardInterrupt
     if process.returncode:
-        words = [line.removeprefix("error: ") for line in process.stderr.splitlines() if line.startswith("error: ")]
-        raise RunError(words[-1] if words else f"{config.run_folder}: training ended with exit status {process.returncode}")
+        _, has_words, words = f"\n{errors}".rpartition("\nerror: ")
+        raise RunError(words.strip() if has_words else f"{config.run_folder}: training ended with exit status {process.returncode}")
     return config.run_folder
 
 
@@ -211,11 +221,11 @@ def _run(folder: Path) -> dict[str, object]:
 
 
 def _arguments(values: Sequence[Given]) -> list[str]:
-    """Arguments of a command: mappings become overrides, in JSON, which is YAML."""
+    """Arguments of a command: mappings become overrides."""
     texts = []
     for value in values:
         if isinstance(value, Mapping):
-            texts += [f"{name}={json.dumps(item)}" for name, item in value.items()]
+            texts += [f"{name}={flow_yaml(item, name)}" for name, item in value.items()]
         elif isinstance(value, str | os.PathLike):
             texts.append(os.fspath(value))
         else:

@@ -5,16 +5,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import shorten
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from lm.commands.arguments import AllowPlugin
+from lm.commands.arguments import AllowPlugin, with_shape_of
 from lm.machine import without_collection
-
-if TYPE_CHECKING:
-    from lm.schema import Plain
-
 
 Configuration = Annotated[
     list[str],
@@ -39,7 +35,7 @@ def config(arguments: Configuration = [], reference: Reference = False, schema: 
 
         print(json.dumps(configuration_schema(), indent=1))
         return
-    print(reference_markdown() if reference else to_yaml(load(arguments)), end="")
+    print(reference_markdown() if reference else to_yaml(load(arguments, with_shape_of)), end="")
 
 
 def configs(
@@ -137,7 +133,7 @@ def prepare(arguments: Configuration) -> None:
     """
     from lm.config.load import load
 
-    configuration = load(arguments)
+    configuration = load(arguments, with_shape_of)
     from lm.data.prepare import prepare
 
     prepare(configuration.data, progress=True)
@@ -158,14 +154,6 @@ def inspect_data(
     inspect(arguments, samples)
 
 
-def _with_shape_of(init_from: str, file_keys: dict[str, "Plain"], overrides: dict[str, "Plain"]) -> dict[str, "Plain"]:
-    """`lm.runs.loading.with_shape_of`, imported where weights are named: torch takes seconds, and most typing errors don't need it."""
-    with without_collection():
-        from lm.runs.loading import with_shape_of
-
-    return with_shape_of(init_from, file_keys, overrides)
-
-
 def train(arguments: Configuration, allow_plugin: AllowPlugin = None) -> None:
     """Train a model.
 
@@ -176,6 +164,6 @@ def train(arguments: Configuration, allow_plugin: AllowPlugin = None) -> None:
         from lm.config.load import load
         from lm.training.train import train
 
-    configuration = load(arguments, _with_shape_of)
+    configuration = load(arguments, with_shape_of)
 
     raise typer.Exit(train(configuration))

@@ -30,6 +30,7 @@ from lm.schema import (
     flatten,
     is_block,
     is_optional,
+    is_text,
     own_problems,
     reference,
     suggest,
@@ -204,7 +205,11 @@ def check_tasks(config: Config) -> list[Problem]:
 WithWeights = Callable[[str, dict[str, Plain], dict[str, Plain]], dict[str, Plain]]
 MAX_BASES = 50  # files in a chain, each inheriting from the next
 # Keys that set one thing in two ways: where a configuration with one is laid on a configuration with the other, it replaces the other.
-ALTERNATIVES = {"trainer.max_steps": "tokens_per_parameter", "trainer.tokens_per_parameter": "max_steps"}
+ALTERNATIVES = {
+    "trainer.max_steps": "tokens_per_parameter",
+    "trainer.tokens_per_parameter": "max_steps",
+    "init_from": "branch_from",  # not the other way: a branch keeps the weights that its source began with
+}
 
 
 def load(arguments: list[str], with_weights: WithWeights | None = None) -> Config:
@@ -232,6 +237,8 @@ def load(arguments: list[str], with_weights: WithWeights | None = None) -> Confi
             name = name or Path(argument).stem
     changes = read_overrides(overrides)
     weights = changes.get("init_from", tree.get("init_from"))
+    if isinstance(weights, str) and "${" in weights:
+        weights = interpolated(merge(tree, changes))["init_from"]
     has_weights = with_weights and weights and isinstance(weights, str)
     tree = with_weights(weights, tree, changes) if has_weights else merge(tree, changes)
     with PLUGINS.trusted():
@@ -348,7 +355,8 @@ def read_overrides(overrides: list[str]) -> dict[str, Plain]:
         names = path.split(".")
         if not sign or not all(names) or len(names) > MAX_DEPTH:
             raise ConfigError(f"{abbreviated(override, 80)}: not an override; write key=value, e.g. optim.lr=3e-4")
-        blocks.append({path: parse_yaml(text, abbreviated(override, 80))})
+        is_empty = not text and is_text(Config, path)  # elsewhere it is null
+        blocks.append({path: "" if is_empty else parse_yaml(text, abbreviated(override, 80))})
     return nested(*blocks)
 
 
@@ -414,7 +422,7 @@ def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -
     result = dict(base)
     for name, value in changes.items():
         old, alternative = result.get(name), ALTERNATIVES.get(f"{prefix}{name}")
-        if alternative and value is not None and alternative not in changes:
+        if alternative and value and alternative not in changes:
             result.pop(alternative, None)
         if value is None and is_block(old) and not is_optional(Config, f"{prefix}{name}"):
             raise ConfigError(

@@ -106,10 +106,15 @@ class Config:
         return {options.name for phase in self.plan for options in phase.normalizer.layer_options()}
 
     @property
+    def plugin_names_by_key(self) -> dict[str, str]:
+        """`package.module:Class` of all code from outside that is named anywhere, by the key that names it."""
+        names = {path: value for path, value in flatten(to_plain(self)).items() if path.endswith(".name") and path != "experiment.name"}
+        return {path: name for path, name in names.items() if isinstance(name, str) and ":" in name}
+
+    @property
     def plugin_names(self) -> set[str]:
         """`package.module:Class` of all code from outside that is named anywhere."""
-        names = (value for path, value in flatten(to_plain(self)).items() if path.endswith(".name") and path != "experiment.name")
-        return {name for name in names if isinstance(name, str) and ":" in name}
+        return {*self.plugin_names_by_key.values()}
 
     @property
     def phase_ends(self) -> list[int]:

@@ -4,13 +4,16 @@ A text may be anything, by mistake or by intent. Its size, depth and expansion a
 takes long, fills the memory or exceeds the interpreter's recursion limit.
 """
 
+import math
+import os
 import re
+from collections.abc import Mapping
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lm.errors import ConfigError, abbreviated, one_line
+from lm.errors import ConfigError, abbreviated, as_written, one_line
 from lm.schema import Plain, single_values
 
 MAX_BYTES = 2**19  # size of a text
@@ -131,6 +134,26 @@ def parse_yaml(text: str | bytes, source: str) -> Plain:
 def dump_yaml(plain: Plain) -> str:
     """Plain data as YAML, which `parse_yaml` reads back."""
     return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def flow_yaml(value: object, key: str) -> str:
+    """A value of `key` as YAML on one line; paths become texts. Raises ConfigError: it is nothing that YAML holds."""
+    try:
+        text = yaml.dump(_plain(value), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=math.inf)
+        return text.removesuffix("\n...\n").strip("\n")
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{key}: {abbreviated(as_written(str(value)), 80)}: is no plain value: {one_line(error, 80)}") from None
+
+
+def _plain(value: object) -> object:
+    """A value whose maps, lists, paths and NumPy numbers are those of plain data."""
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.item() if hasattr(value, "item") else value
 
 
 # ---------------------------------------------------------------- interpolation

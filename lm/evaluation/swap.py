@@ -308,7 +308,8 @@ def _swapped_config(model: Loaded, name: str, init: str | None, destination: Pat
             normalizer["init"] = float(normalizer["init"])
     base = merge({**to_plain(model.config), "experiment": {}}, {"model": {"normalizer": to_plain(model.decoder.config.normalizer)}})
     base = merge(merge(base, {"model": {"normalizer": normalizer}}), changes)
-    fields = {"name": destination.name, "runs": str(destination.parent), "resume": "", "init_from": "", "train_only": None, "phases": []}
+    fields = {"name": destination.name, "runs": str(destination.parent), "resume": "", "train_only": None, "phases": []}
+    fields |= {"init_from": "", "branch_from": ""}
     return parse({**base, **fields})
 
 

@@ -148,7 +148,7 @@ def load_checkpoint(path: Path) -> dict[str, object]:
     checkpoint = _read(path)
     _check_sizes(path, checkpoint)
     if SHA256 in checkpoint:
-        expected_digests = checkpoint.pop(SHA256)
+        expected_digests = checkpoint[SHA256]
         for part, digest in _digests(checkpoint).items():
             if not isinstance(expected_digests, dict) or expected_digests.get(part) != digest:
                 raise RunError(f"{path}: its {PARTS[part]} were altered (their sha256 differs){alternative(path)}")

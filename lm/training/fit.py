@@ -101,9 +101,9 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
     mirrors: list[Mirror] = []
     if main:
         print(banner(config, store, start, machine), *filter(None, [process.note]), *notes, sep="\n", flush=True)
-        _write_run_files(config, store, start, checkpoint, facts)
-        with without_collection():  # wandb imports much as it starts
+        with without_collection():  # wandb imports much as it starts; what can't be started leaves the run as it was
             mirrors = start_mirrors(mode, config, facts, start.step, L.pytorch.loggers)
+        _write_run_files(config, store, start, checkpoint, facts)
     log = MetricLog(config.run_folder / METRICS, mirrors, main)
     progress = StepProgress(config.log.progress if main else "none", config.trainer.max_steps)
     progress.start(start.step)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-from lm.config.tree import Config
+from lm.config.tree import Config, effect_of
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.evaluation_kind import weights_sha256
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
 from lm.model.swapped import swapped
-from lm.runs.checkpoints import is_saved, load_checkpoint
+from lm.runs.checkpoints import SHA256, is_saved, load_checkpoint
 from lm.runs.evaluations import evaluation_files
 from lm.runs.folder import (
     BEST,
@@ -203,9 +203,10 @@ def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> Phas
     phase = config.phase_at(metadata["step"])
     decoder = Decoder(config.model_in(metadata["phase"]), metadata["vocab_size"], config.data.seq_len, seed=None)
     decoder.load_state_dict(checkpoint["state_dict"])
-    start = PhaseStart(
-        metadata["step"], phase, decoder, RunState.from_plain(metadata, config.run_folder / CHECKPOINTS), checkpoint["optimizer"]
-    )
+    state = RunState.from_plain(metadata, config.run_folder / CHECKPOINTS)
+    if SHA256 in checkpoint:  # which the metadata that it holds could not know
+        state.note_weights(metadata["step"], checkpoint[SHA256]["state_dict"])
+    start = PhaseStart(metadata["step"], phase, decoder, state, checkpoint["optimizer"])
     if phase != metadata["phase"]:
         start.decoder, start.replaced_decoder = swapped(decoder, config.model_in(phase).normalizer), decoder
         start.optimizer = after_swap(start.optimizer)
@@ -238,7 +239,7 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
     """Check that a checkpoint, of the same configuration (`lm.training.before_training`), can be resumed; return notes on what has changed.
 
     Raises:
-        ConfigError: other data, or other code of a normalizer from outside.
+        ConfigError: other data, or other code from outside, evaluations aside.
         RunError: the checkpoint holds weights alone, weights that aren't finite, or tensors that don't fit its configuration.
     """
     metadata = checkpoint["lm"]
@@ -252,9 +253,13 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
         remedy = "bring that text and tokenizer back, or start a new run from its weights: init_from=... name=..."
         raise ConfigError([Problem("data", store.fingerprint[:16], reason, remedy)])
     spec = ModelSpec.from_training(saved_config, metadata)
+    names = {path: name for path, name in config.plugin_names_by_key.items() if effect_of(path).on_resume != "free"}
     for name, old_code, new_code in spec.changed_plugins():
+        if name not in names.values():
+            continue
+        key = next(path for path, named in names.items() if named == name).removesuffix(".name")
         remedy = "bring that code back, or start a new run from its weights: init_from=... name=..."
-        raise ConfigError([Problem("model.normalizer", name, f"its code is {new_code}, {path} was trained with {old_code}", remedy)])
+        raise ConfigError([Problem(key, name, f"its code is {new_code}, {path} was trained with {old_code}", remedy)])
     if reason := weights_mismatch(spec, checkpoint["state_dict"]):
         raise RunError(f"{path}: weights and configuration don't fit: {reason}")
     check_finite(checkpoint["state_dict"], path)
@@ -270,9 +275,8 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
     step = min(metadata["step"], saved_config.trainer.max_steps - 1)  # a run at its end had no rate in mind for a further step
     rates = saved_config.optim.lr_at(step, saved_config.trainer.max_steps), config.optim.lr_at(metadata["step"], config.trainer.max_steps)
     if is_own_checkpoint and steps[0] != steps[1] and config.optim.schedule.name != "constant":
-        notes.append(
-            f"note: {config.optim.schedule.name} now ends at step {steps[1]}, it was headed for {steps[0]}: the learning rate jumps"
-        )
+        jump = "" if math.isclose(*rates, rel_tol=0.01) else ": the learning rate jumps"
+        notes.append(f"note: {config.optim.schedule.name} now ends at step {steps[1]}, it was headed for {steps[0]}{jump}")
     elif not math.isclose(*rates, rel_tol=0.01):
         notes.append(f"note: the learning rate jumps from {rates[0]:.4g} to {rates[1]:.4g} at step {metadata['step'] + 1}")
     return notes
@@ -295,4 +299,5 @@ def truncate_after(run: Path, step: int) -> list[str]:
     for (kind, evaluated_step), path in evaluation_files(run).items():
         if evaluated_step > step or (kind, evaluated_step) == ("swap", step):
             path.unlink()
+            path.with_suffix(".png").unlink(missing_ok=True)
     return truncate_metrics(run / METRICS, step)

@@ -25,13 +25,11 @@ def train(config: Config) -> int:
     main = process.rank == 0
     folder = config.run_folder
     checkpoint = find_checkpoint(config)
-    created = main and not folder.exists()
-    if main and not (checkpoint and is_own(folder, checkpoint)):
-        create_run_folder(folder, resume=bool(config.resume))
-    try:
-        with locked_folder(folder, TRAINING) if main else contextlib.nullcontext() as lock_note:
-            if lock_note:
-                print(f"note: {lock_note}: start no second process on this run, or set runs to a folder on another one", file=sys.stderr)
+    is_new = main and not (checkpoint and is_own(folder, checkpoint)) and create_run_folder(folder, resume=bool(config.resume))
+    with locked_folder(folder, TRAINING) if main else contextlib.nullcontext() as lock_note:
+        if lock_note:
+            print(f"note: {lock_note}: start no second process on this run, or set runs to a folder on another one", file=sys.stderr)
+        try:
             with without_collection():
                 from lm.model.spec import with_steps  # torch takes seconds to import; errors above don't need it
                 from lm.training.before_training import check_before_data
@@ -44,10 +42,10 @@ def train(config: Config) -> int:
                 from lm.training.fit import fit  # so does Lightning
 
             return fit(config, store, checkpoint, source, process)
-    except BaseException:
-        if created and not any((folder / CHECKPOINTS).glob("*.ckpt")) and not (folder / METRICS).exists():
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+        except BaseException:
+            if is_new and not any((folder / CHECKPOINTS).glob("*.ckpt")) and not (folder / METRICS).exists():
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
 
 
 def find_checkpoint(config: Config) -> Path | None:
@@ -89,12 +87,17 @@ def _resumed(config: Config) -> Path | None:
     raise RunError(f"resume = {config.resume}: no checkpoint; set it to auto, or to {choices}")
 
 
-def create_run_folder(folder: Path, resume: bool) -> None:
-    """Make the run folder. Raises RunError if it exists and is not empty, or can't be made."""
+def create_run_folder(folder: Path, resume: bool) -> bool:
+    """Make the run folder; returns whether it is new. Raises RunError if it exists and is not empty, or can't be made."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()) and not resume:
+        try:
+            folder.mkdir(parents=True)
+            is_new = True
+        except FileExistsError:
+            is_new = False
+        if not is_new and any(folder.iterdir()) and not resume:
             raise RunError(f"{folder}: the run folder exists; go on with resume=auto, or choose another name=...")
         (folder / CHECKPOINTS).mkdir(exist_ok=True)
+        return is_new
     except OSError as error:
         raise RunError(f"{folder}: can't make the run folder: {error.strerror}; set runs=... to a folder you can write") from None
