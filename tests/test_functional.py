@@ -228,6 +228,14 @@ def test_a_call_leaves_the_callers_draws_as_they_are():
     assert torch.equal(torch.rand(2), expected)
 
 
+def test_sums_that_are_not_divided_yet_are_within_fp16():
+    q, k, v = (drawn(1, HEADS, 700, SIZE, seed=seed).detach().half() for seed in range(3))
+    out, expected = (L.attention("relu2", *(x.to(dtype) for x in (20 * q, k, v + 1))) for dtype in (torch.float16, torch.float64))
+    assert 100 < expected.abs().max() < torch.finfo(torch.float16).max < 700 * expected.abs().max()
+    assert out.dtype == torch.float16
+    torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=1e-3 * float(expected.abs().max()))
+
+
 @pytest.mark.parametrize("length", [20, 700])
 @pytest.mark.parametrize("options", CASES, ids=lambda options: options.label())
 def test_outputs_have_the_dtype_of_the_values_under_autocast_too(options: opt.Options, length: int):

@@ -64,6 +64,7 @@ OTHERS: dict[str, tuple[str, dict]] = {
     "biases of attention alone": ("llama", LLAMA_SIZES | {"attention_bias": True, "rope_parameters": YARN | {"attention_factor": 1.2}}),
     "biases of the mlp alone": ("llama", LLAMA_SIZES | {"mlp_bias": True}),
     "qwen2.5": ("qwen2", LLAMA_SIZES),
+    "qwen2.5, heads of its own": ("qwen2", LLAMA_SIZES | {"num_key_value_heads": None}),
     "qwen3": ("qwen3", LLAMA_SIZES | {"head_dim": 16}),
 }  # fmt: skip
 CASES = {name: (name, fields) for name, (_, _, fields) in MODELS.items()} | OTHERS

@@ -93,6 +93,20 @@ def test_absent_metadata_has_the_default_of_gguf(kind: str, tmp_path: Path):
     assert model_read.spec == imported(tmp_path / "hf", tmp_path / "same").spec
 
 
+def test_a_rescaled_rope_without_a_type_is_linear(tmp_path: Path):
+    model = save(tmp_path / "hf", "llama", CASES["smollm2"][1])
+    scaled = [
+        write(tmp_path / f"{len(extra)}.gguf", model, "llama", extra)
+        for extra in (
+            {"llama.rope.scaling.factor": 4.0},
+            {"llama.rope.scaling.factor": 4.0, "llama.rope.scaling.type": "linear"},
+        )
+    ]
+    positions = [imported(path, tmp_path / path.stem).spec.model.position for path in scaled]
+    assert positions[0] == positions[1]
+    assert positions[0].scaling.factor == 4.0
+
+
 def converted(rope: dict[str, float], size: int) -> list[float]:
     """The divisors that llama.cpp's converter writes for `llama3` scaling, by its rule on wavelengths."""
     divisors = []

@@ -202,11 +202,24 @@ def test_differential_attention_subtracts_the_map_of_the_second_halves(normalize
             factor = math.exp(float(a @ b)) - math.exp(float(c @ d)) + first
             assert chunk.inputs.q.shape == (2, 8, T, 6)
             for head in range(4):
-                maps = [chunk.weights[:, 2 * head + half] @ chunk.inputs.v[:, 2 * head] for half in (0, 1)]
-                assert torch.equal(chunk.inputs.v[:, 2 * head], chunk.inputs.v[:, 2 * head + 1])
+                places = [4 * (head // 2) + 2 * half + head % 2 for half in (0, 1)]  # by group of heads, half, and head of the group
+                maps = [chunk.weights[:, place] @ chunk.inputs.v[:, places[0]] for place in places]
+                assert torch.equal(*(chunk.inputs.v[:, place] for place in places))
                 x = maps[0] - factor * maps[1]
                 expected = (1 - first) * difference.norm.weight * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
                 torch.testing.assert_close(outputs[layer][..., 12 * head : 12 * head + 12], expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_each_map_of_grouped_differential_attention_reads_its_half_of_the_keys(half: int):
+    decoder, outputs = trained("differential", n_kv_head=2), []
+    attention = decoder.blocks[0].attention
+    attention.out.register_forward_pre_hook(lambda module, arguments: outputs.append(arguments[0].unflatten(-1, (4, 12))))
+    with torch.no_grad():
+        decoder(tokens())
+        attention.qkv.weight[48 + 6 * half : 54 + 6 * half].normal_(generator=torch.Generator().manual_seed(0))  # of the first head of keys
+        decoder(tokens())
+    assert (outputs[0] != outputs[1]).flatten(0, 1).any(0).any(-1).tolist() == [True, True, False, False]
 
 
 def test_differential_attention_starts_with_drawn_vectors_that_no_optimizer_takes_for_a_matrix():

@@ -194,6 +194,14 @@ def test_what_can_not_be_computed_is_refused(tmp_path: Path):
     ):
         with pytest.raises(ValueError, match=message):
             model.train()(tokens())
+    model = LlamaForCausalLM._from_config(LlamaConfig(**SMALL), attn_implementation="lm_log_n")
+    causal = torch.ones(1, 1, *[tokens().size(1)] * 2, dtype=torch.bool).tril()
+    model(tokens()[:1], attention_mask=causal)
+    prefix = causal.clone()
+    prefix[..., :3, :3] = True
+    for mask in (causal & ~causal.tril(-4), prefix):
+        with pytest.raises(ValueError, match="this mask has a window, a prefix or gaps"):
+            model(tokens()[:1], attention_mask=mask)
     with pytest.raises(ValueError, match=r"attn_implementation is sdpa: call lm\.huggingface\.register"):
         lm.huggingface.add_parameters(LlamaForCausalLM(LlamaConfig(**SMALL)))
     with pytest.raises(ValueError, match="BloomForCausalLM computes attention by itself"):

@@ -455,6 +455,13 @@ def test_a_pickled_model_computes_the_same():
         assert copied.normalizers()[0].p is copied.normalizers()[2].p is not decoder.normalizers()[0].p
 
 
+@pytest.mark.parametrize("names", [["p_n", "window"], ["window", "p_n"]])
+def test_all_layers_of_p_n_share_one_table(names: list[str]):
+    layers = catalogue.Layers([{"p_n": opt.PN(), "window": opt.Window(size=4)}[name] for name in names])
+    decoder = Decoder(ModelConfig(n_layer=4, n_head=2, n_embd=32, normalizer=layers), 60, 16)
+    assert len({id(n.p) for n in decoder.normalizers() if hasattr(n, "p")}) == 1
+
+
 def test_a_model_of_several_normalizers_trains_and_swaps(tiny):
     layers = "model.normalizer=[softmax, ssmax]"
     train(tiny("name=layers", layers))

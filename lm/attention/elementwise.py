@@ -33,9 +33,10 @@ class ElementwiseNormalizer(DividedNormalizer):
         if not layout.causal:
             return super().forward(q, k, v, layout)
         factor = self.factor(layout)
-        q, k = q.to(v.dtype), k.to(v.dtype)
-        output = elementwise_sums.elementwise_attention(self.score_map, q, k, v, self.shift(layout), over_sum=factor is None)
-        return output if factor is None else (output * factor.unsqueeze(-1)).to(v.dtype)
+        dtype = torch.float32 if v.dtype == torch.float16 else v.dtype  # fp16 does not hold sums that are not divided by n yet
+        q, k, values = q.to(dtype), k.to(dtype), v.to(dtype)
+        output = elementwise_sums.elementwise_attention(self.score_map, q, k, values, self.shift(layout), over_sum=factor is None)
+        return (output if factor is None else output * factor.unsqueeze(-1)).to(v.dtype)
 
     def kernel_description(self, device: str = "cpu") -> str:
         reason = elementwise_sums.why_tiles(torch.device(device), torch.float32, self.layer.head_size)

@@ -65,7 +65,7 @@ class Normalizer(ABC, Module):
         return torch.nn.Parameter(torch.full(shape or (self.layer.n_head,), float(value)))
 
     def tie_parameters(self, source: Normalizer) -> None:
-        """Take over the parameters that all layers share from `source`, the first layer's normalizer."""
+        """Take over the parameters that all layers share from `source`, the first layer's normalizer of this class."""
 
     def init_from(self, source: Normalizer) -> None:
         """Set the parameters so that the weights stay as near as may be to those of `source`, which this one replaces.

@@ -372,8 +372,7 @@ class PNNormalizer(QueryScale):
         self.s, self.b = self.parameter(1.0), self.parameter(0.0)
 
     def tie_parameters(self, source: Normalizer) -> None:
-        if isinstance(source, PNNormalizer):
-            self.p = source.p
+        self.p = source.p
 
     def scale(self, layout: AttentionLayout) -> Tensor:
         p = self.p[layout.positions.clamp(max=len(self.p) - 1)].unsqueeze(-2)  # (1, T) or (B, 1, T)

@@ -169,7 +169,7 @@ class Llama(Architecture):
         size = fields.size("head_dim", self.head_dim)
         if size is None and width % heads:
             raise fields.refused("num_attention_heads", f"does not divide hidden_size = {width}, and there is no head_dim")
-        kv_heads = fields.size("num_key_value_heads", self.kv_heads)
+        kv_heads = fields.size("num_key_value_heads", None if fields.is_null("num_key_value_heads") else self.kv_heads)
         model = ModelConfig(
             n_layer=fields.size("num_hidden_layers", 32, MOST_LAYERS), n_head=heads, n_kv_head=None if kv_heads == heads else kv_heads,
             head_size=None if size and size * heads == width else size, n_embd=width, n_mlp=fields.size("intermediate_size", hidden),

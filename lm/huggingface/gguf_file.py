@@ -185,6 +185,8 @@ class GGUF:
                 head_sizes[name] = value
             else:
                 raise RunError(f"{self.path}: {name} = {value!r}: metadata that is not known here: the model may compute something else")
+        if scaling.get("factor", 0) not in (0, 1):
+            scaling.setdefault("rope_type", "linear")  # as llama.cpp reads a file that does not name it
         if missing_names := [name for name, field in FIELDS.items() if field not in config and name not in OPTIONAL]:
             raise RunError(f"{self.path}: there is no metadata {kind}.{missing_names[0]}: damaged?")
         size = _head_size(config)

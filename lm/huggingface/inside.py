@@ -153,7 +153,14 @@ def _layout(query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tenso
     visible = (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)[:, 0]  # (B, T, S)
     positions = visible.sum(-1) - 1
     if queries == keys:  # padding, which sees not even itself, is at 0
-        return AttentionLayout.from_positions(positions * visible.diagonal(dim1=1, dim2=2))
+        is_token = visible.diagonal(dim1=1, dim2=2)
+        positions = positions * is_token
+        layout = AttentionLayout.from_positions(positions)
+        goes_on = positions == torch.nn.functional.pad(positions[:, :-1] + 1, (1, 0))
+        is_causal = ((positions == 0) | goes_on).all() & (layout.visible().view(-1, queries, keys) == visible)[is_token].all()
+        if not bool(is_causal):
+            raise ValueError("lm's normalizers compute causal masks of whole documents alone: this mask has a window, a prefix or gaps")
+        return layout
     positions = positions.clamp(min=0)
     start = visible[:, -1].int().argmax(-1, keepdim=True)  # (B, 1), of the document that goes on
     key_positions = torch.arange(keys, device=key.device) - start

@@ -109,10 +109,18 @@ class DecodingCache:
     def _map(self, change: Callable[[Tensor], Tensor]) -> "DecodingCache":
         cache = DecodingCache(self.length)
         cache.seen = self.seen
-        cache.states = {
-            module: tuple(map(change, state)) if isinstance(state, tuple) else change(state) for module, state in self.states.items()
-        }
+        cache.states = _each_tensor(self.states, change)
         return cache
+
+
+def _each_tensor(state: object, change: Callable[[Tensor], Tensor]) -> object:
+    """A state with each of the tensors in its tuples, lists and maps changed."""
+    if isinstance(state, dict):
+        return {name: _each_tensor(part, change) for name, part in state.items()}
+    if isinstance(state, tuple | list):
+        parts = [_each_tensor(part, change) for part in state]
+        return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
+    return change(state) if isinstance(state, Tensor) else state
 
 
 class AttentionInputs(NamedTuple):
@@ -213,9 +221,11 @@ class Attention(AttentionBase):
         if self.difference is None:
             output = self.attend(x, q, k, v, context)
         else:
-            q, k = (heads.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2) for heads in (q, k))  # (B, 2 H, T, D / 2)
-            output = self.attend(x, q, k, v.repeat_interleave(2, 1), context)
-            output = self.difference(output.unflatten(-1, (self.head_counts[0], 2, -1))).flatten(2)
+            heads, kv_heads, _ = self.head_counts
+            q, k = (x.unflatten(1, (kv_heads, -1)).unflatten(-1, (2, -1)) for x in (q, k))  # (B, K, H / K or 1, T, 2, D / 2)
+            q, k = (x.movedim(-2, 2).flatten(1, 3) for x in (q, k))  # (B, 2 H or 2 K, T, D / 2): of each K its heads' two halves
+            output = self.attend(x, q, k, v.repeat_interleave(2, 1), context).unflatten(-1, (kv_heads, 2, heads // kv_heads, -1))
+            output = self.difference(output.transpose(3, 4).flatten(2, 3)).flatten(2)
         if self.gate is not None:
             gates = self.gate(context.output_part(x)).sigmoid().unflatten(-1, (self.head_counts[0], -1))  # (B, T, H, 1) or (B, T, H, D)
             output = (output.unflatten(-1, (self.head_counts[0], -1)) * gates).flatten(2)

@@ -48,8 +48,10 @@ class Decoder(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         block = {"attention": Block, "gau": GatedBlock}[config.block.name]
         self.blocks = nn.ModuleList(block(config, seq_len, layer) for layer in range(config.n_layer))
-        for normalizer in self.normalizers()[1:]:
-            normalizer.tie_parameters(self.normalizers()[0])
+        firsts: dict[type, Normalizer] = {}
+        for normalizer in self.normalizers():
+            if (first := firsts.setdefault(type(normalizer), normalizer)) is not normalizer:
+                normalizer.tie_parameters(first)
         value_width = config.kv_heads * config.value_dims
         tables = (nn.Embedding(vocab_size, value_width) for _ in range(config.n_layer))
         self.value_embedding = nn.ModuleList(tables) if config.value_residual == "embedding" else None
