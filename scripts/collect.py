@@ -24,6 +24,9 @@ def collect(folder: Path, name: str, add: bool = False) -> Path:
     lines = lines[lines.step == lines.groupby(["folder", "kind"]).step.transform("max")]
     lines["metric"] = (lines.task + " " + lines.metric).str.strip()
     keys = KEYS if lines["size"].isna().all() else ["size", *KEYS]
+    folders = lines.groupby(keys[: keys.index("metric")])["folder"].unique()
+    for run_folders in folders[folders.map(len) > 1]:
+        raise SystemExit(f"error: {run_folders[0]} and {run_folders[1]} differ in configuration alone: move one elsewhere")
     bins = lines[lines.until.notna()]
     means = bins.assign(metric="mean " + bins.metric, weight=bins.weight * (bins.until - bins.x), x=bins.until.max())
     selected = lines[lines.until.isna() | (lines.stage == "final")]  # by position

@@ -18,6 +18,7 @@ from lm.experiments.plan import costs
 from lm.experiments.procedure import Procedure
 from lm.files import read_json
 from lm.report.comparison import compare_runs
+from lm.report.comparison_tables import cost_table
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.loading import export
 from lm.runs.record import read_run
@@ -83,6 +84,15 @@ def test_a_rate_that_jumps_is_said(tiny, trunk: Path, capsys: pytest.CaptureFixt
     at_its_end = f"branch_from={cooled.run_folder}", "trainer.max_steps=9", "name=again"
     train(branched(tiny, trunk, 6, *at_its_end, "optim.lr=1e-2"))
     assert "note: the learning rate jumps from 0.0005 to 0.01 at step 9" in capsys.readouterr().out
+
+
+def test_a_branch_costs_its_own_tokens_alone(tiny, trunk: Path):
+    config = branched(tiny, trunk, 3)
+    train(config)
+    runs = [read_run(folder) for folder in (trunk, config.run_folder)]
+    cells = {column.name: cells for column, cells in cost_table(compare_runs(runs).arms, runs).contents}
+    assert float(cells["tokens"][1]) / float(cells["tokens"][0]) == pytest.approx(5 / 8, rel=0.01)
+    assert float(cells["training"][1]) / float(cells["training"][0]) == pytest.approx(5 / 8, rel=0.01)
 
 
 def test_a_branch_gives_its_weights_to_a_new_run_and_to_a_swap(tiny, trunk: Path, tmp_path: Path):

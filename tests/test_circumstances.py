@@ -100,12 +100,15 @@ def test_what_the_primary_metric_is_measured_on_is_planned(tmp_path, overrides):
 
 
 def test_a_second_look_that_is_made_a_part_of_the_first_is_exploratory(tmp_path, overrides):
-    plan = {"tune": None, "seeds": [1, 2], "more_seeds": [3]}
+    plan = {"tune": None, "seeds": [1, 2, 3], "more_seeds": [4, 5]}
     procedure = Procedure(read_experiment(written(tmp_path, **plan), overrides))
-    write_json(procedure.experiment.folder / RESOLVED, SETTLED | {PLAN: plan_of(procedure.experiment)})
+    write_json(procedure.experiment.folder / RESOLVED, SETTLED | {"seeds": [1, 2, 3, 4, 5], PLAN: plan_of(procedure.experiment)})
     for run in finish_all(procedure, lambda run: 5 - 0.1 * run.seed * (run.arm == "ssmax")).known_runs():
         (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
     assert not any("exploratory" in note for note in open_experiment(written(tmp_path, **plan), overrides).notes())
+    moved = open_experiment(written(tmp_path, **plan | {"seeds": [1, 2, 3, 4], "more_seeds": [5]}), overrides)
+    words = r"exploratory: the first look had seeds \[1, 2, 3\] when it was settled \(.*Z\), it has \[1, 2, 3, 4\]"
+    assert any(re.fullmatch(words, note) for note in moved.notes()), moved.notes()
     experiment = open_experiment(written(tmp_path, **SEEDS), overrides)
     assert any(re.search(r"exploratory: the number of looks was 2 when .*, it is 1", note) for note in experiment.notes()), (
         experiment.notes()
@@ -146,8 +149,8 @@ def test_so_may_the_seeds(arguments, tmp_path):
     from lm.experiments.experiment_folder import start
 
     start(written(tmp_path, tune=None), arguments[1:])
-    assert start(written(tmp_path, tune=None, seeds=[2, 3], more_seeds=[4]), arguments[1:]).notes()[1:] == []
-    assert read_json(tmp_path / "runs" / "trial" / RESOLVED)["seeds"] == [2, 3, 4]
+    assert start(written(tmp_path, tune=None, seeds=[2, 3, 5], more_seeds=[4]), arguments[1:]).notes()[1:] == []
+    assert read_json(tmp_path / "runs" / "trial" / RESOLVED)["seeds"] == [2, 3, 5, 4]
 
 
 def test_that_runs_are_compiled_after_they_were_timed_is_part_of_the_plan(arguments, tmp_path, monkeypatch):

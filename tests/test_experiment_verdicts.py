@@ -354,6 +354,12 @@ def test_a_second_look_is_taken_if_the_first_leaves_a_comparison_undecided(tmp_p
     assert next_look(second) is second
 
 
+def test_a_first_look_of_too_few_seeds_for_a_verdict_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"more_seeds = \[3, 4\]: need a first look of 3 seeds or more"):
+        experiment(tmp_path, seeds=[1, 2], more_seeds=[3, 4])
+    experiment(tmp_path, seeds=[1, 2], more_seeds=[3, 4], primary={"learned": 4.0})
+
+
 def test_no_second_look_is_taken_where_the_first_decides(tmp_path):
     procedure = experiment(tmp_path, more_seeds=[4, 5])
     finish_all(procedure, lambda run: 5.0 - (0.1 + 0.001 * run.seed) * (run.arm == "ssmax"))

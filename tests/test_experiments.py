@@ -18,7 +18,7 @@ from lm.config.training_config import OPTIMIZERS
 from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, Diverged, RunError
 from lm.experiments.compare import Work, compare_experiments
-from lm.experiments.engine import Jobs, retry
+from lm.experiments.engine import Jobs, RunsFailed, retry
 from lm.experiments.experiment import config_hash
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import open_experiment, start
@@ -122,6 +122,24 @@ def test_what_was_stopped_goes_on_and_what_failed_is_said(tmp_path, overrides):
     assert {line["arm"]: line["runs"] for line in summary_lines(procedure)} == {"softmax": 2, "ssmax": 0}
 
 
+@pytest.mark.usefixtures("untimed")
+def test_an_experiment_whose_runs_all_fail_does_not_keep_the_next_from_its_work(tmp_path, overrides, monkeypatch, capsys):
+    files = [written(tmp_path, tune=None, seeds=[1]).rename(tmp_path / f"{name}.yaml") for name in ("fails", "goes_on")]
+    worked = []
+
+    def work(procedure: Procedure, *arguments: object) -> Procedure:
+        worked.append(procedure.experiment.name)
+        if procedure.experiment.name == "fails":
+            raise RunsFailed("fails failed")
+        return finish_all(procedure, lambda run: 5.0)
+
+    monkeypatch.setattr("lm.experiments.compare._work", work)
+    with pytest.raises(RunsFailed, match="fails failed"):
+        compare_experiments(files, overrides, Work())
+    assert worked == ["fails", "goes_on"]
+    assert "verdict" in capsys.readouterr().out
+
+
 def interrupt() -> int:
     raise KeyboardInterrupt
 
@@ -208,10 +226,17 @@ def test_runs_measured_on_other_sequences_are_not_compared(tmp_path, overrides):
     path = written(tmp_path, tune=None, seeds=[1])
     procedure = Procedure(read_experiment(path, overrides))
     Jobs(procedure, Slots(1), here).work()
-    folder = procedure.known_runs()[0].config.run_folder
-    assert lm("eval", str(folder), "eval.sequences=32").returncode == 0
-    with pytest.raises(RunError, match=r"was measured on other sequences than in .*: lm eval \S+ and lm eval \S+$"):
-        summary_lines(Procedure(read_experiment(path, overrides)))
+    folders = [run.config.run_folder for run in procedure.known_runs()]
+    for folder in folders:  # one of the runs, then all alike
+        assert lm("eval", str(folder), "eval.sequences=32").returncode == 0
+        message = (
+            rf"{folders[0]}: val/loss was measured with other options than the run .* with; measure it again .*: lm eval {folders[0]}$"
+        )
+        with pytest.raises(RunError, match=message):
+            summary_lines(Procedure(read_experiment(path, overrides)))
+    for folder in folders:
+        assert lm("eval", str(folder)).returncode == 0
+    assert len(summary_lines(Procedure(read_experiment(path, overrides)))) == 2
 
 
 def test_an_arm_whose_source_diverged_has_diverged_with_it(tmp_path, overrides):

@@ -104,6 +104,20 @@ def test_rates_are_chosen_on_the_lines_that_select():
     assert lm.judge(edge)["verdict"].tolist()[1:] == ["not tuned"]
 
 
+def test_rates_are_chosen_by_whole_tuning_runs_whatever_the_index():
+    tuning = grid(True).assign(stage="tune", state="finished")
+    finals = pd.concat([grid(True).assign(stage="final", state="finished")])
+    finals.loc[(finals["part"] == "selects") & (finals["rate"] == 4e-3), "value"] = 0.0
+    table = pd.concat([tuning, finals])
+    assert lm.judge(table)["rate"].tolist() == lm.judge(table.reset_index(drop=True))["rate"].tolist() == [4e-3, 4e-3]
+    assert len(lm.judge(table.set_index(["arm", "seed"], drop=False))) == 2
+    at_best = (tuning["arm"] == "b") & (tuning["rate"] == 2e-3) & (tuning["seed"] == 2)
+    with pytest.raises(RunError, match="b at 2e-3, seed 2, has not ended: the rate can't be chosen yet"):
+        lm.judge(pd.concat([tuning.assign(state=tuning["state"].mask(at_best, "unfinished")), finals]))
+    with pytest.raises(RunError, match="b at 2e-3 has no run of seed 2, others have"):
+        lm.judge(pd.concat([tuning[~at_best], finals]))
+
+
 def test_units_are_averaged_and_paired_over():
     units = pd.concat([RUNS.assign(unit=unit, value=RUNS["value"] + 0.1 * unit) for unit in range(10)])
     shuffled = units.sample(frac=1, random_state=1).sort_values("arm", kind="stable")

@@ -1,6 +1,7 @@
 """`lm.train`, `lm.evaluate`, `lm.compare` and `lm.results`, and the page that documents them."""
 
 import ast
+import shutil
 import signal
 import subprocess
 import sys
@@ -59,6 +60,12 @@ def test_the_long_table_holds_what_the_verdict_follows_from(experiment, tmp_path
     assert [base["mean"], other["mean"]] == pytest.approx(means.groupby("arm").mean().tolist(), abs=1e-6)
     assert verdict["verdict"] == other["verdict"]
     assert compared.report.is_file()
+
+    runs = compared.runs
+    shutil.copytree(runs[0], other := runs[0].with_name(f"{runs[0].name[:-8]}00000000"))  # of another configuration
+    assert lm.results(compared.folder)["folder"].nunique() == len(runs) + 1
+    assert lm.compare(file, *overrides, train=False).results["folder"].nunique() == len(runs)
+    shutil.rmtree(other)
 
     row = lm.judge(table, metric="val loss", matters=0.05).set_index("arm").loc["ssmax"]
     assert f"exploratory: {row['verdict']}" == verdict["verdict"], "the long table does not say what was planned"

@@ -190,6 +190,11 @@ def test_means_over_positions_weigh_each_bin_by_its_tokens_and_losses_stand_by_t
     assert numbers == positions | {("val loss", 0): (1, 1), ("val loss by tokens", 40): (2, 1), ("val loss by tokens", 80): (1, 1)}
     others = [line | {"seed": 2, "folder": "other"} for line in lines]
     monkeypatch.setattr(collect.lm, "results", lambda folder, history: pd.DataFrame(others))
+    twice = [*others, *({**line, "folder": "run"} for line in others)]
+    monkeypatch.setattr(collect.lm, "results", lambda folder, history: pd.DataFrame(twice))
+    with pytest.raises(SystemExit, match="other and run differ in configuration alone"):
+        collect.collect(tmp_path, "made")
+    monkeypatch.setattr(collect.lm, "results", lambda folder, history: pd.DataFrame(others))
     for _ in range(2):  # a run that is added again replaces its lines
         both = pd.read_csv(collect.collect(tmp_path, "made", add=True))
         assert both.equals(pd.concat([frame, frame.assign(seed=2)]).sort_values(collect.KEYS, ignore_index=True))

@@ -85,7 +85,11 @@ def test_a_table_of_another_configuration_is_said(tmp_path, table):
 def test_an_arm_at_the_edge_of_the_table_is_not_tuned(tmp_path, table):
     lines = [line for line in table.read_text().splitlines() if ",0.08," not in line]
     table.write_text("\n".join(lines) + "\n")
-    _, scalable, log_n = summary_lines(finish_all(experiment(tmp_path, tune={"table": "rates.csv"}), loss))
+    procedure = experiment(tmp_path, tune={"table": "rates.csv"})
+    seeds = len(procedure.experiment.seeds)
+    assert procedure.n_runs("")["ssmax"] == 0
+    assert sum(procedure.n_runs("").values()) == len(procedure.known_runs()) >= 2 * seeds
+    _, scalable, log_n = summary_lines(finish_all(procedure, loss))
     assert (scalable["verdict"], scalable["rate"]) == ("not tuned", None)
     assert log_n["verdict"] != "not tuned"
 

@@ -171,6 +171,10 @@ def test_other_rates_are_shown_by_tokens_on_the_selection_text(tmp_path, monkeyp
             "primary.reach = 4.6: long/loss as trained is measured once, at the last step",
         ),
         (
+            {"base": {"base": str(ROOT / "tests" / "tiny.yaml"), "eval.every": 1000000}},
+            "primary.reach = 4.6: val/loss is measured once, at the last step; measure it on the way: eval.every",
+        ),
+        (
             {"arms": {"a": {}, "b": {"from": "a", "swap": {"to": "ssmax"}, "train": False}}},
             "primary.reach = 4.6: b is not trained; drop the arm",
         ),

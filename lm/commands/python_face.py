@@ -50,10 +50,12 @@ class Compared:
     Attributes:
         folder: the folder of its runs, verdicts and report.
         verdicts: one line a size and arm, as in verdicts.csv: rate, mean, verdict, difference with the ends of its interval, p.
+        runs: the folders of the runs that it knows, of its present configuration.
     """
 
     folder: Path
     verdicts: pd.DataFrame
+    runs: tuple[Path, ...]
 
     @property
     def report(self) -> Path:
@@ -63,7 +65,7 @@ class Compared:
     @cached_property
     def results(self) -> pd.DataFrame:
         """All results of its runs (`lm.results`)."""
-        return results(self.folder)
+        return results(*self.runs)
 
 
 def train(*configuration: Given, verbose: bool = False) -> Path:
@@ -143,8 +145,10 @@ def compare(*arguments: Given, jobs: int | None = None, train: bool = True, verb
         raise RunError(f"{files[1]}: lm.compare works on one experiment: call it for each")
     with _printing(verbose):
         compare_experiments(files, overrides, Work(jobs), report_only=not train, send=send_to_wandb)
-    folder = open_experiment(files[0], overrides).experiment.folder
-    return Compared(folder, _verdict_frame(folder / f"{VERDICTS}.csv"))
+    procedure = open_experiment(files[0], overrides)
+    folder = procedure.experiment.folder
+    runs = dict.fromkeys(run.config.run_folder for run in procedure.known_runs() if (run.config.run_folder / CONFIG).is_file())
+    return Compared(folder, _verdict_frame(folder / f"{VERDICTS}.csv"), tuple(runs))
 
 
 def judge(

@@ -123,11 +123,13 @@ def compare_experiments(
                     procedure = _work(procedure, work, procedure_times)
                 except RunsFailed as error:
                     failure_words.append(str(error))
+                    if not any(run.outcome.ended for run in procedure.known_runs()):
+                        continue  # there is nothing to judge
             judged_procedures.append(next_look(procedure))
             lines = _conclude(judged_procedures[-1])
             if is_working and send:
                 send(procedure.experiment, lines)
-        if report_folder:
+        if report_folder and judged_procedures:
             print(f"report of all experiments: {write_page(judged_procedures, report_folder)}")
         if failure_words:
             raise RunsFailed("; ".join(failure_words))

@@ -23,6 +23,7 @@ from lm.experiments.run_outcome import SELECTION
 from lm.runs.folder import CONFIG, DIVERGED, SWAPPED
 from lm.schema import Plain, Unavailable, build, flatten, is_block, key, own_problems, section, suggest, to_plain
 from lm.statistics.tuning import FEWEST_TUNING_SEEDS, Rate, coordinates, rate_words, read_rate
+from lm.statistics.verdicts import FEWEST_SEEDS
 
 
 @dataclass
@@ -85,6 +86,9 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
         problems.append(Problem("seeds", settings.seeds, "must be different seeds, at least one"))
     if len({*settings.seeds, *settings.more_seeds}) < len({*settings.seeds}) + len(settings.more_seeds):
         problems.append(Problem("more_seeds", settings.more_seeds, "must be different seeds, and none of `seeds`"))
+    if settings.more_seeds and len(settings.seeds) < FEWEST_SEEDS and settings.primary.learned is None:
+        reason = f"need a first look of {FEWEST_SEEDS} seeds or more: with fewer there is no verdict"
+        problems.append(Problem("more_seeds", settings.more_seeds, reason, "move some to `seeds`"))
     if settings.more_seeds and (settings.tune.grid or settings.tune.table) and any(arm.start for arm in arms):
         reason = "a second look may choose another rate for the arms that others start from"
         problems.append(Problem("more_seeds", settings.more_seeds, reason, "give all seeds in `seeds`, or tune nothing"))
@@ -456,10 +460,12 @@ def _check_metric(experiment: Experiment, config: Config) -> None:
         all_names = [name for metric_names in names.values() for name in metric_names or ()]
         raise ConfigError([Problem("primary.metric", metric, "is not measured by sequence", suggest(metric, all_names))])
     _check_primary(experiment.primary, config.eval.quantity(kind_of_metric(metric)))
-    timing = config.eval.kinds.get(kind_of_metric(metric))
-    steps = config.trainer.max_steps
-    if experiment.primary.reach is not None and timing and sum(timing.is_due(step, steps) for step in range(1, steps + 1)) < 2:
-        reason, remedy = f"{metric} is measured once, at the last step", f"measure it on the way: eval.{kind_of_metric(metric)}.every"
+    kind, steps = kind_of_metric(metric), config.trainer.max_steps
+    every, timing = config.validation_every, config.eval.kinds.get(kind)
+    count = -(-steps // every) if kind == "validation" else sum(timing.is_due(step, steps) for step in range(1, steps + 1)) if timing else 2
+    if experiment.primary.reach is not None and count < 2:
+        key = "eval.every" if kind == "validation" else f"eval.{kind}.every"
+        reason, remedy = f"{metric} is measured once, at the last step", f"measure it on the way: {key}"
         raise ConfigError([Problem("primary.reach", experiment.primary.reach, reason, remedy)])
     if experiment.primary.reach is not None and (untrained_arms := [arm.name for arm in experiment.arms if not arm.trained]):
         raise ConfigError(

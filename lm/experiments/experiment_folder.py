@@ -222,7 +222,9 @@ def plan_of(experiment: Experiment) -> dict[str, Plain]:
     primary = {key: value for key, value in vars(experiment.primary).items() if key != "spread"}  # only the plan's power depends on it
     evaluation_options = {size: _measured(experiment, size) for size in experiment.sizes}
     tune = dict(vars(experiment.tune))
-    return {"at": timestamp, "primary": primary, "measured": evaluation_options, "tune": tune, "looks": experiment.looks, "arms": arms}
+    plan = {"at": timestamp, "primary": primary, "measured": evaluation_options, "tune": tune, "looks": experiment.looks, "arms": arms}
+    first_seeds = [seed for seed in experiment.seeds if seed not in experiment.more_seeds]
+    return plan | ({"first look": first_seeds} if experiment.more_seeds else {})
 
 
 def _measured(experiment: Experiment, size: str) -> dict[str, Plain]:
@@ -289,6 +291,8 @@ def departures(experiment: Experiment, settings: dict[str, Plain] | None) -> tup
         if (looks := plan.get("looks", current_plan["looks"])) != current_plan["looks"]:
             words = f"the number of looks was {looks} when it was settled ({plan_time}), it is {current_plan['looks']} (more_seeds)"
             changes.append(Departure(words))
+        if (first := plan.get("first look")) not in (None, now := current_plan.get("first look")) and now is not None:
+            changes.append(Departure(f"the first look had seeds {first} when it was settled ({plan_time}), it has {now}"))
         return tuple(changes + _changed_arms(plan["arms"], current_plan["arms"], experiment.arms[0].name, plan_time))
     except (KeyError, TypeError, AttributeError):
         raise RunError(f"{experiment.folder / RESOLVED}: its `{PLAN}` is damaged; bring it back") from None

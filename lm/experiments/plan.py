@@ -26,7 +26,6 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Devices, Slots, Stopped, interruptible
 from lm.files import read_json, unfinished, write_json, write_text
 from lm.machine import child_environment, usable_cores
-from lm.runs.evaluations import evaluation_files
 from lm.runs.folder import ENVIRONMENT, METRICS, read_metrics, step_seconds, training_seconds
 from lm.runs.record import starts
 from lm.schema import flatten, to_plain
@@ -231,9 +230,9 @@ def _ended_times(procedure: Procedure) -> Times:
     """Mean seconds of the finished runs, by size and arm: from the last start to the last evaluation, with earlier training added."""
     durations = defaultdict(list)
     for run in procedure.known_runs():
-        files, start = evaluation_files(run.config.run_folder), _last_start(run) if run.outcome.state == "finished" else None
-        end_times = [path.stat().st_mtime for (_, step), path in files.items() if step == run.outcome.last_step]
-        if start and end_times and (seconds := uninterrupted_seconds(run, max(0.0, max(end_times) - start[1]))):
+        log, start = run.config.run_folder / METRICS, _last_start(run) if run.outcome.state == "finished" else None
+        # The last line is of the last evaluation in training: its file may be of a later one.
+        if start and log.exists() and (seconds := uninterrupted_seconds(run, max(0.0, log.stat().st_mtime - start[1]))):
             durations[run.size, run.arm].append(seconds)
     return {key: statistics.fmean(values) for key, values in durations.items()}
 

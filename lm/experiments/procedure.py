@@ -1,7 +1,6 @@
 """The procedure of docs/statistics.md on run folders: the runs that an experiment needs next, and the verdicts on its finished runs."""
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -395,11 +394,11 @@ class Procedure:
         crossed_names = {arm.name for arm in self.experiment.arms if arm.trained and not arm.start} if tune.grid else set()
         untuned_arms = self._untuned_sources(arm for arm in self.experiment.arms if arm.is_tuned) if tune.grid else []
         for arm in self.experiment.arms:
-            tuning_rate_count = (
-                self._distinct(size, arm, {*tune.rates, *choice.runs.get(arm.name, ())}) if arm.is_tuned else int(arm in untuned_arms)
-            )
+            is_known = choice.rates is not None
+            tuning_rates = {*(() if is_known else tune.rates), *choice.runs.get(arm.name, ())}
+            tuning_rate_count = self._distinct(size, arm, tuning_rates) if arm.is_tuned else int(arm in untuned_arms)
             rate_count = self._distinct(size, arm, choice.final.get(arm.name, ())) or (
-                2 if len(crossed_names) > 1 and arm.name in crossed_names else 1
+                0 if is_known and arm.name not in choice.rates else 2 if len(crossed_names) > 1 and arm.name in crossed_names else 1
             )
             counts[arm.name] = len(self.experiment.seeds) * rate_count + tuning_rate_count * len(tune.seeds)
         return counts
@@ -445,15 +444,18 @@ class Procedure:
 
 
 def check_alike(runs: list[Run], metric: str) -> None:
-    """Raises RunError if a metric was not measured on the same sequences in all runs that are finished."""
-    folders = defaultdict(list)
-    for run in (run for run in runs if run.outcome.state == "finished"):
-        folders[run.outcome.values(metric).identity].append(run.config.run_folder)
-    if len(folders) > 1:
-        odd, *_, usual = sorted(folders.values(), key=len)
-        commands = " and ".join(f"lm eval {folder}" for folder in ([odd[0]] if len(odd) < len(usual) else [odd[0], usual[0]]))
-        problem = f"{odd[0]}: {metric} was measured on other sequences than in {usual[0]}"
-        raise RunError(f"{problem}; measure it again as the run is configured: {commands}")
+    """Raises RunError if a metric was not measured on the same sequences in all runs that are finished, or not as they are configured."""
+    finished_runs = [run for run in runs if run.outcome.state == "finished"]
+    for run in finished_runs:
+        folder, problem = run.config.run_folder, ""
+        for evaluation in run.outcome.evaluations if not run.evaluate else ():  # a run that is evaluated otherwise is not finished
+            is_asked = any(metric in series.logged for series in evaluation.series)
+            if is_asked and evaluation.asked not in ({}, run.config.eval.measured_options(evaluation.kind)):
+                problem = "with other options than the run is configured with"
+        if run.outcome.values(metric).identity != finished_runs[0].outcome.values(metric).identity:
+            problem = problem or f"on other sequences than in {finished_runs[0].config.run_folder}"
+        if problem:
+            raise RunError(f"{folder}: {metric} was measured {problem}; measure it again as the run is configured: lm eval {folder}")
 
 
 def next_look(procedure: Procedure) -> Procedure:

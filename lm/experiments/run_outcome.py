@@ -167,13 +167,15 @@ class Outcome:
 
     @cached_property
     def _history(self) -> list[tuple[int, Units]]:
-        """The evaluations of the metric up to the last step: tokens seen, and values by unit."""
+        """The evaluations of the metric up to the last step: tokens seen, since the branch of a branched run, and values by unit."""
         kinds = {evaluation.kind for evaluation in self.evaluations for series in evaluation.series if self.metric in series.logged}
         files = [path for (kind, step), path in sorted(evaluation_files(self.folder).items()) if kind in kinds and step <= self.last_step]
         evaluations = [evaluation for path in files if (evaluation := evaluation_in(path))]
         check_measured(self.folder, evaluations, self.checkpoint, self.log)
+        facts = self.folder / ENVIRONMENT
+        branch_tokens = ((read_json(facts).get("branched_from") if facts.is_file() else None) or {}).get("tokens", 0)
         points = [
-            (evaluation.tokens_seen, next((series for series in evaluation.series if self.metric in series.logged), None))
+            (evaluation.tokens_seen - branch_tokens, next((series for series in evaluation.series if self.metric in series.logged), None))
             for evaluation in evaluations
         ]
         return [(tokens, values) for tokens, series in points if tokens and series and (values := series.logged_units(self.metric))]

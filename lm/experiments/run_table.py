@@ -54,6 +54,7 @@ def judge_table(
     Raises:
         RunError: columns, arms, seeds or values are missing, a run is there twice, or the table has another better direction.
     """
+    table = table.reset_index(drop=True)
     if key := next((name for name in split_columns if name in ("arm", "seed", "value")), ""):
         raise RunError(f"{source}: runs can't be judged apart by {key}")
     lines = _asked_lines(table, source, primary.metric, condition, (*split_columns, "arm", "seed", "value"))
@@ -251,8 +252,8 @@ def _parts(runs: pd.DataFrame, source: str) -> tuple[pd.DataFrame, pd.DataFrame]
 
 
 def _check_alike(reporting_lines: pd.DataFrame, selecting_lines: pd.DataFrame, source: str) -> None:
-    """Raises RunError: units, their weights or their groups differ between runs; or arms were tuned over different rates or with too few
-    seeds (`FEWEST_TUNING_SEEDS`)."""
+    """Raises RunError: units, their weights or their groups differ between runs; or arms were tuned over different rates, with other
+    seeds or too few (`FEWEST_TUNING_SEEDS`), or runs that tune have not ended."""
     stages = [lines for _, lines in selecting_lines.groupby("stage", dropna=False)] if "stage" in selecting_lines else [selecting_lines]
     for lines in (reporting_lines, *stages):
         finished_lines = lines[lines["state"] == "finished"]
@@ -270,7 +271,17 @@ def _check_alike(reporting_lines: pd.DataFrame, selecting_lines: pd.DataFrame, s
     if len(set(grids.values())) > 1:
         words = "; ".join(f"{arm} {', '.join(map(rate_words, sorted(map(read_rate, grid))))}" for arm, grid in grids.items())
         raise RunError(f"{source}: arms are tuned over different rates: {words}")
-    seeds = tuning_lines[tuning_lines["arm"].isin(grids)].groupby(["arm", "rate"])["seed"].nunique()
+    tuning_runs = tuning_lines[tuning_lines["arm"].isin(grids)]
+    if len(unfinished := tuning_runs[tuning_runs["state"] == "unfinished"]):
+        arm, rate, seed = unfinished.iloc[0][["arm", "rate", "seed"]]
+        raise RunError(f"{source}: {arm} at {rate_words(read_rate(rate))}, seed {seed}, has not ended: the rate can't be chosen yet")
+    seeds_by_rate = tuning_runs.groupby(["arm", "rate"])["seed"].agg(frozenset)
+    if seeds_by_rate.nunique() > 1:
+        arm, rate = seeds_by_rate.map(len).idxmin()
+        missing_seeds = ", ".join(map(str, {*tuning_runs["seed"]} - seeds_by_rate[arm, rate]))
+        remedy = "a run that diverged before it was measured takes a line with state diverged"
+        raise RunError(f"{source}: {arm} at {rate_words(read_rate(rate))} has no run of seed {missing_seeds}, others have; {remedy}")
+    seeds = seeds_by_rate.map(len)
     if (seeds < FEWEST_TUNING_SEEDS).any():
         arm, rate = seeds.idxmin()
         raise RunError(f"{source}: {arm} has {seeds.min()} seed at {rate_words(rate)}; tuning takes {FEWEST_TUNING_SEEDS}")

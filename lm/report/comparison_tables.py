@@ -203,7 +203,8 @@ def cost_table(arms: Sequence[ArmRuns], concurrent_runs: Sequence[RunRecord], ti
 
 def _costs(run: RunRecord, spans: Mapping[Path, Span | None]) -> tuple[float | None, ...]:
     """The costs of a run in the order and units of `cost_table`; None where the run folder does not record a cost."""
-    tokens, seconds, memory = run.tokens_seen, training_seconds(run.logged), peak_memory(run.logged)
+    seconds, memory = training_seconds(run.logged), peak_memory(run.logged)
+    tokens = run.tokens_seen and run.tokens_seen - (run.environment_entry("branched_from.tokens") or 0)  # its own, as the seconds are
     total, normalizer, flops = (run.environment_entry(name) for name in ("parameters.total", "parameters.normalizer", "flops_per_token"))
     concurrency = None
     if own_span := spans[run.folder]:  # how many other runs were under way at a time, on average over this run's span
