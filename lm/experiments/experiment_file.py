@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lm.attention.catalogue import OPTIONS
 from lm.config import presets
-from lm.config.eval_config import Quantity, lengths_of
+from lm.config.eval_config import Quantity, Timing, lengths_of
 from lm.config.load import merge, nested, over_bases, overrides_in, read_overrides
 from lm.config.task_config import task_names
 from lm.config.tree import Config, ExperimentConfig, differences, effect_of, is_learned
@@ -461,9 +461,8 @@ def _check_metric(experiment: Experiment, config: Config) -> None:
         raise ConfigError([Problem("primary.metric", metric, "is not measured by sequence", suggest(metric, all_names))])
     _check_primary(experiment.primary, config.eval.quantity(kind_of_metric(metric)))
     kind, steps = kind_of_metric(metric), config.trainer.max_steps
-    every, timing = config.validation_every, config.eval.kinds.get(kind)
-    count = -(-steps // every) if kind == "validation" else sum(timing.is_due(step, steps) for step in range(1, steps + 1)) if timing else 2
-    if experiment.primary.reach is not None and count < 2:
+    timing = Timing(every=config.validation_every, at=[1.0]) if kind == "validation" else config.eval.kinds.get(kind)
+    if experiment.primary.reach is not None and timing and sum(timing.is_due(step, steps) for step in range(1, steps + 1)) < 2:
         key = "eval.every" if kind == "validation" else f"eval.{kind}.every"
         reason, remedy = f"{metric} is measured once, at the last step", f"measure it on the way: {key}"
         raise ConfigError([Problem("primary.reach", experiment.primary.reach, reason, remedy)])
