@@ -112,9 +112,9 @@ def test_rates_are_chosen_by_whole_tuning_runs_whatever_the_index():
     assert lm.judge(table)["rate"].tolist() == lm.judge(table.reset_index(drop=True))["rate"].tolist() == [4e-3, 4e-3]
     assert len(lm.judge(table.set_index(["arm", "seed"], drop=False))) == 2
     at_best = (tuning["arm"] == "b") & (tuning["rate"] == 2e-3) & (tuning["seed"] == 2)
-    with pytest.raises(RunError, match="b at 0.002, seed 2, has not ended: the rate can't be chosen yet"):
+    with pytest.raises(RunError, match=r"b at 0\.002, seed 2, has not ended: the rate can't be chosen yet"):
         lm.judge(pd.concat([tuning.assign(state=tuning["state"].mask(at_best, "unfinished")), finals]))
-    with pytest.raises(RunError, match="b at 0.002 has no run of seed 2, others have"):
+    with pytest.raises(RunError, match=r"b at 0\.002 has no run of seed 2, others have"):
         lm.judge(pd.concat([tuning[~at_best], finals]))
 
 
