@@ -276,7 +276,7 @@ def test_a_failure_inside_a_plugin_names_its_function_and_line(powers: Path, arg
     code.write_text(text)
     line = text[: text.index("raise ValueError")].count("\n") + 1
     result = lm("train", *arguments, "name=power", NAMED)
-    remedy = "check it with lm check-normalizer"
+    remedy = f"check it with lm check-normalizer {NAME}"
     expected = f"error: normalizer {NAME} failed in {function} ({code}:{line}): ValueError: no luck; {remedy}\n"
     assert (result.returncode, result.stderr[-len(expected) :]) == (1, expected)
     assert "Traceback" not in result.stderr

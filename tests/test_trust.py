@@ -187,7 +187,7 @@ def test_the_digest_of_a_checkpoint_s_weights_is_that_of_its_evaluations_and_old
     (result,) = evaluate_runs([run])
     assert content.pop("sha256")["state_dict"] == result.evaluation.weights_sha256
     torch.save(content, path.with_name("older"))
-    assert load_checkpoint(path.with_name("older")).keys() == load_checkpoint(path).keys() == content.keys()
+    assert load_checkpoint(path.with_name("older")).keys() == load_checkpoint(path).keys() - {"sha256"} == content.keys()
     content["sha256"] = None
     torch.save(content, path.with_name("older"))
     with pytest.raises(RunError, match=WEIGHTS):
