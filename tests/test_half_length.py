@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from conftest import lm
 
+from lm.attention.catalogue import OPTIONS
 from lm.config.eval_config import DiagnosticsConfig
 from lm.config.task_config import MQAR
 from lm.data.tasks import example
@@ -112,3 +113,10 @@ def test_the_length_at_which_retrieval_fails_is_printed_where_the_prediction_was
     assert "predicted weight on the key asked for" in out.read_text()
     for other in ({"position": "rope"}, {"task": "{name: mqar, pairs: 4, queries: 4, joined: true}"}, {"task": "copy"}):
         assert retrieval_series(decoder, symbols(tiny, **other)[0], DiagnosticsConfig()) == []
+
+
+@pytest.mark.parametrize("normalizer", ["sink", "softmax1", "forget", "scale_invariant", "alibi"])
+def test_nothing_is_predicted_of_sinks_and_of_scores_that_fall_with_distance(tiny, normalizer: str):
+    config, _ = symbols(tiny)
+    config.model.normalizer = OPTIONS[normalizer]()
+    assert retrieval_series(Decoder(config.model, TASK.vocab_size + 1, 32).eval(), config, DiagnosticsConfig()) == []

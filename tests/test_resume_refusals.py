@@ -4,6 +4,7 @@ import contextlib
 import errno
 import hashlib
 import io
+import json
 import os
 import shutil
 import signal
@@ -244,6 +245,25 @@ def test_a_damaged_checkpoint_is_named_with_an_intact_one(tiny):
         with pytest.raises(RunError, match=r"last.ckpt: not a readable checkpoint.*the newest beside it is .*step-000008.ckpt"):
             load(last)
     assert same(weights(config.run_folder, "step-000008.ckpt"), weights(config.run_folder, "best.ckpt"))
+
+
+def test_a_run_without_its_checkpoints_and_a_model_folder_do_not_start_anew(tiny, tmp_path: Path):
+    options = "trainer.checkpoint_every=4", "eval.long_context.length_factor=0"
+    train(tiny("name=whole", *options))
+    folder = tiny("name=whole").run_folder
+    export(folder, "last", tmp_path / "runs" / "model")
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "checkpoints").mkdir()
+    for name, words in (("whole", "holds a run whose checkpoints are gone"), ("model", "holds something else than a run")):
+        before = sorted(path.name for path in (tmp_path / "runs" / name).rglob("*"))
+        with pytest.raises(RunError, match=words):
+            train(tiny(f"name={name}", *options, "resume=auto"))
+        assert sorted(path.name for path in (tmp_path / "runs" / name).rglob("*")) == before
+    log = folder / "metrics.jsonl"
+    log.write_text("".join(line for line in log.read_text().splitlines(True) if json.loads(line)["step"] <= 4))
+    for path in (folder / "evaluations").glob("*.step-000008.*"):
+        path.unlink()
+    assert train(tiny("name=whole", *options, "resume=auto")) == 0, "killed before the first checkpoint was written"
 
 
 def test_a_lost_last_checkpoint_does_not_start_the_run_anew(tiny):

@@ -92,6 +92,14 @@ def test_a_terminal_that_hangs_up_twice_asks_for_one_stop(ignored: bool):
         signal.signal(signal.SIGHUP, before)
 
 
+def test_another_signal_may_follow_from_the_first():
+    with StopOnSignal() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested()
+        assert {signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} == {signal.SIG_DFL}
+
+
 @pytest.mark.slow
 def test_a_closed_terminal_leaves_a_checkpoint(arguments: list[str], tmp_path: Path):
     command = [sys.executable, "-m", "lm", "train", *arguments, *LONG, "trainer.max_steps=100000", "name=stopped"]

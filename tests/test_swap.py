@@ -11,6 +11,7 @@ from conftest import lm as command
 from folders import curve, same, series, weights
 
 import lm
+import lm.evaluation.swap as swap_module
 from lm.attention import catalogue
 from lm.attention import catalogue as opt
 from lm.attention.catalogue import make_normalizer
@@ -340,6 +341,16 @@ def test_a_swap_prints_its_factors_and_warns_where_they_are_far_from_the_old(
     assert len(warnings) == ("unit" in options)
     if warnings:
         assert "is 2.8 times the old one at n = 16, 3.5 times the old one at n = 32: " in warnings[0]
+
+
+def test_the_farthest_factor_of_a_head_is_warned_of(tiny):
+    old = decoder(tiny, opt.SSMax())
+    with torch.no_grad():
+        for normalizer in old.normalizers():
+            normalizer.s.copy_(torch.tensor([0.02, 0.42]))
+    lines, warning = swap_module._factors(old, swapped(old, opt.Softmax()))
+    assert "0.762 (0.0693 to 1.46 over layers and heads) -> 1" in lines[-1]
+    assert "14 times the old one at n = 32" in warning
 
 
 def test_a_swap_prints_the_interval_of_every_length(trained: Path, tmp_path: Path):

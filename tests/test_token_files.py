@@ -181,6 +181,14 @@ def test_text_and_ids_mix(tmp_path: Path, tokenizer: TokenizerFile, ids: list[li
     assert len({Store.open(path).fingerprint for path in tmp_path.glob("stores*/*") if path.is_dir()}) == 1
 
 
+def test_a_text_and_its_ids_are_one_document(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
+    folder = write_texts(tmp_path / "texts", TEXTS)
+    parts = [WeightedSource(0.5, Files([str(folder)])), WeightedSource(0.5, Tokens([str(jsonl(tmp_path, ids))], "column"))]
+    store = prepare(files_config(folder, tmp_path, source=Mixture(parts), tokenizer=tokenizer, deduplicate=False))
+    documents_by_split = [{split.document(place)[1:].tobytes() for place in range(split.n_documents)} for split in (store.train, store.val)]
+    assert not set.intersection(*documents_by_split)
+
+
 def test_blank_documents_and_copies_are_left_out(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
     store = prepare(config(tmp_path, tokenizer, "nanogpt", nanogpt(tmp_path, [*ids[:20], [], *ids])))
     assert store.manifest["left_out"] == {"blank": 1, "short": 0, "long": 0, "copies": 20}

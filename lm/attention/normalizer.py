@@ -47,6 +47,7 @@ class Normalizer(ABC, Module):
 
     schema: ClassVar[type[Options]]
     kernel: ClassVar[str] = "query blocks"  # what computes a training step, in the table of docs/normalizers.md
+    depends_on_distance: ClassVar[bool] = False  # scores depend on how far back a key is, in another way than by `log_decay`
     score_map: str = ""  # in `SCORE_MAPS`: a row's weights are this function of its scores, times a factor of the row; empty: none is
 
     def __new__(cls, *arguments: object) -> Normalizer:

@@ -239,4 +239,7 @@ def _arguments(values: Sequence[Given]) -> list[str]:
 
 def _printing(verbose: bool) -> contextlib.AbstractContextManager:
     """A context in which nothing is printed unless `verbose`."""
-    return contextlib.nullcontext() if verbose else contextlib.redirect_stdout(io.StringIO())
+    context = contextlib.ExitStack()
+    for redirect in (contextlib.redirect_stdout, contextlib.redirect_stderr) if not verbose else ():
+        context.enter_context(redirect(io.StringIO()))
+    return context

@@ -196,9 +196,7 @@ class TextsConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.held_out:Texts"
     quantity: ClassVar[Quantity] = "loss"
     quick_suite: ClassVar[dict[str, int]] = {"sequences": 32}
-    of: dict[str, Source] = named(
-        SOURCES, "texts beside the held-out one, read whole with the run's tokenizer, e.g. {code: {name: files, paths: [code]}}"
-    )
+    of: dict[str, Source] = named(SOURCES, "texts beside the held-out one, e.g. {code: {name: files, paths: [code]}}")
     sequences: int = key(256, "sequences of seq_len tokens of each, spread over it", ge=1, le=MOST_SEQUENCES)
 
     def wanted(self, data: DataConfig) -> bool:

@@ -298,7 +298,7 @@ class LogConfig:
     )
     score_sequences: int = key(2, "sequences (of seq_len tokens) of each logged step whose largest score is looked for", ge=1, le=10**6)
     wandb: Literal["auto", "online", "offline", "disabled"] = key(
-        "auto", "`auto`: online with credentials, else offline; in an experiment disabled"
+        "auto", "`auto`: online with credentials, else offline, or in an experiment disabled"
     )
     to: list[Literal["wandb", "tensorboard", "trackio", "csv"]] = key(
         ["wandb"], "where metrics go beside metrics.jsonl; tensorboard and csv are folders of the run's (all but wandb: the extra `log`)"

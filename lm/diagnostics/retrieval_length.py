@@ -81,7 +81,9 @@ def retrieving_head(decoder: Decoder, examples: list[Example], filler: range, an
         batch = Batch.of(example.tokens[None]).to(decoder.head.weight.device)
         for block in attention_blocks(decoder, batch, queries, inputs=True, block=len(queries)):
             rows = AttentionRows.from_block(block)
-            by_score = block.normalizer.score_map == "exp" and not block.normalizer.log_decay(rows.scores).any()
+            normalizer = block.normalizer
+            by_score = normalizer.score_map == "exp" and not normalizer.log_decay(rows.scores).any()
+            by_score &= any_map or (normalizer.options.rows_sum_to_one and not normalizer.depends_on_distance)
             if bool((rows.n == rows.queries + 1).all()) if by_score else any_map and bool((rows.n >= rows.queries).all()):
                 parts.setdefault(block.layer, []).append(_block_scores(block, rows, example, filler, by_score))
                 formula_holds[block.layer] = by_score

@@ -264,9 +264,10 @@ def _factors(old: Decoder, new: Decoder) -> tuple[list[str], str]:
         f"factor on the scores at n = {length:,}: {_over_heads(old_factors[place])} -> {_over_heads(new_factors[place])}"
         for place, length in places
     ]
-    ratios = (new_factors.mean((1, 2)) / old_factors.mean((1, 2))).tolist()
+    ratios = (new_factors / old_factors).flatten(1)  # of each layer and head
+    farthest = ratios.gather(1, ratios.log().abs().argmax(1, keepdim=True)).flatten().tolist()
     deviations = [
-        f"{ratios[place]:.2g} times the old one at n = {length:,}" for place, length in places if not 1 / FAR <= ratios[place] <= FAR
+        f"{farthest[place]:.2g} times the old one at n = {length:,}" for place, length in places if not 1 / FAR <= farthest[place] <= FAR
     ]
     remedy = "measure them by eval.swap_lengths; docs/swapping.md says which options keep the factor"
     warning = f"warning: the factor on the scores is {', '.join(deviations)}: documents of such lengths may get much worse; {remedy}"

@@ -133,8 +133,8 @@ class StopOnSignal(StepCallback):
     """SIGINT, SIGTERM, SIGUSR1 and SIGHUP end training after the current step, on all ranks, with a checkpoint.
 
     A context manager around the phases of a run: between two of them a signal is recorded, too, in
-    `signal`. A second signal ends the process at once, except SIGHUP, which a closed terminal sends more than once. A process
-    that was started to ignore SIGHUP (nohup) ignores it.
+    `signal`. The same signal again ends the process at once, except SIGHUP, which a closed terminal sends more than once; another one does
+    not, as it may follow from the first: a parent that ends sends SIGTERM. A process that was started to ignore SIGHUP (nohup) ignores it.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)

@@ -1,11 +1,13 @@
 """Starts of a phase of a run: random weights, those of another run, or a checkpoint with its run's state; and checks of a start."""
 
 import contextlib
+import json
 import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 
 from lm.config.tree import Config, effect_of
 from lm.data.store import Store
@@ -180,12 +182,17 @@ def initialize_from(config: Config, store: Store, decoder: Decoder, loaded_model
     return {**origin, "arm": arm(*source), "seeds": list(seeds(*source))}, notes
 
 
+def _function(tokenizer: Tokenizer) -> dict[str, Plain]:
+    """All that decides the ids of a text."""
+    return {name: part for name, part in json.loads(tokenizer.to_str()).items() if name not in ("truncation", "padding")}
+
+
 def _tokenizer_problems(config: Config, store: Store, loaded_model: Loaded) -> list[Problem]:
     """Problems if the tokenizer is not that of the weights. The model may have room for more tokens than its tokenizer knows."""
     has_tokenizer = loaded_model.tokenizer is not None
     if store.vocab_size > loaded_model.decoder.vocab_size or (not has_tokenizer and store.vocab_size < loaded_model.decoder.vocab_size):
         reason = f"makes a vocabulary of {store.vocab_size}, {loaded_model.path} has {loaded_model.decoder.vocab_size}"
-    elif has_tokenizer and loaded_model.tokenizer.get_vocab() != store.tokenizer().get_vocab():
+    elif has_tokenizer and _function(loaded_model.tokenizer) != _function(store.tokenizer()):
         reason = f"is another tokenizer than that of {loaded_model.path}: its token ids would stand for other text"
     else:
         return []

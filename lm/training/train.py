@@ -10,7 +10,8 @@ from lm.data.prepare import check_sequences, prepare
 from lm.errors import RunError
 from lm.files import locked_folder
 from lm.machine import without_collection
-from lm.runs.folder import CHECKPOINTS, LAST, METRICS, TRAINING, is_own, steps_saved
+from lm.runs.evaluations import evaluation_files
+from lm.runs.folder import CHECKPOINTS, CONFIG, LAST, METRICS, TRAINING, is_own, read_config, read_metrics, steps_saved
 from lm.training.launcher import end_with_parent, this_process
 
 
@@ -82,9 +83,22 @@ def _resumed(config: Config) -> Path | None:
             return files[0]
         if files:
             raise RunError(f"{path}: missing, but the run has other checkpoints; go on from the newest with resume={files[-1]}")
+        if had_checkpoint(config.run_folder):
+            remedy = "bring them back, choose another name=..., or delete the folder to start the run again"
+            raise RunError(f"{config.run_folder}: holds a run whose checkpoints are gone; {remedy}")
         return None
     choices = f"one of {', '.join(file.name for file in files)} in {files[0].parent}" if files else "a path; the run has no checkpoint"
     raise RunError(f"resume = {config.resume}: no checkpoint; set it to auto, or to {choices}")
+
+
+def had_checkpoint(folder: Path) -> bool:
+    """Whether a run folder holds steps after the first checkpoint of its run: a run that was killed before it may start again."""
+    if not (folder / CONFIG).is_file():
+        return False
+    config, lines = read_config(folder), read_metrics(folder / METRICS).lines
+    first_saved = min(config.checkpoint_every, config.trainer.max_steps)
+    evaluated_steps = [step for kind, step in evaluation_files(folder) if kind != "validation"]  # that one comes before the checkpoint
+    return any(step >= first_saved for step in evaluated_steps) or any(line.get("step", 0) > first_saved for line in lines)
 
 
 def create_run_folder(folder: Path, resume: bool) -> bool:
@@ -95,6 +109,8 @@ def create_run_folder(folder: Path, resume: bool) -> bool:
             is_new = True
         except FileExistsError:
             is_new = False
+        if not is_new and any(folder.iterdir()) and resume and not (folder / CHECKPOINTS).is_dir():
+            raise RunError(f"{folder}: holds something else than a run; choose another name=...")
         if not is_new and any(folder.iterdir()) and not resume:
             raise RunError(f"{folder}: the run folder exists; go on with resume=auto, or choose another name=...")
         (folder / CHECKPOINTS).mkdir(exist_ok=True)
