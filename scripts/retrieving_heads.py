@@ -36,7 +36,7 @@ def numbers(folder: Path) -> dict[str, float]:
         raise RunError(f"{folder}: was trained on text, not on a recall task: give the runs of a recall experiment")
     task, length, decoder = config.data.tasks[0].task, config.data.seq_len, load(folder).decoder
     examples = [example(task, QUESTION_SEED, index, length, "test") for index in range(SEQUENCES)]
-    head = retrieving_head(decoder, examples, range(task.keys + task.values, task.vocab_size), any_map=True)
+    head = retrieving_head(decoder, examples, task.filler_symbols, any_map=True)
     if head is None:
         raise RunError(f"{folder}: no layer sees all keys before the query")
     lengths, accuracy = accuracies(folder, decoder)

@@ -244,11 +244,10 @@ def retrieval_series(decoder: Decoder, config: Config, options: DiagnosticsConfi
     if not isinstance(task, MQAR) or task.joined or not isinstance(config.model.position, NoPosition):
         return []
     examples = [example(task, QUESTION_SEED, index, length, "test") for index in range(QUESTIONED)]
-    filler = range(task.keys + task.values, task.vocab_size)
     for setting in options.inference:
         model = for_inference(decoder, setting)
         with eval_mode(model), torch.autocast(decoder.head.weight.device.type, enabled=False):
-            head = retrieving_head(model, examples, filler)
+            head = retrieving_head(model, examples, task.filler_symbols)
         if head is None or not head.scores.is_filler.any(1).all():
             continue
         weights, fields = median_weights(head.scores, length), {"setting": setting.label}

@@ -182,7 +182,7 @@ def initialize_from(config: Config, store: Store, decoder: Decoder, loaded_model
     return {**origin, "arm": arm(*source), "seeds": list(seeds(*source))}, notes
 
 
-def _function(tokenizer: Tokenizer) -> dict[str, Plain]:
+def _encoding_rules(tokenizer: Tokenizer) -> dict[str, Plain]:
     """All that decides the ids of a text."""
     return {name: part for name, part in json.loads(tokenizer.to_str()).items() if name not in ("truncation", "padding")}
 
@@ -192,7 +192,7 @@ def _tokenizer_problems(config: Config, store: Store, loaded_model: Loaded) -> l
     has_tokenizer = loaded_model.tokenizer is not None
     if store.vocab_size > loaded_model.decoder.vocab_size or (not has_tokenizer and store.vocab_size < loaded_model.decoder.vocab_size):
         reason = f"makes a vocabulary of {store.vocab_size}, {loaded_model.path} has {loaded_model.decoder.vocab_size}"
-    elif has_tokenizer and _function(loaded_model.tokenizer) != _function(store.tokenizer()):
+    elif has_tokenizer and _encoding_rules(loaded_model.tokenizer) != _encoding_rules(store.tokenizer()):
         reason = f"is another tokenizer than that of {loaded_model.path}: its token ids would stand for other text"
     else:
         return []
