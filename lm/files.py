@@ -68,8 +68,7 @@ def replacing(path: Path, noun: str = "the file") -> Iterator[BinaryIO]:
 
     If an error occurs, `path` is as it was and no file is left behind. `noun` names the file in the error.
 
-    Raises:
-        RunError: the file can't be written (no permission, a full disk); it names the path and the reason.
+    Raises RunError: the file can't be written (no permission, a full disk); it names the path and the reason.
     """
     try:
         with temporary_file(path) as (file, temporary_path):
@@ -99,8 +98,7 @@ def write_new(path: Path, content: bytes) -> bool:
     Returns:
         True if this call has written it.
 
-    Raises:
-        RunError: the file can't be written.
+    Raises RunError: the file can't be written.
     """
     try:
         with temporary_file(path) as (file, temporary_path):
@@ -146,8 +144,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     """A folder to fill, which becomes `path` at the end; if an error occurs, no folder is left behind. Unfinished folders of killed
     processes are deleted.
 
-    Raises:
-        RunError: `path` exists and is not empty, or can't be made.
+    Raises RunError: `path` exists and is not empty, or can't be made.
     """
     check_new(path)
     try:

@@ -94,8 +94,7 @@ def parameters(normalizer: Named, n_head: int, head_size: int, train_length: int
         train_length: tokens in a training sequence.
         width: width of the layer's input, for asentmax and forget.
 
-    Raises:
-        ConfigError: no such normalizer or option, or a size that no layer has.
+    Raises ConfigError: no such normalizer or option, or a size that no layer has.
     """
     layer = make_normalizer(_options(normalizer), _layer(n_head, head_size, width, train_length))
     first = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
@@ -258,8 +257,7 @@ def _shapes(named: str, layer: LayerSpec, any_length: bool = False) -> dict[str,
 def make_layout(q: Tensor, k: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> AttentionLayout:
     """The layout of queries (B, H, T, D) and keys (B, K, S, D), for all layers of a step; arguments as in `attention`.
 
-    Raises:
-        ValueError: both are given, a sequence does not begin with a document, positions jump, or lengths are not those of the tokens.
+    Raises ValueError: both are given, a sequence does not begin with a document, positions jump, or lengths are not those of the tokens.
     """
     queries, keys = q.size(2), k.size(2)
     if positions is not None and cu_seqlens is not None:

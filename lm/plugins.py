@@ -25,23 +25,14 @@ from lm.schema import Unavailable
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of code from outside, which is a dataclass of options.
+    """A kind of code from outside, which is a dataclass of options."""
 
-    Attributes:
-        group: the group of entry points that name such code.
-        noun: its name in errors.
-        base: the base class of such code.
-        methods: methods of `base` that it must override, besides abstract ones.
-        page: the page with its requirements.
-        check: the command that tests it.
-    """
-
-    group: str
-    noun: str
-    base: type
-    methods: tuple[str, ...] = ()
-    page: str = "docs/extending.md"
-    check: str = "check-extension"
+    group: str  # the group of entry points that name such code
+    noun: str  # its name in errors
+    base: type  # the base class of such code
+    methods: tuple[str, ...] = ()  # methods of `base` that it must override, besides abstract ones
+    page: str = "docs/extending.md"  # the page with its requirements
+    check: str = "check-extension"  # the command that tests it
 
     def command(self, name: str) -> str:
         """The command that checks the code `name` of this kind."""

@@ -60,20 +60,16 @@ class Limits:
 
 @dataclass(frozen=True)
 class Effect:
-    """The effect of a key. A block's effect holds for all of its keys; a key may declare its own.
+    """The effect of a key. A block's effect holds for all of its keys; a key may declare its own."""
 
-    Attributes:
-        affects: `model`: the function that trained weights define; `training`: the weights that are learned; `seed`: the random
-            numbers of training; `numerics`: results up to rounding; `execution`: where and how fast; `evaluation`: what is measured;
-            `label`: how a run is named, stored and displayed.
-        on_resume: whether a resumed run may have another value: `same`: no; `free`: yes; `ahead`: for steps that are still to come;
-            `branch`: no, but a new run that branches from it (`branch_from`) may.
-        acts_in: the commands in which the key has an effect: `train`, or commands on a trained model.
-    """
-
+    # `model`: the function that trained weights define; `training`: the weights that are learned; `seed`: the random numbers of training;
+    # `numerics`: results up to rounding; `execution`: where and how fast; `evaluation`: what is measured; `label`: how a run is named,
+    # stored and displayed
     affects: str = "training"
+    # whether a resumed run may have another value: `same`: no; `free`: yes; `ahead`: for steps that are still to come; `branch`: no, but a
+    # new run that branches from it (`branch_from`) may
     on_resume: str = "same"
-    acts_in: tuple[str, ...] = ("train",)
+    acts_in: tuple[str, ...] = ("train",)  # the commands in which the key has an effect: `train`, or commands on a trained model
 
 
 class DeclaredEffect(typing.TypedDict, total=False):
@@ -303,8 +299,7 @@ def build_named(table: Mapping[str, type], value: Plain, path: str, default: str
 
     default: the name in a block without one; None: each block must have a name.
 
-    Raises:
-        ConfigError: all problems of single keys, or else of the block in itself, in one message.
+    Raises ConfigError: all problems of single keys, or else of the block in itself, in one message.
     """
     problems: list[Problem] = []
     block = _build_variant(table, default, value, path, problems)

@@ -14,24 +14,15 @@ class AttentionLayout:
 
     Every normalizer takes n from here, never from a tensor's width: a prefix, a padded batch, a
     packed sequence and a decoding step then give the same n for the same token.
-
-    Attributes:
-        positions: (T,) or (B, T) int64, 0-based position of each query in its document.
-        key_positions: (S,) or (B, S) int64, likewise of each key.
-        lengths: tokens of the query's document, int64, broadcastable to `positions`.
-        causal: keys are the queries themselves, in order, of one document a sequence: the mask is the plain causal triangle.
-        documents: which document each query is of, as `positions`; None: one document a sequence.
-        key_documents: likewise of each key.
-        tail: queries are the last of the keys, in order, of one document a sequence: the mask is the last rows of that triangle.
     """
 
-    positions: Tensor
-    key_positions: Tensor
-    lengths: Tensor
-    causal: bool
-    documents: Tensor | None = None
-    key_documents: Tensor | None = None
-    tail: bool = False
+    positions: Tensor  # (T,) or (B, T) int64, 0-based position of each query in its document
+    key_positions: Tensor  # (S,) or (B, S) int64, likewise of each key
+    lengths: Tensor  # tokens of the query's document, int64, broadcastable to `positions`
+    causal: bool  # keys are the queries themselves, in order, of one document a sequence: the mask is the plain causal triangle
+    documents: Tensor | None = None  # which document each query is of, as `positions`; None: one document a sequence
+    key_documents: Tensor | None = None  # likewise of each key
+    tail: bool = False  # queries are the last of the keys, in order, of one document a sequence: the mask is the last rows of that triangle
 
     @cached_property
     def document_groups(self) -> dict[int, tuple[Tensor, list[tuple[Tensor, "AttentionLayout"]]]]:

@@ -22,19 +22,12 @@ from lm.attention.options import Options
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The layer that a normalizer is made for.
+    """The layer that a normalizer is made for."""
 
-    Attributes:
-        n_head: heads H.
-        head_size: dimensions D of each head's queries and keys.
-        width: width C of the layer's input.
-        train_length: tokens in a training sequence, for initial values and bases "at the training length".
-    """
-
-    n_head: int
-    head_size: int
-    width: int
-    train_length: int
+    n_head: int  # heads H
+    head_size: int  # dimensions D of each head's queries and keys
+    width: int  # width C of the layer's input
+    train_length: int  # tokens in a training sequence, for initial values and bases "at the training length"
 
 
 class Normalizer(ABC, Module):

@@ -17,27 +17,16 @@ _ROW_LENGTH = re.compile(r"visible|sample|fixed:([2-9]|[1-9][0-9]{1,8}|10{9})")
 
 @dataclass
 class Options:
-    """Base of a normalizer's options. A subclass is a dataclass of keys (`lm.schema.key`).
+    """Base of a normalizer's options. A subclass is a dataclass of keys (`lm.schema.key`)."""
 
-    Attributes:
-        name: the name in `model.normalizer`.
-        full_formula: the weights, with all that options can add.
-        learned: the parameters.
-        source: the paper or code that the function comes from.
-        known: published figures, with their source.
-        sums_to_one: each row of weights sums to 1, whatever the options.
-        over_sum: `n` may be `sum`: each row is divided by its sum.
-        fixed_by_training: why an option can't be changed in a trained model, by its name.
-    """
-
-    name: ClassVar[str]
-    full_formula: ClassVar[str]
-    learned: ClassVar[str] = "none"
-    source: ClassVar[str] = ""
-    known: ClassVar[str] = ""
-    sums_to_one: ClassVar[bool] = True
-    over_sum: ClassVar[bool] = False
-    fixed_by_training: ClassVar[Mapping[str, str]] = {}
+    name: ClassVar[str]  # the name in `model.normalizer`
+    full_formula: ClassVar[str]  # the weights, with all that options can add
+    learned: ClassVar[str] = "none"  # the parameters
+    source: ClassVar[str] = ""  # the paper or code that the function comes from
+    known: ClassVar[str] = ""  # published figures, with their source
+    sums_to_one: ClassVar[bool] = True  # each row of weights sums to 1, whatever the options
+    over_sum: ClassVar[bool] = False  # `n` may be `sum`: each row is divided by its sum
+    fixed_by_training: ClassVar[Mapping[str, str]] = {}  # why an option can't be changed in a trained model, by its name
 
     @property
     def rows_sum_to_one(self) -> bool:

@@ -264,8 +264,7 @@ def check_extension(noun: str, name: str, overrides: list[str]) -> Iterator[tupl
         name: `package.module:Class`, or an entry point's name.
         overrides: `option=value`, options of the class.
 
-    Raises:
-        ConfigError: the class can't be imported, is of another kind or lm's own, or has no such options.
+    Raises ConfigError: the class can't be imported, is of another kind or lm's own, or has no such options.
     """
     table, checks = KINDS[noun]
     with PLUGINS.trusted():

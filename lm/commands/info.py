@@ -1,18 +1,15 @@
 """Facts about this installation: versions, devices, kernels, wandb, extras."""
 
-import os
 import platform
-import shutil
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 import lm
 from lm.errors import LMError
-from lm.machine import usable_cores
+from lm.machine import cpp_compiler, usable_cores
 from lm.schema import Plain
 
 DISTRIBUTION = "lm-normalizers"
@@ -54,8 +51,7 @@ def _devices() -> dict[str, Plain]:
 def _kernels() -> dict[str, Plain]:
     import torch
 
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-    on_gpu = torch.cuda.is_available()
+    compiler, on_gpu = cpp_compiler(), torch.cuda.is_available()
     return {
         "torch.compile": f"yes, with {compiler}" if compiler else "no: neither g++ nor clang++",
         "Triton": "no: not installed" if not _version("triton") else "yes" if on_gpu else "in tests alone: no GPU",
@@ -78,27 +74,19 @@ def missing_of_extras() -> dict[str, list[str]]:
         distribution = metadata.distribution(DISTRIBUTION)
     except metadata.PackageNotFoundError:
         return {}
-    extras = distribution.metadata.get_all("Provides-Extra") or []
     requirements = [Requirement(text) for text in distribution.requires or []]
-    missing_requirements: dict[str, list[str]] = {}
-    for extra in extras:
-        optional_requirements = [
-            requirement
-            for requirement in requirements
-            if requirement.marker and not requirement.marker.evaluate({"extra": ""}) and requirement.name != DISTRIBUTION
-        ]
-        extra_requirements = [requirement for requirement in optional_requirements if requirement.marker.evaluate({"extra": extra})]
-        missing_requirements[extra] = [
+    return {
+        extra: [
             f"{requirement.name}{requirement.specifier}"
-            for requirement in extra_requirements
-            if not _satisfied(requirement.name, requirement.specifier)
+            for requirement in requirements
+            if requirement.marker
+            and requirement.marker.evaluate({"extra": extra})
+            and not requirement.marker.evaluate({"extra": ""})
+            and requirement.name != DISTRIBUTION
+            and not ((version := _version(requirement.name)) and requirement.specifier.contains(version, prereleases=True))
         ]
-    return missing_requirements
-
-
-def _satisfied(name: str, specifier: SpecifierSet) -> bool:
-    version = _version(name)
-    return version is not None and specifier.contains(version, prereleases=True)
+        for extra in distribution.metadata.get_all("Provides-Extra") or []
+    }
 
 
 def lines(content: Mapping[str, Plain]) -> list[str]:

@@ -45,17 +45,11 @@ def send_to_wandb(experiment: Experiment, lines: list[dict[str, Plain]]) -> None
 
 @dataclass(frozen=True)
 class Compared:
-    """An experiment that was judged.
+    """An experiment that was judged."""
 
-    Attributes:
-        folder: the folder of its runs, verdicts and report.
-        verdicts: one line a size and arm, as in verdicts.csv: rate, mean, verdict, difference with the ends of its interval, p.
-        runs: the folders of the runs that it knows, of its present configuration.
-    """
-
-    folder: Path
-    verdicts: pd.DataFrame
-    runs: tuple[Path, ...]
+    folder: Path  # the folder of its runs, verdicts and report
+    verdicts: pd.DataFrame  # one line a size and arm, as in verdicts.csv: rate, mean, verdict, difference with the ends of its interval, p
+    runs: tuple[Path, ...]  # the folders of the runs that it knows, of its present configuration
 
     @property
     def report(self) -> Path:
@@ -117,8 +111,7 @@ def evaluate(*arguments: Given, checkpoint: str | int = "last", suite: str = "",
     Returns:
         The numbers that were asked for, with the columns of `lm.results`; without the columns of a run for a model folder.
 
-    Raises:
-        LMError: `lm eval` would end with this error.
+    Raises LMError: `lm eval` would end with this error.
     """
     from lm.evaluation.evaluate import evaluate_runs  # imports torch
 
@@ -137,8 +130,7 @@ def compare(*arguments: Given, jobs: int | None = None, train: bool = True, verb
         train: whether to train runs; False: judge the runs that are there.
         verbose: whether plan, progress and verdicts are printed.
 
-    Raises:
-        LMError: `lm compare` would end with this error.
+    Raises LMError: `lm compare` would end with this error.
     """
     files, overrides = paths_and_overrides(_arguments(arguments), "no experiment file given, e.g. configs/experiments/ssmax.yaml")
     if len(files) > 1:
@@ -174,8 +166,7 @@ def judge(
     Returns:
         One line a size and arm, with the columns of `Compared.verdicts`.
 
-    Raises:
-        LMError: the question is wrong, or the table lacks a column, an arm, a seed or a number, or has a run twice.
+    Raises LMError: the question is wrong, or the table lacks a column, an arm, a seed or a number, or has a run twice.
     """
     columns = (by,) if isinstance(by, str) else by
     judgement = judged_table(table, {"metric": metric, "matters": matters}, better, baseline, where, columns)

@@ -16,14 +16,10 @@ SHORTEST_PIECE = 16  # tokens
 
 
 class SequenceLengths:
-    """Options that give each step a length, for all sequences of the step; the tokens of a step stay `optim.batch_tokens`.
-
-    Attributes:
-        allows_shorter: true if sequences may be shorter than `data.seq_len`.
-    """
+    """Options that give each step a length, for all sequences of the step; the tokens of a step stay `optim.batch_tokens`."""
 
     name: ClassVar[str]
-    allows_shorter: ClassVar[bool] = True
+    allows_shorter: ClassVar[bool] = True  # true if sequences may be shorter than `data.seq_len`
 
     def length_by_step(self, seq_len: int, max_steps: int) -> dict[int, int]:
         """The lengths one after the other, by the step at which each begins; empty if lengths do not follow each other."""

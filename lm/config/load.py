@@ -40,71 +40,46 @@ from lm.schema import (
 
 def check(config: Config) -> list[Problem]:
     """Problems of a configuration whose single keys are valid: missing values and contradictory pairs."""
-    problems = own_problems(config)
-
-    def problem(is_wrong: bool, path: str, value: object, reason: str, remedy: str = "") -> None:
-        if is_wrong:
-            problems.append(Problem(path, value, reason, remedy))
-
-    data, model, optim, trainer = config.data, config.model, config.optim, config.trainer
-    problem(
-        Path(config.name).name != config.name or config.name in ("", "..") or not config.name.isprintable() or len(config.name) > 100,
-        "name", config.name, "must be the name of a folder: printable, at most 100 characters, without a path",
-        "set name, and runs for the folder that holds it",
-    )  # fmt: skip
-
-    problem(
-        data.symbolic and data.documents == "isolate",
-        "data.documents", data.documents, "each sequence of a task is a document of its own", "drop it",
-    )  # fmt: skip
+    problems, data, model, optim, trainer = own_problems(config), config.data, config.model, config.optim, config.trainer
+    if Path(config.name).name != config.name or config.name in ("", "..") or not config.name.isprintable() or len(config.name) > 100:
+        reason = "must be the name of a folder: printable, at most 100 characters, without a path"
+        problems.append(Problem("name", config.name, reason, "set name, and runs for the folder that holds it"))
+    if data.symbolic and data.documents == "isolate":
+        problems.append(Problem("data.documents", data.documents, "each sequence of a task is a document of its own", "drop it"))
     problems += check_phases(config)
-    problem(
-        model.position.has_last and data.lengths.allows_shorter,
-        "data.lengths", data.lengths.name, "short sequences train the first learned positions only", "set model.position=rope",
-    )  # fmt: skip
-
+    if model.position.has_last and data.lengths.allows_shorter:
+        reason = "short sequences train the first learned positions only"
+        problems.append(Problem("data.lengths", data.lengths.name, reason, "set model.position=rope"))
     problems += check_tasks(config)
-    problem(
-        model.transfer is not None and optim.optimizer.width_exponent is None,
-        "optim.optimizer", optim.optimizer.name, "has no rule for rates that transfer (model.transfer)", "drop model.transfer",
-    )  # fmt: skip
-
+    if model.transfer is not None and optim.optimizer.width_exponent is None:
+        reason = "has no rule for rates that transfer (model.transfer)"
+        problems.append(Problem("optim.optimizer", optim.optimizer.name, reason, "drop model.transfer"))
     step_length, sequences = data.seq_len * config.world_size, optim.batch_tokens // data.seq_len
-    floor, ceiling = optim.batch_tokens // step_length * step_length, -(-optim.batch_tokens // step_length) * step_length
-    problem(
-        optim.batch_tokens % data.seq_len != 0,
-        "optim.batch_tokens", optim.batch_tokens,
-        f"is not a multiple of data.seq_len x devices x num_nodes = {step_length}",
-        "set it to " + " or ".join(str(size) for size in (floor, ceiling) if size),
-    )  # fmt: skip
+    floor = optim.batch_tokens // step_length * step_length
+    sizes = " or ".join(str(size) for size in (floor, -(-optim.batch_tokens // step_length) * step_length) if size)
     cores = os.cpu_count() or 1
     machine = f"; this machine has {cores} core{'s' * (cores > 1)}" * (trainer.devices > cores)  # runs may be meant for another
-    problem(
-        optim.batch_tokens % data.seq_len == 0 and sequences % config.world_size != 0,
-        "trainer.devices", trainer.devices,
-        f"{config.world_size} processes can't share the {sequences} sequences of a step (optim.batch_tokens / data.seq_len){machine}",
-        f"set it to a divisor of {sequences}, or optim.batch_tokens to " + " or ".join(str(size) for size in (floor, ceiling) if size),
-    )  # fmt: skip
-    if trainer.micro_batch and optim.batch_tokens % step_length == 0:
-        sizes = range(min(trainer.micro_batch, config.rank_sequences), 0, -1)
-        problem(
-            config.rank_sequences % trainer.micro_batch != 0,
-            "trainer.micro_batch", trainer.micro_batch, f"does not divide the {config.rank_sequences} sequences of a process in a step",
-            f"e.g. {next(size for size in sizes if config.rank_sequences % size == 0)}",
-        )  # fmt: skip
-    problem(
-        trainer.max_steps is None and trainer.tokens_per_parameter is None,
-        "trainer.max_steps", None, "is not given", "set it, or trainer.tokens_per_parameter",
-    )  # fmt: skip
-    problem(
-        bool(trainer.max_steps and trainer.tokens_per_parameter),
-        "trainer.tokens_per_parameter", trainer.tokens_per_parameter, f"trainer.max_steps = {trainer.max_steps} is given, too", "drop one",
-    )  # fmt: skip
-    problem(
-        bool(config.train_only) and not config.init_from and model.out_init == "zero",
-        "train_only", config.train_only, "with model.out_init = zero blocks of new weights add nothing: normalizers have no gradient",
-        "name weights to go on from in init_from, or drop one",
-    )  # fmt: skip
+    if optim.batch_tokens % data.seq_len:
+        reason = f"is not a multiple of data.seq_len x devices x num_nodes = {step_length}"
+        problems.append(Problem("optim.batch_tokens", optim.batch_tokens, reason, f"set it to {sizes}"))
+    elif sequences % config.world_size:
+        reason = (
+            f"{config.world_size} processes can't share the {sequences} sequences of a step (optim.batch_tokens / data.seq_len){machine}"
+        )
+        remedy = f"set it to a divisor of {sequences}, or optim.batch_tokens to {sizes}"
+        problems.append(Problem("trainer.devices", trainer.devices, reason, remedy))
+    if trainer.micro_batch and optim.batch_tokens % step_length == 0 and config.rank_sequences % trainer.micro_batch:
+        divisors = (size for size in range(min(trainer.micro_batch, config.rank_sequences), 0, -1) if config.rank_sequences % size == 0)
+        reason = f"does not divide the {config.rank_sequences} sequences of a process in a step"
+        problems.append(Problem("trainer.micro_batch", trainer.micro_batch, reason, f"e.g. {next(divisors)}"))
+    if trainer.max_steps is None and trainer.tokens_per_parameter is None:
+        problems.append(Problem("trainer.max_steps", None, "is not given", "set it, or trainer.tokens_per_parameter"))
+    if trainer.max_steps and trainer.tokens_per_parameter:
+        reason = f"trainer.max_steps = {trainer.max_steps} is given, too"
+        problems.append(Problem("trainer.tokens_per_parameter", trainer.tokens_per_parameter, reason, "drop one"))
+    if config.train_only and not config.init_from and model.out_init == "zero":
+        reason = "with model.out_init = zero blocks of new weights add nothing: normalizers have no gradient"
+        problems.append(Problem("train_only", config.train_only, reason, "name weights to go on from in init_from, or drop one"))
     if trainer.max_steps:
         problems += check_steps(config)
     problems += empty_sequences("eval.swap_lengths", config.eval.swap_lengths, data)
@@ -217,8 +192,7 @@ def load(arguments: list[str], with_weights: WithWeights | None = None) -> Confi
 
     with_weights: (`init_from`, keys of the files, overrides) -> all keys, the keys of the weights included.
 
-    Raises:
-        ConfigError: all problems, in one message.
+    Raises ConfigError: all problems, in one message.
     """
     if not arguments:
         raise ConfigError("no configuration given: name a YAML file, e.g. configs/softmax.yaml")
@@ -248,8 +222,7 @@ def load(arguments: list[str], with_weights: WithWeights | None = None) -> Confi
 def load_normalizer(name: str, overrides: list[str]) -> Options:
     """The options of a normalizer that the user names, with `option=value` texts; a normalizer from outside is imported.
 
-    Raises:
-        ConfigError: all problems, in one message.
+    Raises ConfigError: all problems, in one message.
     """
     with PLUGINS.trusted():
         return build_named(OPTIONS, {"name": name, **read_overrides(overrides)}, "model.normalizer")
@@ -258,8 +231,7 @@ def load_normalizer(name: str, overrides: list[str]) -> Options:
 def parse(plain: dict[str, Plain]) -> Config:
     """The checked configuration from plain data, without interpolation.
 
-    Raises:
-        ConfigError: all problems, in one message.
+    Raises ConfigError: all problems, in one message.
     """
     problems: list[Problem] = []
     config = build(Config, plain, "", problems)
@@ -282,8 +254,7 @@ def to_yaml(config: Config) -> str:
 def read_yaml(path: Path) -> dict[str, Plain]:
     """The file's keys merged over the keys of its `base:` files (paths relative to the file, else names of presets).
 
-    Raises:
-        ConfigError: it names the file that can't be read or is not a configuration.
+    Raises ConfigError: it names the file that can't be read or is not a configuration.
     """
     return _read(path, (), {})
 
@@ -332,8 +303,7 @@ def over_bases(
         heirs: the files that inherit from the bases, each from the next.
         cache: the keys of files that were read before, to which those read now are added.
 
-    Raises:
-        ConfigError: `base` is of another form, or one of the files can't be read or is not a configuration.
+    Raises ConfigError: `base` is of another form, or one of the files can't be read or is not a configuration.
     """
     bases, cache = plain.get("base", []), {} if cache is None else cache
     names = bases if isinstance(bases, list) else [bases]
@@ -365,8 +335,7 @@ def nested(*blocks: Mapping[str, Plain], path: str = "") -> dict[str, Plain]:
 
     path: the place of the blocks, such as `arms.ssmax.`, for errors.
 
-    Raises:
-        ConfigError: too deep a key, or a block that has one key twice.
+    Raises ConfigError: too deep a key, or a block that has one key twice.
     """
     tree: dict[str, Plain] = {}
     for block in blocks:
@@ -386,8 +355,7 @@ def nested(*blocks: Mapping[str, Plain], path: str = "") -> dict[str, Plain]:
 def overrides_in(command: str, overrides: list[str]) -> dict[str, Plain]:
     """`key=value` texts as nested plain data, for a command on a trained model: `eval`, `swap` or `diagnose`.
 
-    Raises:
-        ConfigError: it names each key that has no effect in the command, since it belongs to the checkpoint or to training.
+    Raises ConfigError: it names each key that has no effect in the command, since it belongs to the checkpoint or to training.
     """
     changes = interpolated(read_overrides(overrides))
     parts = [override.partition("=") for override in overrides]
@@ -416,8 +384,7 @@ def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -
     A block whose `name` changes replaces the old block whole, so that options of one normalizer are never applied to another. Of two
     ALTERNATIVES the key in `changes` stays.
 
-    Raises:
-        ConfigError: a mistake that would leave no trace: null in place of a block that has keys, or keys of a block laid on a number.
+    Raises ConfigError: a mistake that would leave no trace: null in place of a block that has keys, or keys of a block laid on a number.
     """
     result = dict(base)
     for name, value in changes.items():

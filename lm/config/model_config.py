@@ -115,16 +115,11 @@ TRAINED_SCALINGS = {v.name: v for v in (TrainedScaling, LinearScaling, Llama3Sca
 
 
 class Position:
-    """Encoding of the positions of tokens.
-
-    Attributes:
-        rotates: queries and keys are rotated by angles that can be rescaled.
-        has_last: positions beyond the training length have no encoding.
-    """
+    """Encoding of the positions of tokens."""
 
     name: ClassVar[str]
-    rotates: ClassVar[bool] = False
-    has_last: ClassVar[bool] = False
+    rotates: ClassVar[bool] = False  # queries and keys are rotated by angles that can be rescaled
+    has_last: ClassVar[bool] = False  # positions beyond the training length have no encoding
 
     @property
     def label(self) -> str:

@@ -48,8 +48,7 @@ class Task(ABC):
             draw: the random numbers, a `Draw`.
             text: tokenizer and filler, a `Text`, of a task without `vocab_size`.
 
-        Raises:
-            NoRoom: the task doesn't fit.
+        Raises NoRoom: the task doesn't fit.
         """
         raise NotImplementedError
 

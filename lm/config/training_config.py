@@ -52,16 +52,11 @@ class WSD:
 
 
 class Optimizer:
-    """A rule by which gradients become updates.
-
-    Attributes:
-        needs: a group with at least one trained parameter, or the optimizer is refused; "": no such group.
-        weight_decay: of matrices, embedding and head; 0 for an optimizer without this option.
-    """
+    """A rule by which gradients become updates."""
 
     name: ClassVar[str]
-    needs: ClassVar[str] = ""
-    weight_decay: ClassVar[float] = 0.0
+    needs: ClassVar[str] = ""  # a group with at least one trained parameter, or the optimizer is refused; "": no such group
+    weight_decay: ClassVar[float] = 0.0  # of matrices, embedding and head; 0 for an optimizer without this option
 
     def make(self, groups: list[dict[str, object]], decoder: "nn.Module") -> "torch.optim.Optimizer":
         """The torch optimizer, for an optimizer from outside; lm.training.optimizers makes lm's.

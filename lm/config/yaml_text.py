@@ -111,8 +111,7 @@ for kind in (_Loader, _Dumper):
 def parse_yaml(text: str | bytes, source: str) -> Plain:
     """The plain data that a YAML text (in UTF-8) stands for; None if it is empty.
 
-    Raises:
-        ConfigError: the text is not valid YAML, holds more than plain data, or is too large or too deep; `source` names it.
+    Raises ConfigError: the text is not valid YAML, holds more than plain data, or is too large or too deep; `source` names it.
     """
     if len(text) > MAX_BYTES:
         raise ConfigError(f"{source}: larger than {MAX_BYTES:,} bytes, which is no configuration")
@@ -167,8 +166,7 @@ def interpolated(plain: dict[str, Plain]) -> dict[str, Plain]:
 
     Configurations of checkpoints and exports are data, and are never interpolated: they could read the user's environment.
 
-    Raises:
-        ConfigError: an interpolation can't be resolved, or there are too many to expand in a reasonable time.
+    Raises ConfigError: an interpolation can't be resolved, or there are too many to expand in a reasonable time.
     """
     texts = [value for value in single_values(plain) if isinstance(value, str) and "${" in value]
     if not texts:

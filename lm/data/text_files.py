@@ -49,16 +49,11 @@ Parse = Callable[[Plain | np.ndarray, str], str | np.ndarray]  # a document, of 
 
 @dataclass
 class UnreadableGuard:
-    """A context in which documents are read: it ends at an `Unreadable`, which goes to `on_error` and no further.
-
-    Attributes:
-        n_bytes: size of the file, document or row.
-        location: the name of the file or the part of it, if errors of its bytes are to be reported as damage.
-    """
+    """A context in which documents are read: it ends at an `Unreadable`, which goes to `on_error` and no further."""
 
     on_error: OnError
-    n_bytes: int = 0
-    location: str = ""
+    n_bytes: int = 0  # size of the file, document or row
+    location: str = ""  # the name of the file or the part of it, if errors of its bytes are to be reported as damage
 
     def __enter__(self) -> None:
         pass
@@ -213,8 +208,7 @@ def _ignored(folder: Path, source: Files) -> Counter[str]:
 def files_in(folder: Path) -> Iterator[Path]:
     """All files below a folder that are not hidden, files in linked folders and links to nothing included; each folder is entered once.
 
-    Raises:
-        DataError: a folder can't be read; its files would be missing without a word.
+    Raises DataError: a folder can't be read; its files would be missing without a word.
     """
     entered_paths: set[str] = set()
     for path, folders, names in os.walk(folder, onerror=_unreadable_folder, followlinks=True):

@@ -43,25 +43,15 @@ VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"
 
 @dataclass(frozen=True)
 class Work:
-    """The options of work on experiments.
+    """The options of work on experiments."""
 
-    Attributes:
-        jobs: slots (`lm.experiments.slots`); None: all of this machine's GPUs, or one on the CPU.
-        retry: whether runs that failed are tried again.
-        anew: whether an experiment is trained although its folder has ended runs of another configuration alone.
-        per_gpu: slots on each GPU.
-        engine: the scheduler whose jobs train the runs; None: the slots of this machine do.
-        workers: the number of jobs at a time.
-        options: the options of each job, as `--job-options` gives them.
-    """
-
-    jobs: int | None = None
-    retry: bool = False
-    anew: bool = False
-    per_gpu: int = 1
-    engine: Engine | None = None
-    workers: int = 1
-    options: str = ""
+    jobs: int | None = None  # slots (`lm.experiments.slots`); None: all of this machine's GPUs, or one on the CPU
+    retry: bool = False  # whether runs that failed are tried again
+    anew: bool = False  # whether an experiment is trained although its folder has ended runs of another configuration alone
+    per_gpu: int = 1  # slots on each GPU
+    engine: Engine | None = None  # the scheduler whose jobs train the runs; None: the slots of this machine do
+    workers: int = 1  # the number of jobs at a time
+    options: str = ""  # the options of each job, as `--job-options` gives them
 
     def slots(self, experiment: Experiment) -> Slots:
         """The slots for an experiment. Raises ConfigError: this machine has too few."""
@@ -94,8 +84,7 @@ def compare_experiments(
         send: a function that is called after the report of a trained experiment is written, with the experiment and the lines of its
             verdicts.
 
-    Raises:
-        LMError: an experiment's file is wrong, or runs failed.
+    Raises LMError: an experiment's file is wrong, or runs failed.
     """
     is_working, experiments = not plan_only and not report_only, [read_experiment(path, overrides) for path in files]
     # These reveal too few slots before text is prepared.

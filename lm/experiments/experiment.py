@@ -48,21 +48,14 @@ class Swap:
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm.
-
-    Attributes:
-        changes: how the arm's configuration differs from the base.
-        start: the earlier arm whose trained weights it starts from; empty: random weights.
-        step: the step of `start` at which the arm branches off, with optimizer state and position in the data; None: no branch.
-        swap: the normalizer that replaces the weights' normalizer; None: the normalizer stays.
-        trained: False: the swapped weights are measured as they are.
-    """
+    """One arm."""
 
     name: str
-    changes: dict[str, Plain]
-    start: str = ""
-    swap: Swap | None = None
-    trained: bool = True
+    changes: dict[str, Plain]  # how the arm's configuration differs from the base
+    start: str = ""  # the earlier arm whose trained weights it starts from; empty: random weights
+    swap: Swap | None = None  # the normalizer that replaces the weights' normalizer; None: the normalizer stays
+    trained: bool = True  # False: the swapped weights are measured as they are
+    # the step of `start` at which the arm branches off, with optimizer state and position in the data; None: no branch
     step: int | None = None
 
     @property
@@ -149,23 +142,18 @@ class Primary:
 
 @dataclass(frozen=True)
 class TuningRun:
-    """One tuning run.
-
-    Attributes:
-        key: the configuration keys that are tuned, as `Tune.heading` gives them.
-        selection, primary: the mean of SELECTION and the primary quantity on the selection text. Infinite: the run diverged, or did not
-            reach its level; None: not known.
-        configuration: the settings of the run, as `described` gives them.
-    """
+    """One tuning run."""
 
     size: str
     arm: str
-    key: str
+    key: str  # the configuration keys that are tuned, as `Tune.heading` gives them
     rate: Rate
     seed: int
+    # selection, primary: the mean of SELECTION and the primary quantity on the selection text. Infinite: the run diverged, or did not reach
+    # its level; None: not known
     selection: float | None
     primary: float | None
-    configuration: str
+    configuration: str  # the settings of the run, as `described` gives them
 
     @property
     def diverged(self) -> bool:
@@ -175,51 +163,34 @@ class TuningRun:
 
 @dataclass(frozen=True)
 class Departure:
-    """A difference between an experiment and its plan, in words.
-
-    Attributes:
-        exploratory: whether the difference makes verdicts exploratory; if not, it is only noted.
-        place: the size and arm whose verdict is concerned; None: all verdicts.
-    """
+    """A difference between an experiment and its plan, in words."""
 
     words: str
-    exploratory: bool = True
-    place: tuple[str, str] | None = None
+    exploratory: bool = True  # whether the difference makes verdicts exploratory; if not, it is only noted
+    place: tuple[str, str] | None = None  # the size and arm whose verdict is concerned; None: all verdicts
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """An experiment as its file describes it; the first arm is the baseline.
+    """An experiment as its file describes it; the first arm is the baseline."""
 
-    Attributes:
-        name: the file's name; runs lie in the base configuration's `runs`, in a folder of this name.
-        base: plain configuration that all arms share.
-        sizes: changes of the configuration by size; an experiment without sizes has one size with an empty name.
-        file, overrides: the file that was read, and the `key=value` texts that change its base configuration.
-        table: the runs that the file `tune.table` lists.
-        planned_seeds: the seeds at the first start; None: no first start is recorded.
-        evaluate: configuration keys for the measurement of finished runs at their last step, in addition to the evaluations during
-            training.
-        more_seeds: seeds of the second look, which are trained if the first look leaves a comparison undecided.
-        look: the look that `seeds` belong to; the seeds of the second look include those of the first.
-        departures: differences from the plan that was recorded before any final run was measured.
-    """
-
-    name: str
-    base: dict[str, Plain]
+    name: str  # the file's name; runs lie in the base configuration's `runs`, in a folder of this name
+    base: dict[str, Plain]  # plain configuration that all arms share
     arms: tuple[Arm, ...]
-    sizes: dict[str, dict[str, Plain]]
+    sizes: dict[str, dict[str, Plain]]  # changes of the configuration by size; an experiment without sizes has one size with an empty name
     seeds: tuple[int, ...]
     tune: Tune
     primary: Primary
+    # file, overrides: the file that was read, and the `key=value` texts that change its base configuration
     file: Path
     overrides: tuple[str, ...]
-    table: tuple[TuningRun, ...] = ()
+    table: tuple[TuningRun, ...] = ()  # the runs that the file `tune.table` lists
+    # configuration keys for the measurement of finished runs at their last step, in addition to the evaluations during training
     evaluate: dict[str, Plain] = field(default_factory=dict)
-    more_seeds: tuple[int, ...] = ()
-    look: Literal[1, 2] = 1
-    planned_seeds: tuple[int, ...] | None = None
-    departures: tuple[Departure, ...] = ()
+    more_seeds: tuple[int, ...] = ()  # seeds of the second look, which are trained if the first look leaves a comparison undecided
+    look: Literal[1, 2] = 1  # the look that `seeds` belong to; the seeds of the second look include those of the first
+    planned_seeds: tuple[int, ...] | None = None  # the seeds at the first start; None: no first start is recorded
+    departures: tuple[Departure, ...] = ()  # differences from the plan that was recorded before any final run was measured
     _configs: dict[str, Config] = field(default_factory=dict, repr=False, compare=False)  # by their keys except `_OWN`
 
     @property

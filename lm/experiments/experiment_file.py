@@ -52,8 +52,7 @@ def read_experiment(file: Path, overrides: list[str]) -> Experiment:
     Args:
         overrides: `key=value` texts, which change the base configuration of all arms.
 
-    Raises:
-        ConfigError: the file or an arm's configuration is wrong; one message lists all problems.
+    Raises ConfigError: the file or an arm's configuration is wrong; one message lists all problems.
     """
     file = presets.find(file, "experiments")
     try:
@@ -236,8 +235,7 @@ def read_table(path: Path, metric: str) -> tuple[TuningRun, ...]:
     Args:
         metric: the column of the primary metric. Without this column, `primary` is None in all runs.
 
-    Raises:
-        ConfigError: the file does not exist, or is no tuning table.
+    Raises ConfigError: the file does not exist, or is no tuning table.
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:

@@ -40,8 +40,7 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
         jobs: the number of runs at a time, on which the number of threads depends.
         anew: open the experiment although its folder has ended runs of another configuration alone (`other_runs`).
 
-    Raises:
-        LMError: the file is wrong, or the experiment's folder is something else.
+    Raises LMError: the file is wrong, or the experiment's folder is something else.
     """
     experiment = read_experiment(path, overrides)
     if (experiment.folder / CONFIG).exists():
@@ -69,8 +68,7 @@ def start(
     Args:
         timed: a function that gives the seconds of runs, as far as they are known. They decide whether to compile; without them, FLOPs do.
 
-    Raises:
-        LMError: as `open_experiment`; or the text can't be prepared, or is not the text of the first runs.
+    Raises LMError: as `open_experiment`; or the text can't be prepared, or is not the text of the first runs.
     """
     store = prepare(open_experiment(path, overrides, jobs, anew).experiment.first_config.data, progress=True)
     procedure = open_experiment(path, overrides, jobs, True)  # the vocabulary is known now
@@ -265,8 +263,7 @@ def departures(experiment: Experiment, settings: dict[str, Plain] | None) -> tup
     Args:
         settings: the content of RESOLVED; None: there is no such file.
 
-    Raises:
-        RunError: the recorded plan is damaged.
+    Raises RunError: the recorded plan is damaged.
     """
     current_plan = plan_of(experiment)
     plan = (settings or {}).get(PLAN)

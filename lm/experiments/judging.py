@@ -22,21 +22,15 @@ Pair = tuple[Rate | None, Rate | None]  # the rates of an arm and of the baselin
 
 @dataclass(frozen=True, eq=False)
 class JudgedRun:
-    """A run that is judged.
-
-    Attributes:
-        state: finished, unfinished or diverged.
-        note: how the run diverged, or that the finished run did not learn, in words.
-        values, weights: (units,) the metric of each unit, or one number of the whole run, such as the tokens of `primary.reach`.
-        groups: (units,) the document of each unit; None: the units are not parts of documents.
-    """
+    """A run that is judged."""
 
     arm: str
-    state: str
-    note: str
+    state: str  # finished, unfinished or diverged
+    note: str  # how the run diverged, or that the finished run did not learn, in words
+    # values, weights: (units,) the metric of each unit, or one number of the whole run, such as the tokens of `primary.reach`
     values: np.ndarray
     weights: np.ndarray
-    groups: np.ndarray | None
+    groups: np.ndarray | None  # (units,) the document of each unit; None: the units are not parts of documents
 
     @property
     def ended(self) -> bool:
@@ -53,33 +47,21 @@ ByRate = dict[Rate | None, list[JudgedRun]]  # runs of an arm by seed, at each r
 
 @dataclass(frozen=True, eq=False)
 class Judgement:
-    """A question, the runs that answer it, and their verdicts.
+    """A question, the runs that answer it, and their verdicts."""
 
-    Attributes:
-        primary: the metric, the direction that is better, and the smallest difference of interest.
-        arms: the names of the arms, the baseline first.
-        seeds: the seeds that are planned for each arm.
-        rates: the rate at which each arm is judged, by size; an arm without a rate is not tuned. None: not known yet.
-        runs: the runs by size and arm; every arm has every seed at each of its rates.
-        all_pairs: whether verdicts must hold at every pair of rates, since rates were chosen by another metric than the compared one.
-        looks: the number of times that the data may be judged.
-        sources: the names of the arms whose weights an arm starts from, by that arm.
-        exploratory: the sizes and arms whose verdicts are exploratory.
-        key: the heading of the rates.
-        measured_on: the heading of the means.
-    """
-
-    primary: Primary
-    arms: tuple[str, ...]
-    seeds: tuple[int, ...]
+    primary: Primary  # the metric, the direction that is better, and the smallest difference of interest
+    arms: tuple[str, ...]  # the names of the arms, the baseline first
+    seeds: tuple[int, ...]  # the seeds that are planned for each arm
+    # the rate at which each arm is judged, by size; an arm without a rate is not tuned. None: not known yet
     rates: Mapping[str, Mapping[str, Rate | None] | None]
-    runs: Mapping[Place, ByRate]
+    runs: Mapping[Place, ByRate]  # the runs by size and arm; every arm has every seed at each of its rates
+    # whether verdicts must hold at every pair of rates, since rates were chosen by another metric than the compared one
     all_pairs: bool = False
-    looks: int = 1
-    sources: Mapping[str, list[str]] = field(default_factory=dict)
-    exploratory: Collection[Place] = ()
-    key: str = "rate"
-    measured_on: str = ""
+    looks: int = 1  # the number of times that the data may be judged
+    sources: Mapping[str, list[str]] = field(default_factory=dict)  # the names of the arms whose weights an arm starts from, by that arm
+    exploratory: Collection[Place] = ()  # the sizes and arms whose verdicts are exploratory
+    key: str = "rate"  # the heading of the rates
+    measured_on: str = ""  # the heading of the means
 
     @property
     def places(self) -> list[Place]:

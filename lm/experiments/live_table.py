@@ -34,20 +34,13 @@ _GROUPS = (("size", "arm", "rate", "stage"), ("size", "arm", "stage"), ("size", 
 
 @dataclass
 class RunLine:
-    """A run as the table shows it.
-
-    Attributes:
-        state: one of `STATES`.
-        step: the last logged step.
-        loss: the latest validation loss.
-        note: what a waiting run waits for, the devices of a running run, or why a run failed.
-    """
+    """A run as the table shows it."""
 
     run: Run
-    state: str = "waiting"
-    step: int = 0
-    loss: float | None = None
-    note: str = ""
+    state: str = "waiting"  # one of `STATES`
+    step: int = 0  # the last logged step
+    loss: float | None = None  # the latest validation loss
+    note: str = ""  # what a waiting run waits for, the devices of a running run, or why a run failed
 
 
 class LiveTable:

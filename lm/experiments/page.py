@@ -85,8 +85,7 @@ class SizeResults:
 def write_page(procedures: list[Procedure], folder: Path) -> Path:
     """Write the page of experiments and its files into `folder`, all of them or none. Returns the path of the page.
 
-    Raises:
-        LMError: run folders can't be read or compared, or `folder` can't be written.
+    Raises LMError: run folders can't be read or compared, or `folder` can't be written.
     """
     write_together(experiment_files(procedures, folder), "the report")
     return folder / PAGE
@@ -102,8 +101,7 @@ def experiment_files(procedures: list[Procedure], folder: Path, judgement: Judge
     Returns:
         The content of each file, by path.
 
-    Raises:
-        LMError: run folders can't be read or compared.
+    Raises LMError: run folders can't be read or compared.
     """
     return page_files(
         [_part(procedure, f"{procedure.experiment.name}-" if len(procedures) > 1 else "", judgement) for procedure in procedures], folder

@@ -21,27 +21,19 @@ from lm.statistics.tuning import Rate, TuningOutcome, best_rate, crossed_rates, 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of an experiment.
-
-    Attributes:
-        stage: `tune` if it chooses a rate, `final` if it is judged.
-        source_folder: folder of the run whose weights it starts from, if any.
-        swap: the normalizer that replaces the one of these weights; None: it stays.
-        trained: False: the swapped weights are measured as they are.
-        evaluate: options `KEY=VALUE` of its evaluation after training.
-    """
+    """One run of an experiment."""
 
     size: str
     arm: str
-    stage: str
+    stage: str  # `tune` if it chooses a rate, `final` if it is judged
     rate: Rate | None
     seed: int
     config: Config
     outcome: Outcome
-    source_folder: Path | None = None
-    swap: Swap | None = None
-    trained: bool = True
-    evaluate: tuple[str, ...] = ()
+    source_folder: Path | None = None  # folder of the run whose weights it starts from, if any
+    swap: Swap | None = None  # the normalizer that replaces the one of these weights; None: it stays
+    trained: bool = True  # False: the swapped weights are measured as they are
+    evaluate: tuple[str, ...] = ()  # options `KEY=VALUE` of its evaluation after training
 
     @property
     def label(self) -> str:
@@ -52,19 +44,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Choice:
-    """The learning rates of a size, as far as they are known.
+    """The learning rates of a size, as far as they are known."""
 
-    Attributes:
-        runs: the tuning runs by arm and rate, with their source runs of arms without a rate of their own; empty with a table.
-        final: by trained arm, the rates that its final seeds are trained at, first the one that tuning chose (`crossed_rates`).
-        rates: by arm, the rate that it is judged at; arms still at an edge of the grid have none. None: not known yet.
-        settled: False while final runs at several rates have not ended: then `rates` are the rates that tuning chose.
-    """
-
+    # the tuning runs by arm and rate, with their source runs of arms without a rate of their own; empty with a table
     runs: dict[str, dict[Rate, list[Run]]]
+    # by trained arm, the rates that its final seeds are trained at, first the one that tuning chose (`crossed_rates`)
     final: dict[str, tuple[Rate | None, ...]]
+    # by arm, the rate that it is judged at; arms still at an edge of the grid have none. None: not known yet
     rates: dict[str, Rate | None] | None
-    settled: bool = True
+    settled: bool = True  # False while final runs at several rates have not ended: then `rates` are the rates that tuning chose
 
     @property
     def crossed(self) -> dict[str, tuple[Rate | None, ...]]:
@@ -324,8 +312,7 @@ class Procedure:
     def judgement(self) -> Judgement:
         """The verdicts on what the run folders hold now.
 
-        Raises:
-            RunError: finished runs were not measured on the same sequences, or give the primary metric another direction.
+        Raises RunError: finished runs were not measured on the same sequences, or give the primary metric another direction.
         """
         experiment = self.experiment
         places = [(size, arm.name) for size in experiment.sizes for arm in experiment.arms[1:]]

@@ -51,8 +51,7 @@ def judge_table(
         condition: a condition on columns, as of `pandas.DataFrame.query`.
         split_columns: columns by whose values runs are judged apart, in one family; by default `size`, if the table has it.
 
-    Raises:
-        RunError: columns, arms, seeds or values are missing, a run is there twice, or the table has another better direction.
+    Raises RunError: columns, arms, seeds or values are missing, a run is there twice, or the table has another better direction.
     """
     table = table.reset_index(drop=True)
     if key := next((name for name in split_columns if name in ("arm", "seed", "value")), ""):

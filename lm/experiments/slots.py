@@ -33,18 +33,12 @@ Devices = tuple[str, ...]  # GPUs of a run, as CUDA_VISIBLE_DEVICES names them; 
 
 @dataclass(frozen=True)
 class Slots:
-    """The slots of one `lm compare`. A run takes one, or as many as it has GPUs, each on a GPU of its own.
+    """The slots of one `lm compare`. A run takes one, or as many as it has GPUs, each on a GPU of its own."""
 
-    Attributes:
-        jobs: number of slots.
-        gpus: GPUs that are handed out; (): all runs compute on the CPU.
-        per_gpu: number of slots on each GPU.
-        gpus_per_run: number of GPUs that a run takes, by size and arm; other runs take none.
-    """
-
-    jobs: int
-    gpus: Devices = ()
-    per_gpu: int = 1
+    jobs: int  # number of slots
+    gpus: Devices = ()  # GPUs that are handed out; (): all runs compute on the CPU
+    per_gpu: int = 1  # number of slots on each GPU
+    # number of GPUs that a run takes, by size and arm; other runs take none
     gpus_per_run: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     def slots_per_run(self, size: str, arm: str) -> int:
@@ -89,8 +83,7 @@ def slots_of(experiment: Experiment, jobs: int | None, per_gpu: int) -> Slots:
         jobs: number of slots, at most; None: `per_gpu` on each GPU, or one if all runs compute on the CPU.
         per_gpu: number of slots on each GPU. Where a run takes a GPU, there are no others.
 
-    Raises:
-        ConfigError: there are too few GPUs, or slots, for a run.
+    Raises ConfigError: there are too few GPUs, or slots, for a run.
     """
     from lm.model.device import gpus_of, visible_gpus  # torch takes seconds to import
 

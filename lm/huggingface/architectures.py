@@ -24,20 +24,14 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # what `layer_types` list
 
 @dataclass(frozen=True)
 class Part:
-    """The place of one of lm's parameters: the tensors of transformers that hold it, one below the other.
+    """The place of one of lm's parameters: the tensors of transformers that hold it, one below the other."""
 
-    Attributes:
-        name, shape: name and shape of the parameter.
-        tensors: names and shapes of the tensors.
-        transposed: each tensor is stored as (inputs, outputs).
-        scaled: the number of first rows that a factor multiplies, and the factor.
-    """
-
+    # name, shape: name and shape of the parameter
     name: str
     shape: tuple[int, ...]
-    tensors: tuple[tuple[str, tuple[int, ...]], ...]
-    transposed: bool
-    scaled: tuple[int, float] | None
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes of the tensors
+    transposed: bool  # each tensor is stored as (inputs, outputs)
+    scaled: tuple[int, float] | None  # the number of first rows that a factor multiplies, and the factor
 
 
 class Architecture(ABC):

@@ -108,8 +108,7 @@ def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path
 
     Weights, config.json, the tokenizer, and README.md: what the model is, how it was trained, and its figures.
 
-    Raises:
-        RunError: nothing to load there, a model that no architecture holds (with the reason), or `target` can't be written.
+    Raises RunError: nothing to load there, a model that no architecture holds (with the reason), or `target` can't be written.
     """
     loaded_model = load(source, checkpoint)
     if plain_model := _architecture(loaded_model.spec, source):

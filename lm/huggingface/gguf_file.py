@@ -120,8 +120,7 @@ class GGUF:
         shapes: shapes of the tensors, by transformers' names.
         types: the number of tensors of each type, e.g. {"Q4_1": 210}.
 
-    Raises:
-        RunError: not a GGUF file, one that is cut short, another architecture, or metadata that can't be used, by name.
+    Raises RunError: not a GGUF file, one that is cut short, another architecture, or metadata that can't be used, by name.
     """
 
     def __init__(self, path: Path):
@@ -201,8 +200,7 @@ class GGUF:
     def _llama3(self) -> dict[str, Plain]:
         """The rescaling of RoPE in Llama 3.1 to 3.3 that divides frequencies by the numbers in the file: it does not name its type.
 
-        Raises:
-            RunError: no such rescaling gives these numbers.
+        Raises RunError: no such rescaling gives these numbers.
         """
         divisors = self.read(FREQUENCIES).double()
         theta = Fields(self.config, self.path).number("rope_theta", THETA)
@@ -242,8 +240,7 @@ class GGUF:
     def tokenizer(self) -> str | None:
         """The content of a tokenizer.json; None: the file has no tokenizer.
 
-        Raises:
-            RunError: a kind of tokenizer that is not read, for which a tokenizer.json must be given, or a damaged one.
+        Raises RunError: a kind of tokenizer that is not read, for which a tokenizer.json must be given, or a damaged one.
         """
         metadata = {name.removeprefix("tokenizer.ggml."): value for name, value in self._metadata.items()}
         kind, pre_tokenizer = metadata.get("model"), metadata.get("pre")

@@ -38,8 +38,7 @@ class Shards:
         path: the folder, which errors name.
         shapes: the shape of each tensor, by its name in transformers.
 
-    Raises:
-        RunError: no weights there, or a shard that is missing, cut short, damaged or not as the index says.
+    Raises RunError: no weights there, or a shard that is missing, cut short, damaged or not as the index says.
     """
 
     def __init__(self, folder: Path):
@@ -110,24 +109,15 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class Source:
-    """A pretrained model that was opened: nothing of its weights is read yet.
+    """A pretrained model that was opened: nothing of its weights is read yet."""
 
-    Attributes:
-        path: the path of the model, which errors name.
-        config: fields as in a config.json.
-        tokenizer: content of a tokenizer.json; None: there is none.
-        tokenizer_path: the path of the tokenizer, which errors name.
-        tokenizer_config: content of the tokenizer's tokenizer_config.json.
-        origin: facts on the source of the model, beside its architecture.
-    """
-
-    path: Path
-    config: dict[str, Plain]
+    path: Path  # the path of the model, which errors name
+    config: dict[str, Plain]  # fields as in a config.json
     tensors: "Shards | GGUF"
-    tokenizer: str | None
-    tokenizer_path: Path
-    tokenizer_config: dict[str, Plain]
-    origin: dict[str, Plain]
+    tokenizer: str | None  # content of a tokenizer.json; None: there is none
+    tokenizer_path: Path  # the path of the tokenizer, which errors name
+    tokenizer_config: dict[str, Plain]  # content of the tokenizer's tokenizer_config.json
+    origin: dict[str, Plain]  # facts on the source of the model, beside its architecture
 
 
 def import_model(

@@ -43,8 +43,7 @@ def register(normalizers: Mapping[str, Named] | None = None) -> None:
         normalizers: by their `attn_implementation`, e.g. {"lm_ssmax_b": {"name": "ssmax", "bias": True}}; None: all but forget, asentmax
             and p_n with their default options, as lm_NAME.
 
-    Raises:
-        ConfigError: no such normalizer, or options that it does not have.
+    Raises ConfigError: no such normalizer, or options that it does not have.
     """
     for name, normalizer in (normalizers or {f"lm_{name}": name for name in ENTRIES if name not in UNREGISTERED}).items():
         functional.parameters(normalizer, 1, 2, 2)
@@ -61,9 +60,8 @@ def add_parameters(model: PreTrainedModel, train_length: int | None = None) -> N
     Args:
         train_length: tokens in a training sequence; None: the configuration's `max_position_embeddings`.
 
-    Raises:
-        ValueError: no normalizer of lm is named, the model's code takes none, it has the parameters already, or its folder has those of
-            another normalizer.
+    Raises ValueError: no normalizer of lm is named, the model's code takes none, it has the parameters already, or its folder has those of
+    another normalizer.
     """
     config = model.config
     function = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)

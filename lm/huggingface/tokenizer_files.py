@@ -13,8 +13,7 @@ from lm.schema import Plain
 def start_token(content: str, config: dict[str, Plain], tokenizer_config: dict[str, Plain], end_of_text: str | None, path: Path) -> str:
     """The token that starts a document: `end_of_text`, else <|endoftext|> if that is a special token, else the model's BOS, else its EOS.
 
-    Raises:
-        RunError: none of these tokens is known.
+    Raises RunError: none of these tokens is known.
     """
     if end_of_text:
         return end_of_text
@@ -40,8 +39,7 @@ def start_token(content: str, config: dict[str, Plain], tokenizer_config: dict[s
 def checked_vocabulary_size(content: str, end_of_text: str, vocabulary: int, path: Path) -> int:
     """The vocabulary size of a tokenizer that goes with a model of `vocabulary` tokens.
 
-    Raises:
-        RunError: it can't be used, lacks the token, or has more tokens than the model.
+    Raises RunError: it can't be used, lacks the token, or has more tokens than the model.
     """
     try:
         with library_errors(f"its tokenizer is {NO_TOKENIZER}"):

@@ -21,22 +21,14 @@ BLOCK_WEIGHTS = 2**24  # weights held at a time, and as many scores
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Scores and weights of some queries of a layer, over the keys up to the last of them.
+    """Scores and weights of some queries of a layer, over the keys up to the last of them."""
 
-    Attributes:
-        layer: from 0.
-        normalizer: the normalizer of the layer.
-        queries: (T,) int64, index of each query in the sequence; keys have the indices 0 to S - 1.
-        layout: the places of these queries and keys in their documents.
-        scores: (B, H, T, S) before normalization (`Normalizer.scores`), also for keys that a query does not see.
-        inputs: the layer's input x (B, L, C), q, k (B, H, L, D), with their features, and v (B, H, L, E) of all L tokens, if asked for.
-    """
-
-    layer: int
-    normalizer: Normalizer
-    queries: Tensor
-    layout: AttentionLayout
-    scores: Tensor
+    layer: int  # from 0
+    normalizer: Normalizer  # the normalizer of the layer
+    queries: Tensor  # (T,) int64, index of each query in the sequence; keys have the indices 0 to S - 1
+    layout: AttentionLayout  # the places of these queries and keys in their documents
+    scores: Tensor  # (B, H, T, S) before normalization (`Normalizer.scores`), also for keys that a query does not see
+    # the layer's input x (B, L, C), q, k (B, H, L, D), with their features, and v (B, H, L, E) of all L tokens, if asked for
     inputs: AttentionInputs | None
 
     @cached_property
@@ -81,8 +73,7 @@ def attention_blocks(
 def in_lockstep(decoders: Sequence[Decoder], batch: Batch) -> Iterator[tuple[AttentionBlock, ...]]:
     """The attention of several decoders on one batch, as `attention_blocks`: a block of each decoder for the same layer and queries.
 
-    Raises:
-        ValueError: decoders of different numbers of layers.
+    Raises ValueError: decoders of different numbers of layers.
     """
     block = block_size(decoders, batch)
     return zip(*(attention_blocks(decoder, batch, block=block) for decoder in decoders), strict=True)

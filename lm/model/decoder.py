@@ -103,8 +103,7 @@ class Decoder(nn.Module):
             cache: the state that layers keep of earlier tokens, to which these tokens are added.
             first: index of the first token whose state is asked for. The last layer computes no queries before it.
 
-        Raises:
-            ValueError: positions beyond learned ones.
+        Raises ValueError: positions beyond learned ones.
         """
         x, context = self.embed(tokens, layout, cache)
         run = self.run_block if self.training else _run_block

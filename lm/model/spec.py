@@ -104,8 +104,7 @@ def steps_of(config: Config, vocab_size: int) -> int:
 def with_steps(config: Config, vocab_size: int) -> Config:
     """The configuration with its number of steps in `trainer.max_steps`, in place of `tokens_per_parameter`.
 
-    Raises:
-        ConfigError: the steps leave no room for something.
+    Raises ConfigError: the steps leave no room for something.
     """
     if config.trainer.max_steps:
         return config

@@ -30,8 +30,7 @@ def swapped(old: Decoder, normalizer: Options) -> Decoder:
     Args:
         normalizer: the new entry's options (`lm.attention.options`).
 
-    Raises:
-        RunError: the two normalizers need other parameters around them, whose names it gives.
+    Raises RunError: the two normalizers need other parameters around them, whose names it gives.
     """
     new = Decoder(replace(old.config, normalizer=normalizer), old.vocab_size, old.seq_len, seed=None)
     old_shapes, new_shapes = (
@@ -113,8 +112,7 @@ def fit(old: Decoder, new: Decoder, batches: list[Batch]) -> tuple[float, float]
 def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:
     """A copy of `decoder` that is used as `setting` says, in the same mode, and shares its parameters; the decoder stays as it is.
 
-    Raises:
-        ConfigError: options that none of its normalizers has, or that training has fixed.
+    Raises ConfigError: options that none of its normalizers has, or that training has fixed.
     """
     (normalizer,), problems = setting.normalizers([decoder.config.normalizer], "normalizer")
     if problems:

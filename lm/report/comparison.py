@@ -154,23 +154,16 @@ class Section:
 
 @dataclass(frozen=True, eq=False)
 class RunComparison:
-    """Everything that a report shows, as plain data. With one arm there are no differences.
+    """Everything that a report shows, as plain data. With one arm there are no differences."""
 
-    Attributes:
-        names: names of the arms that pictures give a colour, the baseline first.
-        arms: the arms that have runs.
-        missing: sentences on what the runs lack.
-        config_diff: by configuration key in which arms differ, its value in each arm.
-        warning: words for what differs besides the normalizer (configuration, tokens seen); empty: nothing does.
-    """
-
-    names: tuple[str, ...]
-    arms: tuple[ArmRuns, ...]
+    names: tuple[str, ...]  # names of the arms that pictures give a colour, the baseline first
+    arms: tuple[ArmRuns, ...]  # the arms that have runs
     sections: tuple[Section, ...]
-    missing: tuple[str, ...]
+    missing: tuple[str, ...]  # sentences on what the runs lack
     differences: tuple["Difference", ...] = ()
+    # by configuration key in which arms differ, its value in each arm
     config_diff: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    warning: str = ""
+    warning: str = ""  # words for what differs besides the normalizer (configuration, tokens seen); empty: nothing does
 
     @property
     def title(self) -> str:
@@ -204,8 +197,7 @@ def shared_value(arms: tuple[ArmRuns, ...], value: Callable[[RunRecord], object]
 def compare_runs(records: list[RunRecord], baseline: str | None = None) -> RunComparison:
     """Group runs into arms and compare them with the baseline: an arm's label, its normalizer or one of its runs.
 
-    Raises:
-        RunError: there are no runs, or no such baseline.
+    Raises RunError: there are no runs, or no such baseline.
     """
     records = [record.reporting for record in {record.folder.resolve(): record for record in records}.values()]
     if not records:

@@ -43,8 +43,7 @@ def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
         `part` is `selects` for documents that select learning rates, and `reports` for all other documents. A number of which only the
         mean is stored has no sample.
 
-    Raises:
-        RunError: a folder without runs, or a file of a run that can't be read.
+    Raises RunError: a folder without runs, or a file of a run that can't be read.
     """
     if other := [folder for folder in folders if not isinstance(folder, str | os.PathLike)]:
         raise RunError(f"{other[0]!r}: must be the path of a folder, not {type(other[0]).__name__}; several are several arguments")

@@ -57,25 +57,20 @@ class PageSection:
 
 @dataclass(frozen=True)
 class Answer:
-    """The verdict on an arm (and size), with its reasons.
-
-    Attributes:
-        effect, value, ends: the name of the effect, its value, and its interval, in words; empty: unknown.
-        coverage: the noise that the interval covers; empty if the verdict names it.
-        place: mean, ends, zero and ends of the margin, in per cent of a line's width; None: the effect has no ends.
-        marks: labels below zero and below the ends of the margin.
-    """
+    """The verdict on an arm (and size), with its reasons."""
 
     arm: str
     verdict: str
     reason: str
     tone: Literal["good", "bad", ""] = ""
+    # effect, value, ends: the name of the effect, its value, and its interval, in words; empty: unknown
     effect: str = ""
     value: str = ""
     ends: str = ""
-    coverage: str = ""
+    coverage: str = ""  # the noise that the interval covers; empty if the verdict names it
+    # mean, ends, zero and ends of the margin, in per cent of a line's width; None: the effect has no ends
     place: tuple[float, ...] | None = None
-    marks: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()  # labels below zero and below the ends of the margin
 
 
 @dataclass(frozen=True)
@@ -179,8 +174,7 @@ def page_files(parts: list[PagePart], folder: Path) -> dict[Path, bytes]:
 def write_comparison(comparison: RunComparison, folder: Path) -> Path:
     """Write the report of a comparison, or of a single run, into `folder`: pictures, tables and the page. Returns the path of the page.
 
-    Raises:
-        RunError: the report can't be written.
+    Raises RunError: the report can't be written.
     """
     picture, tables, runs = overview(comparison), comparison_tables(comparison), drawn_runs(comparison)
     training_section, layer_section, run_section = (PageSection(title) for title in ("Overview", "By layer, while training", "Runs"))

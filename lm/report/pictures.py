@@ -60,91 +60,66 @@ _WIDTH, _HEIGHT = 6.4, 4.3  # size of a panel in inches
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """One arm, or one of its seeds, in a panel.
+    """One arm, or one of its seeds, in a panel."""
 
-    Attributes:
-        arm: number of the trace's colour and marker; -1: a grey line, such as theory to compare with.
-        label: arm and seed of the trace, such as `ssmax, seed 3`.
-        x, y: coordinates of the points, (points,); NaN where a value is unknown.
-        kind: a thin line (`seed`), a thick line with its interval as a band (`mean`), `dots`, points with bars (`interval`), or crosses
-            at the top of the panel (`diverged`).
-        low, high: ends of the interval, (points,); None: there are none.
-        dashes: number of the trace's dash pattern.
-        hollow: whether its markers are hollow, so that traces behind them can be seen.
-        coverage: the noise that the interval covers, in words.
-        in_legend: whether its panel has a legend that names it; else the arm is named above all panels. Such a trace without
-            points stands in the legend only.
-    """
-
-    arm: int
-    label: str
+    arm: int  # number of the trace's colour and marker; -1: a grey line, such as theory to compare with
+    label: str  # arm and seed of the trace, such as `ssmax, seed 3`
+    # x, y: coordinates of the points, (points,); NaN where a value is unknown
     x: np.ndarray
     y: np.ndarray
+    # a thin line (`seed`), a thick line with its interval as a band (`mean`), `dots`, points with bars (`interval`), or crosses at the top
+    # of the panel (`diverged`)
     kind: Literal["seed", "mean", "dots", "interval", "diverged"]
+    # low, high: ends of the interval, (points,); None: there are none
     low: np.ndarray | None = None
     high: np.ndarray | None = None
-    dashes: int = 0
-    hollow: bool = False
+    dashes: int = 0  # number of the trace's dash pattern
+    hollow: bool = False  # whether its markers are hollow, so that traces behind them can be seen
+    # whether its panel has a legend that names it; else the arm is named above all panels. Such a trace without points stands in the legend
+    # only
     in_legend: bool = False
-    coverage: str = ""
+    coverage: str = ""  # the noise that the interval covers, in words
 
 
 @dataclass(frozen=True, eq=False)
 class Panel:
-    """Axes and the traces drawn in them.
-
-    Attributes:
-        ticks: labels of the x axis by value; empty: matplotlib's choice.
-        log: base of a logarithmic x axis, 2 or 10; 0: the axis is linear.
-        log_y: whether the y axis is logarithmic.
-        x_range, y_range: ends of the axes; None: the range of the traces.
-        zero_line: whether a line is drawn at zero, as for differences.
-        margin: half-width of the shaded band around zero, in which differences do not matter; 0: no band.
-        marks: words by x of vertical reference lines.
-        levels: words by y of horizontal reference lines.
-        rings: points (x, y, arm) that have a ring, such as the rate that was chosen.
-    """
+    """Axes and the traces drawn in them."""
 
     title: str
     x_label: str
     y_label: str
     traces: Sequence[Trace]
-    ticks: Mapping[float, str] = field(default_factory=dict)
-    log: Literal[0, 2, 10] = 0
-    log_y: bool = False
+    ticks: Mapping[float, str] = field(default_factory=dict)  # labels of the x axis by value; empty: matplotlib's choice
+    log: Literal[0, 2, 10] = 0  # base of a logarithmic x axis, 2 or 10; 0: the axis is linear
+    log_y: bool = False  # whether the y axis is logarithmic
+    # x_range, y_range: ends of the axes; None: the range of the traces
     x_range: tuple[float, float] | None = None
     y_range: tuple[float, float] | None = None
-    zero_line: bool = False
-    margin: float = 0.0
-    marks: Mapping[float, str] = field(default_factory=dict)
-    levels: Mapping[float, str] = field(default_factory=dict)
-    rings: Sequence[tuple[float, float, int]] = ()
+    zero_line: bool = False  # whether a line is drawn at zero, as for differences
+    margin: float = 0.0  # half-width of the shaded band around zero, in which differences do not matter; 0: no band
+    marks: Mapping[float, str] = field(default_factory=dict)  # words by x of vertical reference lines
+    levels: Mapping[float, str] = field(default_factory=dict)  # words by y of horizontal reference lines
+    rings: Sequence[tuple[float, float, int]] = ()  # points (x, y, arm) that have a ring, such as the rate that was chosen
 
 
 @dataclass(frozen=True, eq=False)
 class Map:
-    """Numbers over two axes as colours.
-
-    Attributes:
-        columns, rows: labels of columns and rows; an empty label has no tick.
-        values: (rows, columns); a cell without a finite value has no colour.
-        low, top: ends of the scale of colours, to which values beyond them are clipped.
-        shows_values: whether the values stand in the cells; else maps of equal scales share a colour bar.
-        scale: linear, logarithmic, or logarithmic on both sides of 0 (`signed`) from `low` to `top`, which are magnitudes.
-        unit: label of the colour bar.
-    """
+    """Numbers over two axes as colours."""
 
     title: str
     x_label: str
+    # columns, rows: labels of columns and rows; an empty label has no tick
     columns: Sequence[str]
     rows: Sequence[str]
-    values: np.ndarray
+    values: np.ndarray  # (rows, columns); a cell without a finite value has no colour
     top: float = 1.0
+    # low, top: ends of the scale of colours, to which values beyond them are clipped
     low: float = 0.0
-    shows_values: bool = True
+    shows_values: bool = True  # whether the values stand in the cells; else maps of equal scales share a colour bar
     y_label: str = ""
+    # linear, logarithmic, or logarithmic on both sides of 0 (`signed`) from `low` to `top`, which are magnitudes
     scale: Literal["linear", "log", "signed"] = "linear"
-    unit: str = ""
+    unit: str = ""  # label of the colour bar
 
     @property
     def colours(self) -> tuple[Normalize, str]:
@@ -156,23 +131,16 @@ class Map:
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """Panels side by side, with the names of the arms above them. The arms of maps are named in the maps' titles.
+    """Panels side by side, with the names of the arms above them. The arms of maps are named in the maps' titles."""
 
-    Attributes:
-        panels: panels and maps row by row; None: an empty place.
-        columns: panels in a row.
-        panel_size: width and height of a panel in inches; None: the default size of its kind.
-        shared: axes whose labels and ticks stand once: `x` for panels below each other, `y` for panels side by side.
-        names_arms: whether the names of the arms stand above.
-    """
-
-    panels: Sequence[Panel | Map | None]
+    panels: Sequence[Panel | Map | None]  # panels and maps row by row; None: an empty place
     arms: Sequence[str]
     caption: str = ""
-    columns: int = 2
-    panel_size: tuple[float, float] | None = None
+    columns: int = 2  # panels in a row
+    panel_size: tuple[float, float] | None = None  # width and height of a panel in inches; None: the default size of its kind
+    # axes whose labels and ticks stand once: `x` for panels below each other, `y` for panels side by side
     shared: Literal["", "x", "y", "xy"] = ""
-    names_arms: bool = True
+    names_arms: bool = True  # whether the names of the arms stand above
 
     @property
     def shown_arms(self) -> list[int]:

@@ -88,22 +88,16 @@ def selects(data: str, documents: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """Values of a series by unit, such as a held-out sequence, at one place of its axis. Units of equal `identity` can be paired.
+    """Values of a series by unit, such as a held-out sequence, at one place of its axis. Units of equal `identity` can be paired."""
 
-    Attributes:
-        values, weights, groups: (units,); the groups are documents.
-        fingerprint: the fingerprint of the held-out text, a part of which selects. Empty: units of another kind, such as questions, which
-            all report.
-        sha256: the hash of the sequences.
-        place: start and end on the axis.
-    """
-
+    # values, weights, groups: (units,); the groups are documents
     values: np.ndarray
     weights: np.ndarray
     groups: np.ndarray
+    # the fingerprint of the held-out text, a part of which selects. Empty: units of another kind, such as questions, which all report
     fingerprint: str
-    sha256: str
-    place: tuple[float, float]
+    sha256: str  # the hash of the sequences
+    place: tuple[float, float]  # start and end on the axis
 
     @property
     def identity(self) -> tuple[str, str]:
@@ -124,8 +118,7 @@ class Units:
 
         A sequence counts for the document that it begins in.
 
-        Raises:
-            RunError: no unit is left.
+        Raises RunError: no unit is left.
         """
         if not self.fingerprint:
             return self
@@ -493,8 +486,7 @@ def evaluation_files(run: Path) -> dict[tuple[str, int], Path]:
 def read_evaluation(path: Path) -> dict[str, Plain]:
     """The content of an evaluation's file; a file that an older version wrote holds no sha256 of itself, and no `code`.
 
-    Raises:
-        RunError: the file is missing, damaged or altered, or holds another kind or step than its name says.
+    Raises RunError: the file is missing, damaged or altered, or holds another kind or step than its name says.
     """
     try:
         content = read_json(path)
@@ -533,8 +525,7 @@ def last_evaluations(
     Args:
         known_evaluations: evaluations that have been read already, by their files.
 
-    Raises:
-        RunError: a file can't be read. A file that an older version wrote counts as missing.
+    Raises RunError: a file can't be read. A file that an older version wrote counts as missing.
     """
     last_paths, wanted_kinds = {kind: path for (kind, _), path in sorted(evaluation_files(run).items())}, _wanted(config)
     evaluations, gaps = [], []

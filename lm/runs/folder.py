@@ -34,8 +34,7 @@ def check_fields(content: dict[str, Plain], fields: Mapping[str, object], path: 
 
     prefix: words before a name in the message, such as `training.` for entries of `training`.
 
-    Raises:
-        RunError: an entry is missing, of another type, or a negative number.
+    Raises RunError: an entry is missing, of another type, or a negative number.
     """
     for name, kind in fields.items():
         value = convert(kind, content.get(name, MISSING))

@@ -64,8 +64,7 @@ def write_model(
         training: metadata of its training; None: no training run is behind it.
         origin: where the model was imported from; None: it was not imported.
 
-    Raises:
-        RunError: `out` holds something, or can't be written.
+    Raises RunError: `out` holds something, or can't be written.
     """
     with new_folder(out) as folder:
         with replacing(folder / WEIGHTS, "the weights") as file:
@@ -95,8 +94,7 @@ def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[s
     Only a model folder without a training run, or a swap of such a model, gives its shape: any other `init_from` changes nothing.
     The folder's normalizer counts only where files and overrides name neither a normalizer nor phases (`lm swap`).
 
-    Raises:
-        RunError: the folder's description is damaged.
+    Raises RunError: the folder's description is damaged.
     """
     folder = Path(init_from)
     keys = _untrained(folder)
@@ -147,27 +145,17 @@ FIELDS = {"spec": dict, "training": dict | None, TENSOR_SHA256: dict[str, str], 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that was read from files, with its tokenizer, configuration and metadata.
+    """A model that was read from files, with its tokenizer, configuration and metadata."""
 
-    Attributes:
-        decoder: the model in evaluation mode, on the CPU.
-        spec: its description; `spec.model` is its configuration in the phase of training that it has reached.
-        tokenizer: its tokenizer; None if no tokenizer.json lies beside the weights.
-        path: the checkpoint or model folder it was read from.
-        config: the configuration it was trained with; None if no training run is behind it.
-        metadata: plain data about its training: `step`, `tokens`, `data_fingerprint`, `phase`; {} without a training run.
-        environment: the run's environment.json; {} if there is no such file.
-        origin: `source`, `architecture` ... of an imported model; {} for other models.
-    """
-
-    decoder: Decoder
-    spec: ModelSpec
-    tokenizer: Tokenizer | None
-    path: Path
-    config: Config | None = None
+    decoder: Decoder  # the model in evaluation mode, on the CPU
+    spec: ModelSpec  # its description; `spec.model` is its configuration in the phase of training that it has reached
+    tokenizer: Tokenizer | None  # its tokenizer; None if no tokenizer.json lies beside the weights
+    path: Path  # the checkpoint or model folder it was read from
+    config: Config | None = None  # the configuration it was trained with; None if no training run is behind it
+    # plain data about its training: `step`, `tokens`, `data_fingerprint`, `phase`; {} without a training run
     metadata: dict[str, Plain] = field(default_factory=dict)
-    environment: dict[str, Plain] = field(default_factory=dict)
-    origin: dict[str, Plain] = field(default_factory=dict)
+    environment: dict[str, Plain] = field(default_factory=dict)  # the run's environment.json; {} if there is no such file
+    origin: dict[str, Plain] = field(default_factory=dict)  # `source`, `architecture` ... of an imported model; {} for other models
 
     @property
     def folder(self) -> Path:
@@ -192,9 +180,8 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> Loaded:
 
     `lm export` and `save_model` write model folders. Every byte is verified before it is used.
 
-    Raises:
-        RunError: there is no such model, a file is damaged, weights don't fit their configuration or aren't finite, or files are of
-            different runs.
+    Raises RunError: there is no such model, a file is damaged, weights don't fit their configuration or aren't finite, or files are of
+    different runs.
     """
     if not isinstance(path, str | os.PathLike):
         raise RunError(f"{path!r}: must be the path of a run folder, a checkpoint or a model folder, not {type(path).__name__}")
@@ -354,8 +341,7 @@ def find_checkpoint(folder: Path, checkpoint: str) -> Path:
 def export(source: Path, checkpoint: str, out: Path) -> Path:
     """Write the model at `source` to the folder `out` without pickle, with the metadata of its training. Returns `out`.
 
-    Raises:
-        RunError: there is no model at `source`, `out` holds something, or can't be written; nothing half-written is left.
+    Raises RunError: there is no model at `source`, `out` holds something, or can't be written; nothing half-written is left.
     """
     model = load(source, checkpoint)
     training = {**model.metadata, "config": to_yaml(model.config)} if model.config else None

@@ -33,19 +33,12 @@ def load_metadata(path: Path) -> dict[str, object]:
 def without_tensors(path: Path) -> dict[str, object]:
     """The content of a checkpoint, with nothing in place of tensors, which are neither read nor verified.
 
-    Raises:
-        RunError: the file is missing, damaged, or no checkpoint of lm; the message names the last intact checkpoint beside it.
+    Raises RunError: the file is missing, damaged, or no checkpoint of lm; the message names the last intact checkpoint beside it.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
             content = _Metadata(io.BytesIO(archive.read(name))).load()  # compared with its CRC
-    except FileNotFoundError:
-        raise RunError(f"{path}: no such checkpoint or run folder; lm train makes run folders, runs/NAME") from None
-    except (zipfile.BadZipFile, EOFError) as error:
-        if "CRC" in str(error):
-            raise RunError(f"{path}: data.pkl was altered (its CRC differs){alternative(path)}") from None
-        raise unreadable(path, error) from None
     except Exception as error:  # other files fail in many ways
         raise unreadable(path, error) from None
     return checked_content(content, path)
@@ -80,7 +73,11 @@ def checked_content(checkpoint: object, path: Path) -> dict[str, object]:
 
 
 def unreadable(path: Path, error: Exception) -> RunError:
-    """The error for a file that is no checkpoint."""
+    """The error for a file that is no checkpoint, or for damaged metadata."""
+    if isinstance(error, FileNotFoundError):
+        return RunError(f"{path}: no such checkpoint or run folder; lm train makes run folders, runs/NAME")
+    if isinstance(error, zipfile.BadZipFile) and "CRC" in str(error):
+        return RunError(f"{path}: data.pkl was altered (its CRC differs){alternative(path)}")
     return RunError(f"{path}: not a readable checkpoint: {one_line(error, 160)}{alternative(path)}")
 
 

@@ -28,8 +28,7 @@ def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
 
     A start at step s discards the steps after s of earlier starts.
 
-    Raises:
-        ValueError: `starts` is no list of objects with a step.
+    Raises ValueError: `starts` is no list of objects with a step.
     """
     if "starts" not in environment:
         return []
@@ -230,8 +229,7 @@ def read_run(folder: Path, log: Log | None = None, known_evaluations: Mapping[Pa
         log: the metrics of the run, if they have been read (`read_metrics`).
         known_evaluations: evaluations that have been read, by their files.
 
-    Raises:
-        RunError: `folder` is not a run folder, or a file in it can't be read.
+    Raises RunError: `folder` is not a run folder, or a file in it can't be read.
     """
     folder = Path(folder)
     require_run(folder, CONFIG, ENVIRONMENT)

@@ -78,8 +78,7 @@ def _moved(config: Config, key: str, value: Plain, trained_value: Plain) -> bool
 def check_environment(file: Path, metadata: dict[str, Plain], path: Path) -> dict[str, Plain]:
     """The content of a run's environment.json, of the same run and data as the checkpoint at `path`.
 
-    Raises:
-        RunError: the file is missing, damaged, or of another run.
+    Raises RunError: the file is missing, damaged, or of another run.
     """
     environment = read_json(file)
     check_fields(environment, {name: kind for name, kind in ENVIRONMENT_FIELDS.items() if name in environment}, file)
@@ -97,9 +96,8 @@ def check_measured(run: Path, evaluations: Sequence[Evaluation], checkpoint: Pat
 
     config_text: the content of the run's config.yaml, to be checked against the checkpoint, too.
 
-    Raises:
-        RunError: the checkpoint is missing or damaged, an evaluation is of other weights than the run had at that step, or the log up to
-            the checkpoint or the configuration was altered.
+    Raises RunError: the checkpoint is missing or damaged, an evaluation is of other weights than the run had at that step, or the log up to
+    the checkpoint or the configuration was altered.
     """
     try:
         content = without_tensors(checkpoint)

@@ -48,17 +48,14 @@ class Estimate:
 
     Student's t estimates the spread from the sample. A sample of equal values has no spread to estimate. The exact sign-flip test then
     decides in place of t: n equal values have p = 2^-n on the side where they lie.
-
-    Attributes:
-        mean, error, degrees: (...,) means, their standard errors, and degrees of freedom of Student's t.
-        coverage: the units that the intervals cover, as in `Interval`.
-        floors: estimates of the same means; intervals of this estimate are at least as long as intervals of `floors`.
     """
 
+    # mean, error, degrees: (...,) means, their standard errors, and degrees of freedom of Student's t
     mean: np.ndarray
     error: np.ndarray
     degrees: np.ndarray
-    coverage: str
+    coverage: str  # the units that the intervals cover, as in `Interval`
+    # estimates of the same means; intervals of this estimate are at least as long as intervals of `floors`
     floors: tuple["Estimate", ...] = ()
 
     def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> "Estimate":

@@ -14,22 +14,15 @@ from lm.statistics.verdicts import UNTUNED, Name, Verdict
 
 @dataclass(frozen=True)
 class LearnedCounts:
-    """Numbers of runs of an arm and of the baseline that have learned.
+    """Numbers of runs of an arm and of the baseline that have learned."""
 
-    Attributes:
-        learned: pairs (runs of the arm, runs of the baseline) that have learned: first at the rates that are judged, then at other rates
-            that both were trained at. Each pair must show the difference. A run that diverged has not learned.
-        ended: number of seeds whose runs have ended in both arms.
-        diverged: number of runs that diverged, of both arms.
-        is_tuned: False if the best rate of either arm is at an edge of the grid.
-        n_planned_seeds: number of planned seeds.
-    """
-
+    # pairs (runs of the arm, runs of the baseline) that have learned: first at the rates that are judged, then at other rates that both
+    # were trained at. Each pair must show the difference. A run that diverged has not learned
     learned: Sequence[tuple[int, int]]
-    ended: int
-    diverged: int = 0
-    is_tuned: bool = True
-    n_planned_seeds: int = 0
+    ended: int  # number of seeds whose runs have ended in both arms
+    diverged: int = 0  # number of runs that diverged, of both arms
+    is_tuned: bool = True  # False if the best rate of either arm is at an edge of the grid
+    n_planned_seeds: int = 0  # number of planned seeds
 
     @property
     def is_complete(self) -> bool:

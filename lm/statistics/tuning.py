@@ -85,17 +85,11 @@ def read_rate(cell: Rate | str) -> Rate:
 
 @dataclass(frozen=True)
 class TuningOutcome:
-    """The learning rates of the arms, or the rates that must be measured to choose them.
+    """The learning rates of the arms, or the rates that must be measured to choose them."""
 
-    Attributes:
-        rates: by arm, the rate of the lowest mean loss; arms in `at_edge` have none.
-        missing: rates to measure for every arm before a rate is chosen; then `rates` is empty.
-        at_edge: arms that get no verdict: their best rate is at an edge of a grid that may not grow again, in any key, or they diverged at
-            every rate.
-    """
-
-    rates: dict[str, Rate]
-    missing: tuple[Rate, ...] = ()
+    rates: dict[str, Rate]  # by arm, the rate of the lowest mean loss; arms in `at_edge` have none
+    missing: tuple[Rate, ...] = ()  # rates to measure for every arm before a rate is chosen; then `rates` is empty
+    # arms that get no verdict: their best rate is at an edge of a grid that may not grow again, in any key, or they diverged at every rate
     at_edge: tuple[str, ...] = ()
 
 
@@ -113,8 +107,7 @@ def tuning_outcome(
         losses: by arm, with `FEWEST_TUNING_SEEDS` seeds or more at each rate.
         possible: whether the tuned keys may have the values of a rate.
 
-    Raises:
-        ValueError: the grid is empty or has values not above 0, there is no arm, or a rate has too few seeds.
+    Raises ValueError: the grid is empty or has values not above 0, there is no arm, or a rate has too few seeds.
     """
     if not axes or not losses or any(not values or min(values) <= 0 for values in axes):
         raise ValueError("needs a grid of learning rates above 0, and an arm")

@@ -31,35 +31,25 @@ Name = TypeVar("Name", bound=Hashable)  # name of an arm, or of an arm and its s
 
 @dataclass(frozen=True)
 class Comparison:
-    """Measurements of an arm against the baseline, on the primary metric.
+    """Measurements of an arm against the baseline, on the primary metric."""
 
-    Attributes:
-        by_rates: arm minus baseline on the report text, one value a seed that both were trained with: (seeds,), or of several learning
-            rates (the arm's rates, the baseline's rates, seeds). The claim is about both arms at their best rates (`hardest_claim`).
-        judged_pair: indices in `by_rates` of the pair of rates that are judged.
-        diverged: number of final runs of either arm that diverged; they are counted, never dropped.
-        n_shared_rates: number of the baseline's rates, from the first on, that the arm was trained at, too. The arm is worse only if
-            it is worse than the baseline at one of these rates. None: all rates.
-        all_pairs: whether the claim must hold at every pair of rates, since the best rates were chosen by another metric.
-        higher_is_better: whether higher values of the metric are better: an arm's best rate is then the rate of its highest value.
-        is_tuned: False if the best rate of either arm is at an edge of the grid.
-        n_planned_seeds: number of planned seeds; None: the seeds in `by_rates`. Until all have ended there is no verdict.
-        divergence: the runs that diverged, and how, in words.
-        over_documents: (the arm's rates, the baseline's rates), the estimates over seeds and documents, where there are enough of both.
-        unreached_runs: the runs that have no value because they did not reach a level, in words; with such runs there is no verdict.
-    """
-
+    # arm minus baseline on the report text, one value a seed that both were trained with: (seeds,), or of several learning rates (the arm's
+    # rates, the baseline's rates, seeds). The claim is about both arms at their best rates (`hardest_claim`)
     by_rates: np.ndarray | Sequence[float]
-    judged_pair: tuple[int, int] = (0, 0)
-    diverged: int = 0
+    judged_pair: tuple[int, int] = (0, 0)  # indices in `by_rates` of the pair of rates that are judged
+    diverged: int = 0  # number of final runs of either arm that diverged; they are counted, never dropped
+    # number of the baseline's rates, from the first on, that the arm was trained at, too. The arm is worse only if it is worse than the
+    # baseline at one of these rates. None: all rates
     n_shared_rates: int | None = None
-    all_pairs: bool = False
+    all_pairs: bool = False  # whether the claim must hold at every pair of rates, since the best rates were chosen by another metric
+    # whether higher values of the metric are better: an arm's best rate is then the rate of its highest value
     higher_is_better: bool = False
-    is_tuned: bool = True
-    n_planned_seeds: int | None = None
-    divergence: str = ""
+    is_tuned: bool = True  # False if the best rate of either arm is at an edge of the grid
+    n_planned_seeds: int | None = None  # number of planned seeds; None: the seeds in `by_rates`. Until all have ended there is no verdict
+    divergence: str = ""  # the runs that diverged, and how, in words
+    # (the arm's rates, the baseline's rates), the estimates over seeds and documents, where there are enough of both
     over_documents: Estimate | None = None
-    unreached_runs: str = ""
+    unreached_runs: str = ""  # the runs that have no value because they did not reach a level, in words; with such runs there is no verdict
 
     @property
     def is_complete(self) -> bool:
@@ -115,39 +105,26 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A verdict on an arm.
+    """A verdict on an arm."""
 
-    Attributes:
-        kind: the verdict.
-        reason: the facts that the verdict rests on, with the smallest difference of interest.
-        interval: the interval of the difference, from which the verdict follows. All intervals of the experiment hold together with 95 %.
-            None with fewer than two seeds.
-        single_interval: the 95 % interval of this difference by itself, for all looks together.
-        p: two-sided p of no difference, times the number of comparisons; 1 where nothing was tested.
-        p_exact: the same p by the sign-flip test, which assumes symmetric differences, not normal ones; None: too few or too many seeds.
-        seeds_needed: numbers of seeds that find a difference that matters with probability `POWER`: for the measured spread, and for the
-            ends of its 95 % interval (chi squared). A number is None above `MOST_SEEDS`; None in place of all three: unknown.
-        over_documents: the interval over seeds and documents; None where there are too few of either.
-        exploratory: whether the plan was changed after results were known, so that p is too small.
-        margin: the smallest difference of interest, in words; empty if fractions of runs that learn are compared.
-        exceeds_margin: whether every difference in the interval is at least the margin.
-        open_reason: the reason why there is no answer, in a few words; empty if there is an answer.
-        seeds: number of seeds that the verdict rests on; 0: nothing was tested.
-    """
-
-    kind: Kind
-    reason: str
+    kind: Kind  # the verdict
+    reason: str  # the facts that the verdict rests on, with the smallest difference of interest
+    # the interval of the difference, from which the verdict follows. All intervals of the experiment hold together with 95 %. None with
+    # fewer than two seeds
     interval: Interval | None
-    p: float
+    p: float  # two-sided p of no difference, times the number of comparisons; 1 where nothing was tested
+    # numbers of seeds that find a difference that matters with probability `POWER`: for the measured spread, and for the ends of its 95 %
+    # interval (chi squared). A number is None above `MOST_SEEDS`; None in place of all three: unknown
     seeds_needed: tuple[int | None, int | None, int | None] | None
-    single_interval: Interval | None = None
+    single_interval: Interval | None = None  # the 95 % interval of this difference by itself, for all looks together
+    # the same p by the sign-flip test, which assumes symmetric differences, not normal ones; None: too few or too many seeds
     p_exact: float | None = None
-    over_documents: Interval | None = None
-    exploratory: bool = False
-    margin: str = ""
-    exceeds_margin: bool = False
-    open_reason: str = ""
-    seeds: int = 0
+    over_documents: Interval | None = None  # the interval over seeds and documents; None where there are too few of either
+    exploratory: bool = False  # whether the plan was changed after results were known, so that p is too small
+    margin: str = ""  # the smallest difference of interest, in words; empty if fractions of runs that learn are compared
+    exceeds_margin: bool = False  # whether every difference in the interval is at least the margin
+    open_reason: str = ""  # the reason why there is no answer, in a few words; empty if there is an answer
+    seeds: int = 0  # number of seeds that the verdict rests on; 0: nothing was tested
 
     @property
     def label(self) -> str:
@@ -184,8 +161,7 @@ def verdicts(comparisons: Mapping[Name, Comparison], matters: float, ratio: bool
         ratio: differences are of natural logarithms, and `matters` is relative: 0.1 is a factor of 1.1 or 1 / 1.1.
         looks: how often the data may be judged: 2 with a planned second stage; each look has half of the 0.05.
 
-    Raises:
-        ValueError: no `matters` above 0.
+    Raises ValueError: no `matters` above 0.
     """
     if not 0 < matters < math.inf:
         raise ValueError("the smallest difference of interest must be above 0 and finite")

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lm.config.training_config import LogConfig
 from lm.config.tree import Config
@@ -92,20 +92,10 @@ class WandbMirror(RunMirror):
         _finish(self.run)
 
 
-class Logger(Protocol):
-    """The part of Lightning's interface of loggers that is used."""
-
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        """Log metrics at a step."""
-
-    def finalize(self, status: str) -> None:
-        """Close the log."""
-
-
 class LightningMirror(Mirror):
     """One of Lightning's loggers: TensorBoard's event files, or a CSV file."""
 
-    def __init__(self, logger: Logger):
+    def __init__(self, logger: Any):
         self.logger = logger
 
     def log(self, metrics: dict[str, Plain]) -> None:
@@ -159,8 +149,7 @@ def wandb_mode(log: LogConfig, in_experiment: bool = False) -> str:
     `auto` follows WANDB_MODE, else is online only with credentials. Without credentials a run of an experiment is disabled, as an
     experiment has many runs and a report, and any other run is offline.
 
-    Raises:
-        ConfigError: a WANDB_MODE that is none of these; wandb itself reads it whatever `log.wandb` says.
+    Raises ConfigError: a WANDB_MODE that is none of these; wandb itself reads it whatever `log.wandb` says.
     """
     mode = os.environ.get("WANDB_MODE")  # empty, as some containers set it, is unset
     if log.wandb == "disabled" or "wandb" not in log.to:
@@ -190,8 +179,7 @@ def _wandb_run(mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: 
 
     If the entity is null, wandb chooses it by WANDB_ENTITY. Never prompts; if online fails, a line says so and the run is logged offline.
 
-    Raises:
-        RunError: the run can't be started offline either.
+    Raises RunError: the run can't be started offline either.
     """
     if mode == "disabled":
         return None

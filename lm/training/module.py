@@ -142,8 +142,7 @@ def skip_or_stop(decoder: Decoder, state: RunState, policy: str, step: int, reas
         step: the step to be made, from 1.
         reason: its loss and gradient norm, in words.
 
-    Raises:
-        Diverged: the policy is `stop`, or too many consecutive steps were skipped.
+    Raises Diverged: the policy is `stop`, or too many consecutive steps were skipped.
     """
     state.count_skipped()
     message = f"step {step}: {reason} ({_norms(decoder)})"
@@ -184,20 +183,14 @@ class RunContext:
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step, the same on all ranks.
+    """An optimizer step, the same on all ranks."""
 
-    Attributes:
-        loss, z_loss: nats per target.
-        grad_norm: before clipping.
-        stop: whether a rank was asked to stop after the step.
-        layers: gradient norms of layers by their names in metrics.jsonl, if they are logged.
-    """
-
+    # loss, z_loss: nats per target
     loss: float
     z_loss: float
-    grad_norm: float
-    stop: bool
-    layers: dict[str, float]
+    grad_norm: float  # before clipping
+    stop: bool  # whether a rank was asked to stop after the step
+    layers: dict[str, float]  # gradient norms of layers by their names in metrics.jsonl, if they are logged
 
 
 class TrainModule(L.LightningModule):

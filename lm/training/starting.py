@@ -51,31 +51,23 @@ class Best:
 
 @dataclass
 class RunState:
-    """The state of a run beside weights and optimizer, part of a checkpoint's metadata. Equal on all ranks, but for the time and digests.
+    """The state of a run beside weights and optimizer, part of a checkpoint's metadata. Equal on all ranks, but for time and digests."""
 
-    Attributes:
-        best: the lowest validation so far.
-        skipped: steps whose update was skipped.
-        skipped_in_a_row: number of consecutive skipped steps up to the last step.
-        nll_since_line, targets_since_line: loss (nats) and targets over all ranks since the last logged line.
-        elapsed_s: seconds of training.
-        weights_sha256: digests of the weights that were measured or saved, by step; a swap's step has those before and after it.
-    """
-
-    best: Best | None = None
-    skipped: int = 0
-    skipped_in_a_row: int = 0
+    best: Best | None = None  # the lowest validation so far
+    skipped: int = 0  # steps whose update was skipped
+    skipped_in_a_row: int = 0  # number of consecutive skipped steps up to the last step
+    # nll_since_line, targets_since_line: loss (nats) and targets over all ranks since the last logged line
     nll_since_line: float = 0.0
     targets_since_line: int = 0
-    elapsed_s: float = 0.0
+    elapsed_s: float = 0.0  # seconds of training
+    # digests of the weights that were measured or saved, by step; a swap's step has those before and after it
     weights_sha256: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
     def from_plain(cls, metadata: dict[str, Plain], folder: Path) -> "RunState":
         """The state in a checkpoint's `metadata`. A best model that is no longer in `folder`, that of the run's checkpoints, is dropped.
 
-        Raises:
-            RunError: something is missing, or of another type.
+        Raises RunError: something is missing, or of another type.
         """
         metadata = {"weights_sha256": {}, **metadata}  # an older version wrote none
         path, types = step_path(folder, metadata["step"]), {spec.name: spec.type for spec in fields(cls)}
@@ -120,21 +112,14 @@ class RunState:
 
 @dataclass
 class PhaseStart:
-    """The start of a phase of a run. `optimizer` and `replaced_decoder` are cleared after use, to free their memory.
+    """The start of a phase of a run. `optimizer` and `replaced_decoder` are cleared after use, to free their memory."""
 
-    Attributes:
-        step: optimizer steps done.
-        decoder: on the CPU, with the weights to train from.
-        optimizer: its state by parameter name.
-        replaced_decoder: the decoder that a swap at this step replaced.
-    """
-
-    step: int
+    step: int  # optimizer steps done
     phase: int
-    decoder: Decoder
+    decoder: Decoder  # on the CPU, with the weights to train from
     state: RunState = field(default_factory=RunState)
-    optimizer: State = field(default_factory=dict)
-    replaced_decoder: Decoder | None = None
+    optimizer: State = field(default_factory=dict)  # its state by parameter name
+    replaced_decoder: Decoder | None = None  # the decoder that a swap at this step replaced
 
 
 # ---------------------------------------------------------------- a new run, from random weights or those of another run (init_from)
@@ -157,8 +142,7 @@ def initialize_from(config: Config, store: Store, decoder: Decoder, loaded_model
 
     The origin: `path`, `step`, `tokens`, `normalizer`, and the `arm` and `seeds` of the run (lm/runs/record.py).
 
-    Raises:
-        ConfigError: another tokenizer than that of the weights, with what to do.
+    Raises ConfigError: another tokenizer than that of the weights, with what to do.
     """
     if problems := _tokenizer_problems(config, store, loaded_model):
         raise ConfigError(problems)
@@ -226,8 +210,7 @@ def branch(config: Config, store: Store, path: Path) -> tuple[PhaseStart, dict[s
 
     The checkpoint's configuration is the same but for length and schedule (`lm.training.before_training`).
 
-    Raises:
-        ConfigError, RunError: as `check_resume`; or the files of the other run don't belong together.
+    Raises ConfigError, RunError: as `check_resume`; or the files of the other run don't belong together.
     """
     checkpoint, run = load_checkpoint(path), path.resolve().parent.parent
     notes, metadata = check_resume(config, store, checkpoint, path), checkpoint["lm"]
