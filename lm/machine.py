@@ -41,7 +41,7 @@ def threads_each(processes: int) -> int:
 def _first_core() -> dict[str, str]:
     """The fields of /proc/cpuinfo of the first core; none where there is no such file."""
     with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
         return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     return {}
 
@@ -76,7 +76,7 @@ def peak_process_bytes() -> int:
     On Linux it is of this process's address space: getrusage would also count memory of the process that started it.
     """
     with suppress(OSError):
-        if match := re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()):
+        if match := re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8")):
             return 1024 * int(match[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
@@ -113,14 +113,14 @@ def this_machine() -> str:
     """An identifier of this machine since its start, and of the namespace of its process numbers (containers have separate ones)."""
     parts = [socket.gethostname()]
     with suppress(OSError):
-        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+        parts += [Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip(), os.readlink("/proc/self/ns/pid")]
     return " ".join(parts)
 
 
 def born(pid: int) -> str:
     """The start time of a process of this machine, which tells it from a later process of the same number; empty if it is not alive."""
     try:
-        state, *values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *values = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return "" if state in "ZX" else values[18]
     except FileNotFoundError:
         if Path("/proc/self/stat").exists():

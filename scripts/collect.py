@@ -6,6 +6,7 @@ other runs, such as seeds that another machine has trained.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -18,7 +19,10 @@ KEYS = ["arm", "rate", "stage", "seed", "metric", "setting", "x"]
 
 def collect(folder: Path, name: str, add: bool = False) -> Path:
     """Write results/NAME/seeds.csv from the runs below a folder; `add`: and keep its other runs. Raises LMError: there are none."""
-    lines = lm.results(folder, history=True).query("state == 'finished' and part == 'reports'").fillna({"x": 0, "stage": "final"})
+    lines = lm.results(folder, history=True)
+    for run_folder, state in lines[lines.state != "finished"].groupby("folder").state.first().items():
+        print(f"note: {run_folder}: {state}, left out", file=sys.stderr)
+    lines = lines.query("state == 'finished' and part == 'reports'").fillna({"x": 0, "stage": "final"})
     curves = lines[(lines.metric == "val loss") & (lines.stage == "final")]
     curves = curves.assign(metric="val loss by tokens", x=curves.tokens)
     lines = lines[lines.step == lines.groupby(["folder", "kind"]).step.transform("max")]
@@ -28,7 +32,9 @@ def collect(folder: Path, name: str, add: bool = False) -> Path:
     for run_folders in folders[folders.map(len) > 1]:
         raise SystemExit(f"error: {run_folders[0]} and {run_folders[1]} differ in configuration alone: move one elsewhere")
     bins = lines[lines.until.notna()]
-    means = bins.assign(metric="mean " + bins.metric, weight=bins.weight * (bins.until - bins.x), x=bins.until.max())
+    means = bins.assign(
+        metric="mean " + bins.metric, weight=bins.weight * (bins.until - bins.x), x=bins.groupby("folder").until.transform("max")
+    )
     selected = lines[lines.until.isna() | ((lines.stage == "final") & (lines.kind != "swap"))]  # by position, around a swap as means alone
     lines = pd.concat([selected, means, curves]).assign(weighted=lambda lines: lines.weight * lines.value)
     sums = lines.groupby(keys, as_index=False).agg(weighted=("weighted", "sum"), weight=("weight", "sum"), sequences=("sample", "nunique"))
@@ -39,6 +45,8 @@ def collect(folder: Path, name: str, add: bool = False) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     if add and path.exists():
         run, lines = keys[: keys.index("metric")], pd.read_csv(path, dtype={"value": str})
+        if ("size" in keys) != ("size" in lines):
+            raise SystemExit(f"error: {path}: {'has no sizes' if 'size' in keys else 'has sizes'}, other than the runs below {folder}")
         others = ~pd.MultiIndex.from_frame(lines[run]).isin(pd.MultiIndex.from_frame(sums[run]))
         sums = pd.concat([lines[others], sums])
     sums.sort_values(keys)[[*keys, "value", "sequences"]].to_csv(path, index=False, lineterminator="\n")

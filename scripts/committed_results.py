@@ -19,6 +19,9 @@ HUES |= {"ssmax_fixed, n=fixed:753": 4, "ssmax_fixed, n=fixed:2048": 5, "ssmax_f
 def final_runs(name: str) -> pd.DataFrame:
     """The numbers of an experiment's final runs, as scripts/collect.py writes them."""
     data = pd.read_csv(RESULTS / name / "seeds.csv", dtype={"setting": str}).query("stage == 'final'")
+    seeds = data.groupby([key for key in ("size", "arm", "rate") if key in data])["seed"].unique().map(sorted).map(tuple)
+    if len(set(seeds)) > 1:  # values are paired in the order of seeds
+        raise SystemExit(f"error: results/{name}/seeds.csv: arms differ in seeds: {seeds.to_dict()}")
     return data.fillna({"setting": ""})
 
 

@@ -79,10 +79,12 @@ def tests(out: Path) -> list[Line]:
     file, processes = out / "tests.xml", max(1, min(8, (os.cpu_count() or 1) // 2))
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", str(processes), f"--junitxml={file}", "-p", "no:cacheprovider"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    file.unlink(missing_ok=True)
     result = subprocess.run([*command, "tests/test_gpu.py"], capture_output=True, text=True, check=False, env=environment)
     (out / "tests.txt").write_text(result.stdout + result.stderr)
     if not file.exists():
-        return [("pytest -m gpu", result.stdout.strip().splitlines()[-1], "failed")]
+        last_line = ["no output", *(result.stdout + result.stderr).strip().splitlines()][-1]
+        return [("pytest -m gpu", last_line, "failed")]
     states: dict[str, Counter[str]] = {}
     for case in ElementTree.parse(file).iter("testcase"):
         name = case.get("name").partition("[")[0].removeprefix("test_").replace("_", " ")

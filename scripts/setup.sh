@@ -11,10 +11,16 @@ constraints=${LM_CONSTRAINTS-constraints.txt}
     echo "error: Python 3.11 or later is needed, $python is $("$python" -V 2>&1); set PYTHON=..." >&2
     exit 1
 }
+version='import sys; print(*sys.version_info[:2], sep=".")'
+if [ -n "${PYTHON:-}" ] && [ -x .venv/bin/python ] && [ "$("$python" -c "$version")" != "$(.venv/bin/python -c "$version")" ]; then
+    echo "error: .venv has Python $(.venv/bin/python -c "$version"), PYTHON=$PYTHON is $("$python" -c "$version"): rm -r .venv, or unset PYTHON" >&2
+    exit 1
+fi
 wanted=$(cat pyproject.toml ${constraints:+"$constraints"} | cksum)
 if [ "$(cat .venv/installed 2>/dev/null)" != "$wanted" ]; then
     say "installing into .venv (about a minute)"
     [ -x .venv/bin/python ] || "$python" -m venv .venv
+    .venv/bin/python -m pip --version > /dev/null 2>&1 || .venv/bin/python -m ensurepip > /dev/null  # uv makes none, nor does a venv cut short
     .venv/bin/python -m pip install -qq --disable-pip-version-check ${constraints:+-c "$constraints"} -e '.[corpora,dev]'
     printf '%s' "$wanted" > .venv/installed
 fi

@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 
+from lm.data.batches import train_sequences
 from lm.data.prepare import prepare
 from lm.model.device import Machine, ResolvedSetting
 from lm.training.banner import banner, git_state
@@ -82,6 +83,13 @@ def test_text_that_is_read_too_often_is_warned_of(printed):
     assert float(re.search(r"\(([\d.]+) epochs\)", lines["tokens"])[1]) > 16
     assert lines["note"].startswith("text is read more than 16 times: ")
     assert "epochs" not in printed("data.tasks=[{task: flip_flop}]", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]")["tokens"]
+
+
+def test_epochs_count_the_tokens_that_an_epoch_reads(printed, tiny):
+    config = tiny("data.lengths=documents", "trainer.max_steps=3000", "eval.every=3000")
+    steps_per_epoch = train_sequences(prepare(config.data, progress=False), config).length.steps_per_epoch
+    epochs = printed("data.lengths=documents", "trainer.max_steps=3000", "eval.every=3000")["tokens"]
+    assert float(re.search(r"\(([\d.]+) epochs\)", epochs)[1]) == pytest.approx(3000 / steps_per_epoch, rel=1e-3)
 
 
 def test_what_is_minimised_and_bounded_is_said(printed):

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from conftest import lm
 from fabricated import finish
@@ -22,6 +23,7 @@ from lm.report.comparison_tables import cost_table
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.loading import export
 from lm.runs.record import read_run
+from lm.training.module import TrainModule
 from lm.training.train import train
 
 LOGGED = ("train/loss", "train/grad_norm", "lr", "val/loss")
@@ -45,6 +47,23 @@ def trained(tiny_below, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trunk(trained: Path, tmp_path: Path) -> Path:
     """A copy of that run, among the runs of a test."""
     return Path(shutil.copytree(trained, tmp_path / "runs" / "trunk", symlinks=True))
+
+
+def test_a_branch_that_was_killed_before_its_first_checkpoint_goes_on(tiny, trunk: Path, monkeypatch: pytest.MonkeyPatch):
+    config = branched(tiny, trunk, 4, "trainer.checkpoint_every=4", "trainer.max_steps=12", "resume=auto")
+    training_step = TrainModule.training_step
+
+    def killed(self: TrainModule, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if self.global_step == 6:
+            raise ZeroDivisionError
+        return training_step(self, batch, batch_idx)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainModule, "training_step", killed)
+        with pytest.raises(ZeroDivisionError):
+            train(config)
+    assert metrics(config.run_folder)[-1]["step"] == 6
+    assert train(config) == 0
 
 
 def branched(tiny, trunk: Path, step: int, *changes: str):

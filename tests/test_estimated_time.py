@@ -130,6 +130,13 @@ def pilots(tmp_path, monkeypatch) -> list[str]:
     return pilot_configs
 
 
+@pytest.mark.slow  # 20 s
+def test_a_pilot_of_runs_on_two_devices_times_one_of_them(tmp_path, tiny):
+    configs = {name: tiny("trainer.devices=2", f"optim.lr={rate}") for name, rate in (("slow", 1e-3), ("fast", 1e-2))}
+    whole_runs, step_times = _time_configurations(configs, tmp_path / "pilot.json", [()], 300.0)
+    assert (whole_runs.keys(), step_times) == ({"slow"}, {})
+
+
 def test_only_what_time_depends_on_is_timed_again(tmp_path, pilots):
     arms = {"softmax": {}, "rate": {"optim.lr": 2e-3}}
     arms |= {name: {"model.normalizer": {"name": "ssmax", "init": init}} for name, init in (("ssmax", 1.5), ("init", 2.5))}

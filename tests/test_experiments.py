@@ -122,6 +122,20 @@ def test_what_was_stopped_goes_on_and_what_failed_is_said(tmp_path, overrides):
     assert {line["arm"]: line["runs"] for line in summary_lines(procedure)} == {"softmax": 2, "ssmax": 0}
 
 
+def test_a_run_whose_last_evaluation_failed_has_failed_and_the_others_go_on(tmp_path, overrides):
+    path = written(tmp_path, tune=None, seeds=[1], primary={"metric": "long/loss as trained", "better": "lower", "matters": 0.05})
+    procedure = Procedure(read_experiment(path, [*overrides, "eval.long_context.length_factor=2"]))
+    late = {"softmax": 1e-6, "ssmax": None}
+
+    def train_late(run: Run) -> int:
+        long_context = replace(run.config.eval.long_context, max_seconds=late[run.arm])
+        return train(replace(run.config, eval=replace(run.config.eval, long_context=long_context)))
+
+    with pytest.raises(RunsFailed, match=r"1 runs failed \(softmax-seed1-\w+: long_context: took longer than its max_seconds\); --retry"):
+        Jobs(procedure, Slots(1), train_late).work()
+    assert [run.outcome.state for run in procedure.known_runs()] == ["unfinished", "finished"]
+
+
 @pytest.mark.usefixtures("untimed")
 def test_an_experiment_whose_runs_all_fail_does_not_keep_the_next_from_its_work(tmp_path, overrides, monkeypatch, capsys):
     files = [written(tmp_path, tune=None, seeds=[1]).rename(tmp_path / f"{name}.yaml") for name in ("fails", "goes_on")]

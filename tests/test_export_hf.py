@@ -102,6 +102,16 @@ def test_a_run_is_exported_with_its_tokenizer_and_a_card(tiny, tmp_path: Path):
         assert phrase in card, card
 
 
+def test_a_model_like_qwen_2_with_words_of_its_own_is_exported_with_code_of_its_own(tiny, tmp_path: Path):
+    """AutoTokenizer would cut and normalize text as Qwen 2 does."""
+    config = tiny("name=run", "model.normalizer=softmax", "model.qkv_bias=true", "trainer.max_steps=1", "eval.every=1")
+    train(config)
+    source, out = load(config.run_folder), exported(config.run_folder, tmp_path / "hf")
+    assert json.loads((out / "config.json").read_text())["model_type"] == "lm_decoder"
+    text = "12345 words of cafe\u0301"
+    assert AutoTokenizer.from_pretrained(out, trust_remote_code=True)(text).input_ids[1:] == source.tokenizer.encode(text).ids
+
+
 @pytest.mark.parametrize("start", ["<|endoftext|>", "<|end of text|>", "[START:1]", "\n", "$A"])
 def test_any_token_can_start_documents(start: str):
     tokenizer = train_tokenizer(iter(["some words of text"] * 3), TrainedTokenizer(vocab_size=260))

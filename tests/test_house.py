@@ -195,6 +195,11 @@ def test_a_mechanism_stands_in_one_place(what: str, most: int):
     assert 0 < sum(bool(re.search(what, path.read_text(), re.MULTILINE)) for path in MODULES.values()) <= most
 
 
+def test_files_are_read_and_written_in_one_encoding_whatever_the_locale():
+    texts = {name: path.read_text() for name, path in MODULES.items()}
+    assert not [name for name, text in texts.items() if re.search(r"\.read_text\(\)|\.write_text\((?!.*encoding=)", text)]
+
+
 def test_no_public_name_of_experiments_and_reports_stands_in_two_modules():
     names = Counter()
     for name in (name for name in MODULES if room(name) in ("experiments", "report", "statistics")):

@@ -135,7 +135,7 @@ def test_a_refused_rank_leaves_nothing_behind(tiny, environment):
 CHILD = """
 import time
 from lm.training.launcher import Process, end_with_parent
-end_with_parent(Process(1, "lightning"))
+end_with_parent(Process(1, "lightning", is_child=True))
 print("started", flush=True)
 time.sleep(60)
 """
@@ -158,7 +158,7 @@ def test_a_process_ends_soon_after_the_one_that_started_it_was_killed():
 def test_a_process_whose_parent_is_gone_before_it_begins_is_refused(environment):
     environment(LOCAL_RANK="1", **{STARTER: "1" if os.getppid() != 1 else "2"})
     with pytest.raises(RunError, match="the process that started this one has ended"):
-        end_with_parent(Process(1, "lightning"))
+        end_with_parent(Process(1, "lightning", is_child=True))
 
 
 def test_a_batch_script_of_several_tasks_trains_alone_and_says_so(tiny, environment, capsys: pytest.CaptureFixture):

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,19 @@ def test_split_facts_agree_with_the_tokens(data: DataConfig):
         with pytest.raises(ValueError, match="read-only"):
             split.tokens[0] = 1
     assert store.manifest["token_bytes"] == "exact"
+
+
+def test_a_source_that_changes_while_another_process_prepares_makes_no_store_of_its_old_name(data: DataConfig, tmp_path: Path, monkeypatch):
+    @contextmanager
+    def locked_after_a_change(path: Path, notice: object):
+        file = next(Path(data.source.paths[0]).glob("*"))
+        file.write_text("other words " * 500)
+        yield ""
+
+    monkeypatch.setattr("lm.data.prepare.locked", locked_after_a_change)
+    with pytest.raises(DataError, match="changed while another process prepared a token store; run again"):
+        prepare(data)
+    assert not list((tmp_path / "stores").glob("*/"))
 
 
 @pytest.mark.slow

@@ -176,7 +176,7 @@ def test_tokens_are_counted_to_the_highest_final_loss_of_any_run(commit):
     ]
 
 
-def test_means_over_positions_weigh_each_bin_by_its_tokens_and_losses_stand_by_tokens_seen(monkeypatch, tmp_path):
+def test_means_over_positions_weigh_each_bin_by_its_tokens_and_losses_stand_by_tokens_seen(monkeypatch, tmp_path, capsys):
     shared = {"size": None, "arm": "a", "rate": 0.1, "stage": "final", "seed": 1, "task": "", "metric": "loss", "setting": "as trained"}
     shared |= {"state": "finished", "part": "reports", "weight": 1.0, "folder": "run", "kind": "long", "step": 8, "tokens": 80}
     lines = [shared | {"x": x, "until": end, "sample": n, "value": loss + n} for x, end, loss in ((0, 1, 9.0), (1, 4, 5.0)) for n in (0, 2)]
@@ -194,10 +194,29 @@ def test_means_over_positions_weigh_each_bin_by_its_tokens_and_losses_stand_by_t
     monkeypatch.setattr(collect.lm, "results", lambda folder, history: pd.DataFrame(twice))
     with pytest.raises(SystemExit, match="other and run differ in configuration alone"):
         collect.collect(tmp_path, "made")
+    sized = [line | {"size": "small"} for line in others]
+    monkeypatch.setattr(collect.lm, "results", lambda folder, history: pd.DataFrame(sized))
+    with pytest.raises(SystemExit, match=r"seeds\.csv: has no sizes, other than the runs"):
+        collect.collect(tmp_path, "made", add=True)
+    longer = {"arm": "b", "folder": "longer", "kind": "long", "x": 1, "until": 8, "sample": 0, "value": 1.0}
+    unfinished = {"arm": "c", "folder": "stopped", "state": "unfinished"}
+    monkeypatch.setattr(collect.lm, "results", lambda folder, history: pd.DataFrame([*others, shared | longer, others[0] | unfinished]))
+    reaches = pd.read_csv(collect.collect(tmp_path, "other")).query("metric == 'mean loss'")
+    assert dict(zip(reaches.arm, reaches.x, strict=True)) == {"a": 4, "b": 8}
+    assert capsys.readouterr().err == "note: stopped: unfinished, left out\n"
     monkeypatch.setattr(collect.lm, "results", lambda folder, history: pd.DataFrame(others))
     for _ in range(2):  # a run that is added again replaces its lines
         both = pd.read_csv(collect.collect(tmp_path, "made", add=True))
         assert both.equals(pd.concat([frame, frame.assign(seed=2)]).sort_values(collect.KEYS, ignore_index=True))
+
+
+def test_arms_of_other_seeds_are_not_paired(monkeypatch, tmp_path):
+    (tmp_path / "made").mkdir()
+    runs = [{"arm": arm, "stage": "final", "seed": seed, "setting": ""} for arm, seeds in (("a", (1, 2)), ("b", (1, 3))) for seed in seeds]
+    pd.DataFrame(runs).to_csv(tmp_path / "made" / "seeds.csv", index=False)
+    monkeypatch.setattr(committed_results, "RESULTS", tmp_path)
+    with pytest.raises(SystemExit, match=r"made/seeds\.csv: arms differ in seeds"):
+        committed_results.final_runs("made")
 
 
 def test_the_readme_says_what_its_first_experiment_found():

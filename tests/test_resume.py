@@ -209,6 +209,14 @@ def test_a_complete_run_resumed_does_nothing_but_missing_evaluations(tiny):
     assert series(config.run_folder, "validation", 8)[0].overall_mean == pytest.approx(loss, abs=1e-6)
 
 
+def test_an_evaluation_that_took_too_long_is_not_made_as_a_complete_run_is_resumed(tiny, capsys: pytest.CaptureFixture):
+    late = "eval.long_context.max_seconds=1e-6"
+    config = tiny("name=late", late)
+    assert train(config) == train(tiny("name=late", late, "resume=auto")) == 0
+    assert "long_context: not measured again, as it took longer than its max_seconds; without a limit: lm eval" in capsys.readouterr().out
+    assert not (config.run_folder / "evaluations" / "long_context.step-000008.json").exists()
+
+
 @pytest.mark.parametrize("cut", ["before", "while", "after"])
 def test_what_a_kill_after_the_last_step_kept_out_of_the_log_is_logged(tiny, cut: str):
     """Before the long-context evaluation was there, while its line was written, and after its file was."""

@@ -186,6 +186,56 @@ def test_a_signal_in_the_last_step_of_a_phase_is_heeded_in_the_next(tiny, monkey
     assert load_checkpoint(tiny("name=late").run_folder / "checkpoints" / "last.ckpt")["lm"]["step"] == 5
 
 
+def test_a_signal_before_the_first_step_leaves_a_checkpoint(tiny, monkeypatch: pytest.MonkeyPatch):
+    """Lightning, which sets the loop up, would answer it by an end with status 0."""
+    train_dataloader = TrainModule.train_dataloader
+
+    def signalled(self: TrainModule) -> object:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return train_dataloader(self)
+
+    monkeypatch.setattr(TrainModule, "train_dataloader", signalled)
+    assert train(tiny("name=early", "trainer.checkpoint_every=100")) == 143
+    assert load_checkpoint(tiny("name=early").run_folder / "checkpoints" / "last.ckpt")["lm"]["step"] == 1
+
+
+SLOW_END = """
+import sys, time
+import torch
+from lm.cli import main
+from lm.training.mirror import MetricLog
+from lm.training.module import TrainModule
+close, training_step = MetricLog.close, TrainModule.training_step
+
+def slow_close(self):
+    if self.main:
+        time.sleep(8)
+    close(self)
+
+def noted(self, batch, batch_idx):
+    print(f"rank {self.global_rank}: {torch.get_num_threads()} threads", file=sys.stderr, flush=True)
+    return training_step(self, batch, batch_idx)
+
+MetricLog.close, TrainModule.training_step = slow_close, noted
+main()
+"""
+
+
+@pytest.mark.slow  # 40 s
+def test_the_first_of_two_ranks_ends_in_its_own_time_and_both_have_the_threads_asked_for(arguments: list[str], tmp_path: Path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    (tmp_path / "main.py").write_text(SLOW_END)
+    options = ["name=slow", "trainer.devices=2", "trainer.threads=2", "trainer.max_steps=100000", *LONG]
+    command = [sys.executable, str(tmp_path / "main.py"), "train", *arguments, *options]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    wait_for_step(tmp_path / "runs" / "slow", 3, process)
+    process.terminate()
+    _, stderr = process.communicate(timeout=300)
+    assert process.returncode == 143, stderr
+    assert {line for line in stderr.splitlines() if "threads" in line} == {"rank 0: 2 threads", "rank 1: 2 threads"}
+    assert not alive(process.pid)
+
+
 def test_a_full_disk_while_saving_keeps_the_checkpoint_before(arguments: list[str], tmp_path: Path):
     """A file-size limit stands in for the full disk: the second save fails half-way through."""
     assert lm("train", *arguments, "name=full", "trainer.max_steps=4").returncode == 0

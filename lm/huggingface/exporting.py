@@ -16,6 +16,7 @@ from lm.errors import DataError, RunError, one_line
 from lm.files import new_folder, replacing
 from lm.huggingface.architectures import ARCHITECTURES, Architecture
 from lm.huggingface.fields import Fields
+from lm.huggingface.gguf_file import CUTS
 from lm.huggingface.importing import CONFIG, SINGLE
 from lm.huggingface.tokenizer_files import starting_documents
 from lm.model.rope import AS_TRAINED, frequencies
@@ -111,7 +112,7 @@ def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path
     Raises RunError: nothing to load there, a model that no architecture holds (with the reason), or `target` can't be written.
     """
     loaded_model = load(source, checkpoint)
-    if plain_model := _architecture(loaded_model.spec, source):
+    if plain_model := _architecture(loaded_model, source):
         architecture, config = plain_model
         tensors = _tensors(architecture, config, loaded_model)
     else:
@@ -125,9 +126,10 @@ def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path
             write_weights(file, descriptions, ((name, value.float()) for name, value in tensors.items()))
         files = {CONFIG: _json({**config, **_tokens(loaded_model)}), "README.md": model_card(loaded_model, config["model_type"])}
         if plain_model is None:
-            files[MODELLING] = Path(__file__).with_name(MODELLING).read_text()
+            files[MODELLING] = Path(__file__).with_name(MODELLING).read_text(encoding="utf-8")
         if loaded_model.tokenizer is not None:
-            files[TOKENIZER] = starting_documents((loaded_model.folder / TOKENIZER).read_text(), loaded_model.spec.end_of_text)
+            tokenizer_text = (loaded_model.folder / TOKENIZER).read_text(encoding="utf-8")
+            files[TOKENIZER] = starting_documents(tokenizer_text, loaded_model.spec.end_of_text)
             files[TOKENIZER_CONFIG] = _json(_tokenizer_config(loaded_model.spec))
         for name, content in files.items():
             with replacing(folder / name) as file:
@@ -139,14 +141,25 @@ def _json(content: dict[str, Plain]) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def _architecture(spec: ModelSpec, source: Path) -> tuple[Architecture, dict[str, Plain]] | None:
-    """The architecture of transformers that computes such a model, and its configuration; None: there is none."""
+def _architecture(loaded_model: Loaded, source: Path) -> tuple[Architecture, dict[str, Plain]] | None:
+    """The architecture of transformers that computes such a model with its tokenizer, and its configuration; None: there is none."""
+    spec = loaded_model.spec
     for architecture in ARCHITECTURES.values():
         config = architecture.write(spec)
         written_model = architecture.read(Fields(config, source)).model
-        if function_of(written_model) == function_of(spec.model) and architecture.fits(spec):
+        is_same = function_of(written_model) == function_of(spec.model) and architecture.fits(spec)
+        if is_same and (config["model_type"] != "qwen2" or _has_words_of_qwen2(loaded_model)):
             return architecture, config
     return None
+
+
+def _has_words_of_qwen2(loaded_model: Loaded) -> bool:
+    """Whether the tokenizer normalizes and cuts text as Qwen 2's, which AutoTokenizer makes for such a model whatever the file says."""
+    if loaded_model.tokenizer is None:
+        return True
+    fields = json.loads((loaded_model.folder / TOKENIZER).read_text(encoding="utf-8"))
+    first_step = ((fields["pre_tokenizer"] or {}).get("pretokenizers") or [{}])[0]
+    return (fields["normalizer"] or {}).get("type") == "NFC" and first_step.get("pattern") == {"Regex": CUTS["qwen2"]}
 
 
 def _tensors(architecture: Architecture, config: dict[str, Plain], loaded_model: Loaded) -> dict[str, Tensor]:

@@ -37,22 +37,14 @@ class ResolvedSetting:
 
 @dataclass(frozen=True)
 class Machine:
-    """Device, precision and compilation of a run.
+    """Device, precision and compilation of a run."""
 
-    Attributes:
-        accelerator: Lightning's name of the device, `cpu` or `gpu`.
-        device: the device in words.
-        compiled: whether the model is compiled.
-        launcher: the program that started the processes.
-        peak_flops: FLOPs a second that one device can make; None: not known.
-    """
-
-    accelerator: str
-    device: str
+    accelerator: str  # Lightning's name of the device, `cpu` or `gpu`
+    device: str  # the device in words
     precision: ResolvedSetting
-    compiled: ResolvedSetting
-    launcher: str = "lightning"
-    peak_flops: float | None = None
+    compiled: ResolvedSetting  # whether the model is compiled
+    launcher: str = "lightning"  # the program that started the processes
+    peak_flops: float | None = None  # FLOPs a second that one device can make; None: not known
 
     @property
     def bf16(self) -> bool:
@@ -176,6 +168,9 @@ def use_compile_cache() -> None:
 # ---------------------------------------------------------------- measuring
 
 
+OUT_OF_TIME = "took longer than its max_seconds"
+
+
 class OutOfTime(RunError):
     """A measurement took longer than it may (`max_seconds`)."""
 
@@ -206,7 +201,7 @@ class Device:
     def check_time(self) -> None:
         """Raises OutOfTime. Call it between batches, within `all_reduce_sum`."""
         if self.deadline is not None and time.monotonic() > self.deadline:
-            raise OutOfTime("took longer than its max_seconds")
+            raise OutOfTime(OUT_OF_TIME)
 
 
 def all_reduce_sum(device: Device, compute: Callable[[], Tensor]) -> Tensor:

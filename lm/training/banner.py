@@ -163,7 +163,7 @@ def _epochs(store: Store, config: Config) -> list[tuple[str, float]]:
     text_weight = config.data.text_weight
     if text_weight < 1e-6:
         return []
-    tokens = config.trainer.max_steps * config.optim.batch_tokens * text_weight
+    tokens = config.trainer.max_steps * config.optim.batch_tokens * text_weight / (1 - train_sequences(store, config).length.left_out)
     pairs = list(zip(config.data.sources, store.train.sources, strict=True))
     return [(part.label if len(pairs) > 1 else "", tokens * source.weight / part.n_tokens) for source, part in pairs]
 

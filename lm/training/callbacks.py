@@ -167,12 +167,6 @@ class StopOnSignal(StepCallback):
         """True if this process has received a signal."""
         return bool(self.signal)
 
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Take the handlers back from Lightning, whose own would act inside the signal."""
-        for number in self._before:
-            if number != self.signal:
-                signal.signal(number, self._note)
-
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
         """Stop on all ranks after the step in which one of them received a signal."""
         if module.last.stop:

@@ -1,6 +1,7 @@
 """A new or resumed run: its start is checked and recorded, then each phase is trained with Lightning's Trainer."""
 
 import logging
+import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from lm.evaluation.evaluate import evaluate
 from lm.evaluation.evaluation_kind import Measurement, measurements
 from lm.files import write_json, write_text
 from lm.machine import keep_freed_memory, threads_each, without_collection
-from lm.model.device import Machine, resolve_compile, resolve_device, resolve_precision
+from lm.model.device import OUT_OF_TIME, Machine, resolve_compile, resolve_device, resolve_precision
 from lm.model.spec import flops_per_token
 from lm.progress import StepProgress
 from lm.report.evaluation_tables import logged, print_results
@@ -59,8 +60,7 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
 
     source: the weights that `init_from` names, for a new run; they fit its model (`lm.training.before_training`).
 
-    Raises:
-        LMError: whatever keeps the run from going on, most of it before anything is written.
+    Raises LMError: whatever keeps the run from going on, most of it before anything is written.
     """
     quiet_lightning()
     main = process.rank == 0  # the process that writes files
@@ -69,6 +69,8 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
     mode = wandb_mode(config.log, bool(config.experiment.name))
     if accelerator == "cpu":
         torch.set_num_threads(config.trainer.threads or threads_each(config.trainer.devices))
+        if config.world_size > 1:  # by this Lightning, which would set another number, leaves it, and the processes that it starts agree
+            os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
         keep_freed_memory()
         device = f"cpu ({torch.get_num_threads()} threads)"
 
@@ -109,9 +111,12 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
     progress.start(start.step)
     try:
         run = RunContext(config, store, plan, machine, facts["wandb_id"], log, progress)
-        return _phases(run, start)
+        status = _phases(run, start)
+        return 0 if process.is_child else status  # Lightning kills the first process, which may still write, if a child fails
     except Diverged as error:
         log.write({"step": error.step, DIVERGED: str(error)})
+        if process.is_child:  # the first process says so
+            return 0
         raise
     except RuntimeError as error:
         if config.world_size > 1 and ("Connection" in str(error) or isinstance(error, torch.distributed.DistBackendError)):
@@ -183,24 +188,30 @@ def make_trainer(run: RunContext, module: TrainModule, stop: StopOnSignal) -> L.
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    # Lightning's count of optimizer steps, on which `max_steps` and `global_step` are based: private, and set nowhere else. Its other
-    # counters restart with each phase.
+    # Both are private, and set nowhere else. Lightning's handler of SIGTERM would end the run without a checkpoint, and with status 0.
+    trainer._signal_connector.register_signal_handlers = lambda: None
+    # Lightning's count of optimizer steps, on which `max_steps` and `global_step` are based. Its other counters restart with each phase.
     trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = start.step
     return trainer
 
 
 def _make_missing(config: Config, plan: list[Measurement], checkpoint: Path, step: int, mode: str, old_facts: dict[str, Plain]) -> None:
-    """Make the evaluations of a complete run that a kill after its last step prevented, and log those that its log lacks."""
+    """Make the evaluations of a complete run that a kill after its last step prevented, and log those that its log lacks. One that took too
+    long (`max_seconds`) is not made."""
     folder = config.run_folder
     due = [measurement.kind for measurement in plan if measurement.asked.is_due(step, step)]
-    missing_kinds = [kind for kind in due if not evaluation_path(folder, kind, step).exists()]
+    lines = [line for line in read_metrics(folder / METRICS).lines if line["step"] == step]
+    late_kinds = [kind for kind in due if any(line.get(f"{kind}/failed") == OUT_OF_TIME for line in lines)]
+    missing_kinds = [kind for kind in due if kind not in late_kinds and not evaluation_path(folder, kind, step).exists()]
+    if late_kinds:
+        print(f"{', '.join(late_kinds)}: not measured again, as it {OUT_OF_TIME}; without a limit: lm eval {folder}")
     evaluations, _ = last_evaluations(folder, to_plain(config))
     results = {result.kind: result for result in evaluations if result.kind in due and result.step == step}
     if missing_kinds:
         new_results = evaluate(config, folder, checkpoint, missing_kinds)
         results |= {result.evaluation.kind: result.evaluation for result in new_results}  # to more digits than in its file
         print_results(new_results, folder / EVALUATIONS)
-    logged_names = {name for line in read_metrics(folder / METRICS).lines if line["step"] == step for name in line}
+    logged_names = {name for line in lines for name in line}
     if unlogged_results := [result for result in results.values() if not logged(result).keys() <= logged_names]:
         truncate_metrics(folder / METRICS, step)  # a line that the kill cut short
         log = MetricLog(folder / METRICS, start_mirrors(mode, config, old_facts, step, L.pytorch.loggers), True)

@@ -32,6 +32,7 @@ class Process:
     rank: int
     launcher: Launcher
     note: str = ""
+    is_child: bool = False  # Lightning, in another process of the run, started it
 
 
 def this_process(config: Config) -> Process:
@@ -40,8 +41,7 @@ def this_process(config: Config) -> Process:
     SLURM's variables count only within a step of several tasks, which srun starts: a batch script inherits those of its allocation.
     Whoever started the processes is told to Lightning, too, which would guess otherwise.
 
-    Raises:
-        ConfigError: another number of processes than the configuration says, or ranks that no launcher of so many gives.
+    Raises ConfigError: another number of processes than the configuration says, or ranks that no launcher of so many gives.
     """
     values = {name: _number(name) for name in (*RANKS, *COUNTS) if name in os.environ}
     if "WORLD_SIZE" in values:
@@ -58,13 +58,12 @@ def end_with_parent(process: Process) -> None:
 
     A killed parent can't tell its children, which would wait for minutes to meet it.
 
-    Raises:
-        RunError: the parent has ended already.
+    Raises RunError: the parent has ended already.
     """
     if process.launcher != "lightning":
         return
     starter, parent = os.environ.get(STARTER), os.getppid()
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if not process.is_child:
         os.environ[STARTER] = str(os.getpid())
     elif starter == str(parent):
         threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
@@ -96,7 +95,7 @@ def _by_lightning(config: Config, values: dict[str, int]) -> Process:
     rank = values.get(node, 0) * config.trainer.devices + values.get("LOCAL_RANK", 0)
     if values.get("RANK", rank) != rank:
         raise _refused("RANK", values["RANK"], f"no launcher gave this rank: {node} and LOCAL_RANK make it {rank}")
-    return Process(rank, "lightning")
+    return Process(rank, "lightning", is_child=values.get("LOCAL_RANK", 0) > 0)
 
 
 def _srun(config: Config, values: dict[str, int]) -> Process:

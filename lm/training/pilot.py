@@ -20,6 +20,7 @@ from lm.errors import ConfigError, LMError, RunError
 from lm.machine import stop_with_parent
 from lm.runs.folder import METRICS, read_metrics, step_of, step_seconds
 from lm.training.before_training import check_before_data
+from lm.training.launcher import this_process
 from lm.training.train import train
 
 STEPS = 10  # optimizer steps that are made
@@ -56,8 +57,10 @@ def pilot(config: Config) -> dict[str, float]:
 def main(paths: list[str]) -> None:
     """Time each configuration, and print its seconds. Raises ConfigError where the run would, before any run is timed."""
     importlib.import_module("lm.training.fit")  # takes seconds, in every run: they belong to the start of its process
-    print(json.dumps({"begun": time.time()}), flush=True)
     configs = [load([path]) for path in paths]
+    is_child = this_process(configs[0]).is_child  # of a run on several devices, whose first process prints
+    if not is_child:
+        print(json.dumps({"begun": time.time()}), flush=True)
     for config in configs:
         if not (config.init_from or config.branch_from):  # its weights may not be there yet
             check_before_data(config, None)
@@ -67,7 +70,8 @@ def main(paths: list[str]) -> None:
                 times = pilot(config)
         except ConfigError as error:  # of a few steps of it, not of the run
             raise RunError(str(error)) from None
-        print(json.dumps(times), flush=True)
+        if not is_child:
+            print(json.dumps(times), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,18 +8,17 @@ from pathlib import Path
 from lm.config.tree import Config
 from lm.data.prepare import check_sequences, prepare
 from lm.errors import RunError
-from lm.files import locked_folder
+from lm.files import locked_folder, read_json
 from lm.machine import without_collection
 from lm.runs.evaluations import evaluation_files
-from lm.runs.folder import CHECKPOINTS, CONFIG, LAST, METRICS, TRAINING, is_own, read_config, read_metrics, steps_saved
+from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, METRICS, TRAINING, is_own, read_config, read_metrics, steps_saved
 from lm.training.launcher import end_with_parent, this_process
 
 
 def train(config: Config) -> int:
     """Train as configured; returns the process's exit status (0, or 128 + the signal that stopped the run).
 
-    Raises:
-        LMError: whatever prevents the run; an incomplete new run folder is removed.
+    Raises LMError: whatever prevents the run; an incomplete new run folder is removed.
     """
     process = this_process(config)
     end_with_parent(process)
@@ -96,7 +95,9 @@ def had_checkpoint(folder: Path) -> bool:
     if not (folder / CONFIG).is_file():
         return False
     config, lines = read_config(folder), read_metrics(folder / METRICS).lines
-    first_saved = min(config.checkpoint_every, config.trainer.max_steps)
+    environment = read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).is_file() else {}
+    first_step = (environment.get("branched_from") or {}).get("step", 0)
+    first_saved = min((first_step // config.checkpoint_every + 1) * config.checkpoint_every, config.trainer.max_steps)
     evaluated_steps = [step for kind, step in evaluation_files(folder) if kind != "validation"]  # that one comes before the checkpoint
     return any(step >= first_saved for step in evaluated_steps) or any(line.get("step", 0) > first_saved for line in lines)
 
