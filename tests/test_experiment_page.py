@@ -114,10 +114,6 @@ def test_the_question_and_its_answers_come_first_and_every_table_and_picture_is_
         assert f"[{', '.join(f'{end:+.4f}' for end in line['difference'][1:3])}]" in words
     cards = re.findall(r"<article.*?</article>", page.read_text(), re.DOTALL)
     assert [card.count("3 seeds") for card in cards] == [1, 1]
-    other_text = {
-        row["arm"]: row["value"] for row in rows(page.parent / "summary.csv") if row["interval over"] == "3 seeds and 11 documents"
-    }
-    assert other_text == {line["arm"]: f"{line['difference'][0]:+.4f}" for line in (ssmax, log_n)}
     assert words.index("Family: 2 comparisons") < words.index("Summary ") + 200 < words.index("While training")
     html = page.read_text()
     assert not re.search(r"src=|url\((?!#)|@import", html), "nothing is loaded"
@@ -349,7 +345,8 @@ def test_every_number_of_the_verdicts_follows_from_the_long_table(tmp_path, undr
         assert cells[arm, "seeds"][0] == f"{len(means[arm])} of 3"
         assert cells[arm, "mean val/loss"][0] == f"{means[arm].mean():.4f}"
     assert cells["ssmax", "difference to softmax"] == [signed(differences.mean() + sign * half) for sign in (0, -1, 1)]
-    assert cells["ssmax", "on other text of the kind"] == [signed(value) for value in other.as_list()]
+    assert cells["ssmax", "difference to softmax"] == [signed(value) for value in other.as_list()], "not shorter"
+    assert ("ssmax", "on other text of the kind") not in cells
     assert cells["ssmax", "p"][0] == f"{ttest_1samp(differences, 0).pvalue:.2g}"
 
 

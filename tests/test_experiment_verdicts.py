@@ -103,7 +103,7 @@ def test_final_runs_say_what_they_are_judged_by_as_they_end(tmp_path, capsys):
         ("recall/passkey 64", 3, "recall/passkey 64: accuracy in sequences of 64 tokens, 2 times the training length"),
         ("recall/passkey 16", 1, "recall/passkey 16: accuracy in sequences of 16 tokens, 0.5 times the training length"),
         ("recall/passkey 64", 0, "recall/passkey 64"),
-        ("val/loss", 3, "val/loss"),
+        ("val/loss", 3, "val/loss, in nats per token"),
     ],
 )
 def test_what_is_measured_is_said_with_the_length_where_it_is(tmp_path, metric, finished, words):
@@ -135,7 +135,7 @@ def test_means_are_over_the_seeds_that_all_arms_have_finished(tmp_path):
     soft, scalable = summary_lines(procedure)
     assert (soft["mean"], scalable["mean"]) == pytest.approx((5.5, 5.4))
     assert (soft["runs"], scalable["runs"]) == (3, 2)
-    expected = "arms have finished different seeds, means are over those in common: softmax has 1, 2, 3; ssmax has 1, 2"
+    expected = "arms have finished different seeds, means are over those in common: softmax: 1, 2, 3; ssmax: 1, 2"
     assert expected in procedure.notes()
 
 

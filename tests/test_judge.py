@@ -13,6 +13,9 @@ from test_documents import blocks
 
 import lm
 from lm.errors import ConfigError, RunError
+from lm.experiments.experiment import Primary
+from lm.experiments.run_table import judge_table
+from lm.experiments.summary import summary_table
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import recompute
@@ -42,7 +45,7 @@ def test_committed_results_give_their_committed_verdicts(shown):
     for (arm, row, length), verdict in shown.verdicts.items():
         by_size = shown.rows == "size"
         line = line_of["" if shown.tuned else f"steps-{row}" if by_size else f"rate {row}, x {length}", arm]
-        assert (line["verdict"], line["reason"], line["p"]) == (verdict.kind, verdict.reason, verdict.p)
+        assert (line["verdict"], line["reason"], line["p"]) == (verdict.kind, verdict.reason, verdict.p if verdict.seeds else None)
         assert line["words"] == verdict.words
         assert line["difference"] == [value if np.isfinite(value) else None for value in verdict.interval.as_list()]
         assert by_size or line["rate"] == (row if shown.tuned else None)
@@ -247,3 +250,13 @@ def test_the_example_of_the_page_judges_an_export_of_wandb(tmp_path, monkeypatch
     exec(code, names := {})
     assert names["verdicts"]["verdict"].tolist()[1:] == ["better"]
     assert Path("runs.csv").is_file()
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0])
+def test_the_interval_on_other_text_has_a_column_where_documents_add_to_it(spread: float):
+    runs = [(arm, seed, unit) for arm in ("a", "b") for seed in range(1, 6) for unit in range(20)]
+    effects = [(arm == "b") * (1 + spread * (unit % 2 - 0.5) + 0.001 * seed) for arm, seed, unit in runs]
+    table = pd.DataFrame(runs, columns=["arm", "seed", "unit"]).assign(value=effects)
+    judgement = judge_table(table, "table", Primary("", matters=0.1))
+    columns = [column.name for column, _ in summary_table(judgement, judgement.lines()).contents]
+    assert ("on other text of the kind" in columns) == bool(spread)

@@ -9,7 +9,7 @@ from reported import build_run, compared, edit, first_sample, write_report
 from lm.attention.catalogue import label as normalizer_label
 from lm.errors import RunError
 from lm.report.comparison import Difference, compare_runs
-from lm.report.comparison_tables import run_facts
+from lm.report.comparison_tables import OWN_SEEDS, comparison_tables, notes, run_facts
 from lm.report.pictures import Panel, Picture
 from lm.report.tables import Column, digits, signed
 from lm.runs.record import read_run
@@ -92,6 +92,18 @@ def test_seeds_are_grouped_into_arms_and_paired(tmp_path):
     assert "Student t" in difference.note
     assert difference.interval.mean == pytest.approx(-0.05, abs=0.01)
     assert "sd over seeds" in write_report(folders, tmp_path / "out").markdown.read_text()
+
+
+def test_seeds_and_tokens_are_of_the_runs_that_have_the_number(tmp_path):
+    arms = [("softmax", 1), ("softmax", 2), ("ssmax", 1), ("ssmax", 2), ("ssmax", 3)]
+    folders = [build_run(tmp_path, f"{name}{seed}", name, seed=seed, better=seed / 50) for name, seed in arms]
+    for path in (tmp_path / "softmax2" / "evaluations").glob("long_context*"):
+        path.unlink()
+    comparison = compare_runs([read_run(folder) for folder in folders])
+    seeds = [cells for table in comparison_tables(comparison) for column, cells in table.contents if column.name == "seeds"]
+    assert seeds == [["2", "3"], ["1", "3"] * 2]
+    assert OWN_SEEDS in notes(comparison)
+    assert OWN_SEEDS not in notes(compare_runs([read_run(folder) for folder in folders if folder.name.endswith("1")]))
 
 
 def test_differences_are_between_seeds_in_common(tmp_path):

@@ -67,6 +67,7 @@ def test_every_format_says_that_an_interval_of_one_seed_is_over_documents(pair, 
     for name, text in shown(pair, tmp_path / "out").items():
         assert ("1 seed" if name == "legend" else "documents, 1 seed") in re.sub(r"\s+", " ", text), name
         assert not re.search(r"\d seeds", text), name
+    assert "One seed: intervals cover the choice of text alone." in (tmp_path / "out/report.html").read_text()
     assert "| difference to softmax (nats/token, 95% interval over documents, 1 seed) |" in (tmp_path / "out/table.md").read_text()
     rows = list(csv.DictReader((tmp_path / "out/table.csv").open()))
     assert {row["interval over"] for row in rows if row["low"]} == {"documents, 1 seed"}
@@ -306,6 +307,21 @@ def test_the_only_line_of_an_arm_is_no_thinner_than_a_mean():
     colour = f"stroke: {COLOURS[0]}"
     assert f"{colour}; stroke-width: 1.8" in single
     assert f"{colour}; stroke-opacity: 0.5; stroke-width: 0.8" in double
+
+
+@pytest.mark.usefixtures("painted")
+@pytest.mark.parametrize("arms", [7, 8])
+def test_means_of_many_arms_are_drawn_alone_and_long_names_stand_aslant(arms: int):
+    x = np.arange(float(arms))
+    lines = [Trace(arm, "seed", x, x + arm, "seed") for arm in range(arms)]
+    means = [Trace(arm, "mean", x, x + arm, "mean", x - 1, x + 1) for arm in range(arms)]
+    ticks = {float(place): f"arms_{place}" for place in range(arms)}
+    picture = Picture([Panel("title", "x", "y", lines + means, ticks)], [f"arm_{number}" for number in range(arms)])
+    is_crowded = arms > len(COLOURS)
+    assert bool(picture.crowd_note) == is_crowded
+    assert ("stroke-opacity: 0.5" not in picture.svg) == is_crowded
+    assert ("rotate(-35)" in picture.svg) == is_crowded
+    assert picture.csv.count(",seed,") == arms * arms
 
 
 @pytest.mark.usefixtures("painted")

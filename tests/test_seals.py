@@ -24,7 +24,9 @@ from lm.files import json_bytes, sealed
 from lm.model.device import Device
 from lm.runs.evaluations import ROOMS, Evaluation, evaluation_path, measuring_code, read_evaluation
 from lm.runs.folder import CONFIG, DIVERGED, METRICS
+from lm.runs.metadata import without_tensors
 from lm.runs.record import read_run
+from lm.runs.same_run import check_log
 
 ARMS = {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}}
 
@@ -118,6 +120,15 @@ def test_nothing_is_judged_on_what_was_changed_after_it_was_measured(tmp_path, e
     with pytest.raises(RunError, match=EDITS[edit]) as error:
         (tuning_table if stage == "tune" else summary_lines)(Procedure(procedure.experiment))
     assert "\n" not in str(error.value)
+
+
+def test_a_log_that_was_read_before_its_run_saved_again_is_no_altered_one(tmp_path):
+    run = ours(finished(tmp_path))
+    log = run.outcome.log
+    with (run.config.run_folder / METRICS).open("a") as file:
+        file.write(json.dumps({"step": 8, "tokens": 8, "lr": 0.1}) + "\n")
+    save(run.config.run_folder, run.outcome.last_step)
+    check_log(run.config.run_folder, log, without_tensors(run.outcome.checkpoint)["lm"], run.outcome.checkpoint)
 
 
 @pytest.mark.parametrize("edit", [copied, lowered], ids=lambda edit: edit.__name__)

@@ -248,7 +248,7 @@ class Judgement:
             line |= {"verdict": verdict.label, "words": verdict.words, "reason": verdict.reason}
             line |= {"factor" if counts_tokens else "difference": finite(verdict.interval)}
             line |= {"alone": finite(verdict.single_interval), "over_seeds_and_documents": finite(verdict.over_documents)}
-            line |= {"p": verdict.p, "p_exact": verdict.p_exact}
+            line |= {"p": verdict.p if verdict.seeds or primary.learned is not None else None, "p_exact": verdict.p_exact}
             line["seeds_needed"] = verdict.seeds_needed and [*verdict.seeds_needed]
         return line
 

@@ -15,7 +15,16 @@ from lm.experiments.experiment import Experiment
 from lm.experiments.judging import Judgement
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION
-from lm.experiments.summary import amount, differences_by_rate, has_reached, summary_lines, summary_table, trend_table, trends
+from lm.experiments.summary import (
+    amount,
+    differences_by_rate,
+    has_reached,
+    measured_words,
+    summary_lines,
+    summary_table,
+    trend_table,
+    trends,
+)
 from lm.files import write_together
 from lm.report.comparison import ArmRuns, RunComparison, comparison_of
 from lm.report.comparison_pictures import LOSSES, DrawnRun, by_layer, curves
@@ -27,10 +36,12 @@ from lm.schema import Plain
 from lm.statistics.intervals import Interval, over_seeds
 from lm.statistics.tuning import EXTENSIONS, Rate, coordinates, rate_words
 
+MOST_NAMES = 8  # runs that are named in a sentence
 FACTOR = Column("factor", kind="mean", decimals=2)
 BASIS = (
-    "All at the last step, on the held-out documents that report. A mean is over an arm's finished runs, a difference over the seeds of "
-    "which both runs have finished. The interval on other text of the kind, where there is one, covers seeds and documents together."
+    "All at the last step, on the held-out documents that report. A mean is over the seeds that all arms have finished, a difference over "
+    "all that its two arms have finished. The interval on other text of the kind covers seeds and documents together. It is never shorter "
+    "than the interval over seeds, and is left out where all are equal."
 )
 CROSSED = (
     "Tuning seeds are few: where they chose different rates, an arm's final seeds are trained at its own rate and at the baseline's, those "
@@ -112,6 +123,7 @@ def _part(procedure: Procedure, prefix: str, judgement: Judgement | None) -> Pag
     experiment, judgement = procedure.experiment, judgement or procedure.judgement()
     lines, sizes = summary_lines(procedure, judgement), [SizeResults(procedure, size, judgement) for size in experiment.sizes]
     summary = PageSection("Summary")
+    summary.add("note", f"Decides: {measured_words(procedure)}.")
     summary.add("note", _family(experiment))
     summary.add("warning", _caveats(procedure, sizes))
     summary.add("table", summary_table(judgement, lines), f"{prefix}summary")
@@ -253,7 +265,8 @@ def _caveats(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
         for run in results.final:
             runs_by_state.setdefault(run.outcome.state, []).append(f"{run.arm} seed {run.seed}")
         if unfinished_names := runs_by_state.get("unfinished"):
-            lines.append(f"{prefix}{len(unfinished_names)} of {len(results.final)} final runs have not ended: {_joined(unfinished_names)}")
+            names = f": {_joined(unfinished_names)}" if len(unfinished_names) <= MOST_NAMES else ""
+            lines.append(f"{prefix}{len(unfinished_names)} of {len(results.final)} final runs have not ended{names}")
         if "diverged" in runs_by_state:
             lines.append(f"{prefix}diverged, counted and in no mean: {_joined(runs_by_state['diverged'])}")
     lines += [*infinite_lines, *(f"failed: {run.stage} run {run.label}: {failure}" for run, failure in failures(procedure))]

@@ -284,7 +284,8 @@ class Procedure:
             for run in self.final_runs(size):
                 seeds[run.arm] += [str(run.seed)] if run.outcome.state == "finished" else []
             if len({*map(tuple, filter(None, seeds.values()))}) > 1:
-                seed_words = "; ".join(f"{name} has {', '.join(arm_seeds) or 'none'}" for name, arm_seeds in seeds.items())
+                by_seeds = {tuple(arm_seeds): [name for name in seeds if seeds[name] == arm_seeds] for arm_seeds in seeds.values()}
+                seed_words = "; ".join(f"{', '.join(names)}: {', '.join(arm_seeds) or 'none'}" for arm_seeds, names in by_seeds.items())
                 notes.append(
                     f"{size + ': ' if size else ''}arms have finished different seeds, means are over those in common: {seed_words}"
                 )

@@ -11,6 +11,7 @@ from lm.experiments.judging import Judgement, finite
 from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import SELECTION
 from lm.report.tables import Cell, Column, Filled, Table, digits, print_tables
+from lm.runs.evaluations import number
 from lm.runs.folder import DIVERGED, ENVIRONMENT
 from lm.schema import Plain
 from lm.statistics.intervals import Interval, trend
@@ -84,7 +85,9 @@ def summary_table(judgement: Judgement, lines: list[dict[str, Plain]]) -> Table:
     columns += column(name, [verdict and verdict.interval for verdict in verdicts], "interval over seeds, all together 95%", kind)
     if primary.learned is None:
         intervals = [verdict and verdict.over_documents for verdict in verdicts]
-        columns += column("on other text of the kind", intervals, "interval over seeds and documents, all together 95%", "difference")
+        pairs = [(verdict.interval, verdict.over_documents) for verdict in verdicts if verdict and verdict.over_documents]
+        if not all(np.allclose(wider.as_list(), interval.as_list(), rtol=0, atol=5e-5) for interval, wider in pairs):
+            columns += column("on other text of the kind", intervals, "interval over seeds and documents, all together 95%", "difference")
     columns += column("p", [f"{verdict.p:.2g}" if verdict and verdict.seeds else None for verdict in verdicts], "adjusted")
     exact_p = [None if verdict is None or verdict.p_exact is None else f"{verdict.p_exact:.2g}" for verdict in verdicts]
     columns += column("p of the sign-flip test", exact_p, "adjusted")
@@ -120,18 +123,25 @@ def amount(primary: Primary, value: float | None) -> str | None:
 
 
 def measured_words(procedure: Procedure) -> str:
-    """Words for the primary metric and the point of an axis at which it is measured, such as a length, by the runs that have finished."""
+    """Words for the primary metric, by the runs that have finished: what is measured, at which point of an axis, such as a length, and in
+    which unit."""
     experiment = procedure.experiment
     metric, runs = experiment.primary.metric, (run for size in experiment.sizes for run in procedure.final_runs(size))
     series = [run.outcome.series(metric) for run in runs if run.outcome.state == "finished"]
-    if not series or series[0].axis is None or series[0].axis.bins:
+    if not series:
         return metric
-    axis, (place, (x, _)) = series[0].axis, [*series[0].places.items()][series[0].logged.index(metric)]
+    first, axis = series[0], series[0].axis
+    unit = "" if first.unit in ("", "fraction") else f", in {first.unit}"
+    if axis is None:
+        return f"{metric}{unit}"
+    if axis.bins:
+        place, x, setting = f"of all positions of {number(axis.values[-1])} {axis.unit}", axis.values[-1], first.setting
+    else:
+        name, (x, _) = [*first.places.items()][first.logged.index(metric)]
+        place, setting = f"{axis.before} {name} {axis.unit}".rstrip(), ""
     same_length = axis.unit == "tokens" and len({run_series.seq_len for run_series in series}) == 1
-    multiple = "" if x == series[0].seq_len else f"{x / series[0].seq_len:g} times "
-    return (
-        f"{metric}: {series[0].metric} {f'{axis.before} {place} {axis.unit}'.rstrip()}" + f", {multiple}the training length" * same_length
-    )
+    length = f"{'' if x == first.seq_len else f'{x / first.seq_len:g} times '}the training length" * same_length
+    return ", ".join(filter(None, (f"{metric}: {'mean ' * axis.bins}{first.metric} {place}", length, setting))) + unit
 
 
 def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]:

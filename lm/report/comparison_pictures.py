@@ -68,7 +68,11 @@ def overview(comparison: RunComparison) -> Picture:
     candidates += [along_axis(comparison, section) for section in comparison.sections if section.shape != "number"]
     pictures = [picture for picture in candidates if picture]
     arms = [f"{arm.label} ({_seeds(len(arm.runs))})" for arm in comparison.arms]
-    panels = [panel for picture in pictures for panel in picture.panels if panel or len(comparison.arms) > 1]
+    panels = [panel for picture in pictures for panel in picture.panels]
+    if len(comparison.arms) == 1:
+        panels = [panel for panel in panels if panel]
+    elif pictures and len(pictures[0].panels) % 2:  # values and their differences, two panels, stand in one row
+        panels.insert(len(pictures[0].panels), None)
     return Picture(panels or [Panel("While training", "tokens seen", "loss", [])], arms, " ".join(picture.caption for picture in pictures))
 
 
@@ -87,10 +91,14 @@ def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, 
         titles: titles of the metrics by their names in the log.
         comparison: comparison of the finished runs, which gives the reference level; None: there is none.
     """
-    curves_by_name = {name: [(run, run.record.curve(name)) for run in runs] for name in titles}
+    curves_by_name = {name: [(run, _since_the_first_weights(run.record, name)) for run in runs] for name in titles}
     most_tokens = max((curve.tokens[-1] for by_run in curves_by_name.values() for _, curve in by_run if len(curve.tokens)), default=1)
     unit, x_label = token_unit(most_tokens)
-    swap_tokens = {step * (run.record.flat.get("optim.batch_tokens") or 0) for run in runs for step, _ in run.record.phases[1:]}
+    swap_tokens = {
+        step * (run.record.flat.get("optim.batch_tokens") or 0) + run.record.tokens_before
+        for run in runs
+        for step, _ in run.record.phases[1:]
+    }
     level = comparison and comparison.level("nats per token")
     panels, single_titles, clip_notes = [], [], []
     for name, by_run in curves_by_name.items():
@@ -117,19 +125,26 @@ def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, 
         clip_notes += [f"{titles[name]} above {top:.2f} (highest: {high:.4g}) is not shown."] if top < high else []
         pad = 0.06 * (top - low) or 0.1
         levels = {level[1]: f"{level[0]} {level[1]:.2f}"} if level and in_nats and low < level[1] < top else {}
-        marks = {tokens / unit: "normalizer swapped" for tokens in swap_tokens}
+        marks = {tokens / unit: "normalizer swapped" * (place == 0) for place, tokens in enumerate(sorted(swap_tokens))}
         label = "nats per token" if in_nats else name
         panels.append(Panel(titles[name], x_label, label, traces, y_range=(low - pad, top + pad), marks=marks, levels=levels))
     if not any(panel.traces for panel in panels):
         return None
     several_seeds = max(Counter(run.arm for run in runs).values()) > 1
-    caption = "Thin: single seeds. Thick: mean over the seeds of an arm that have finished. " if several_seeds else ""
+    has_means = any(trace.kind == "mean" for panel in panels for trace in panel.traces)
+    caption = "Thin: single seeds. " * several_seeds + "Thick: mean over the seeds of an arm that have finished. " * has_means
     caption += "Training loss is a centred moving mean. " if panels[0].traces else ""
-    caption += "All of the held-out text, the part that selects included."
+    caption += "Held-out losses are of all held-out text, the part that selects included." if len(panels) > 1 else ""
     if any(trace.kind == "diverged" for panel in panels for trace in panel.traces):
         caption += " Crosses at the top: where a run diverged."
     caption += f" Without a curve, because it was measured once: {', '.join(single_titles)}." if single_titles else ""
-    return Picture(panels, names, " ".join([caption, *clip_notes]))
+    return Picture(panels, names, " ".join([caption.strip(), *clip_notes]))
+
+
+def _since_the_first_weights(record: RunRecord, name: str) -> Curve:
+    """The curve of a logged metric by all tokens that the weights have seen, those of the runs that they come from included."""
+    curve = record.curve(name)
+    return replace(curve, tokens=curve.tokens + record.tokens_before)
 
 
 # ---------------------------------------------------------------- sections
@@ -355,7 +370,8 @@ def by_layer(names: Sequence[str], runs: Sequence[DrawnRun]) -> dict[str, Pictur
         for quantity, layers in layer_curves(run.record.logged).items()
         for layer, by_head in layers.items()
     ]
-    unit, label = token_unit(max((head.tokens[-1] for *_, by_head in entries for head in by_head.values()), default=1))
+    last_tokens = (head.tokens[-1] + run.record.tokens_before for run, *_, by_head in entries for head in by_head.values())
+    unit, label = token_unit(max(last_tokens, default=1))
     if len(runs) == 1:
         names = [f"layer {layer}" for layer in range(1 + max((layer for _, _, layer, _ in entries), default=0))]
     traces: dict[str, list[Trace]] = {}
@@ -363,7 +379,8 @@ def by_layer(names: Sequence[str], runs: Sequence[DrawnRun]) -> dict[str, Pictur
         number, words = layer if len(runs) == 1 else names.index(run.arm), f"{run.arm}, seed {run.seed}, layer{layer}"
         single_heads = {head: [head_curve] for head, head_curve in by_head.items()}
         for head, group in (single_heads if quantity.startswith(PARAMETERS) else {"": [*by_head.values()]}).items():
-            points = _points(quantity, group[0].tokens / unit, np.stack([member.loss for member in group], axis=1))
+            x = (group[0].tokens + run.record.tokens_before) / unit
+            points = _points(quantity, x, np.stack([member.loss for member in group], axis=1))
             traces.setdefault(quantity, []).append(Trace(number, f"{words}{head and '/'}{head}", *points, "seed"))
     pictures = {}
     for name, caption in captions.items():

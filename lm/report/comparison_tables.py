@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ BETTER = {"lower": "below zero: better", "higher": "above zero: better", "none":
 REPORTING = (
     "of held-out text or tasks, numbers are of the documents or sequences that report, without the third that selects rates and checkpoints"
 )
+OWN_SEEDS = "arms were measured with different seeds: means are over each arm's own, differences over the seeds that both arms have"
 SAME = {True: "yes", False: "NO", None: "unknown"}  # words for whether all runs agree
 Span = tuple[datetime, datetime]
 
@@ -37,16 +39,18 @@ def _table(comparison: RunComparison, section: Section) -> Table:
         *zip(*(row for row in zip(*by_metric, strict=True) if any(section.series_of_arm(*arm_line) for arm_line in row)), strict=True)
     ]
     rows, is_number = by_metric[0], section.shape == "number"
+    row_cells = zip(*by_metric, strict=True)  # (arm, line) of each metric
+    runs = [[run for run in cells[0][0].runs if any((run, line) in section.series for _, line in cells)] for cells in row_cells]
     labels = {
         "arm": [arm.label for arm, _ in rows],
         "task": [line.subject for _, line in rows],
         "inference setting": [line.setting for _, line in rows],
     }
     columns: list[Filled] = [(Column(name, kind="label"), cells) for name, cells in labels.items() if any(cells)]
-    columns += [(Column("seeds"), [str(len(arm.runs)) for arm, _ in rows])]
+    columns += [(Column("seeds"), [str(len(row_runs)) for row_runs in runs])]
     if is_number:
         for name, value in (("params", lambda run: run.environment_entry("parameters.total")), ("tokens", lambda run: run.tokens_seen)):
-            columns.append((Column(name, "M"), [_mean_of([value(run) for run in arm.runs], 1e6) for arm, _ in rows]))
+            columns.append((Column(name, "M"), [_mean_of([value(run) for run in row_runs], 1e6) for row_runs in runs]))
     columns += [column for rows in by_metric for column in _means(comparison, section, rows)]
     for rows in by_metric if is_number else ():
         example = section.example(rows[0][1].metric)
@@ -60,10 +64,13 @@ def _table(comparison: RunComparison, section: Section) -> Table:
     return Table(title, _unit(section.example_series.unit), tuple(columns))
 
 
-def _mean_of(values: Sequence[float | None], unit: float = 1.0) -> str | None:
-    """The mean of the values that are not None, in a unit and with four digits; None if there are no values."""
+def _mean_of(values: Sequence[float | None], unit: float = 1.0, decimals: int | None = None) -> str | None:
+    """The mean of the values that are not None, in a unit, with four digits or with `decimals`; None if there are no values."""
     numbers = [value for value in values if value is not None]
-    return four_digits(np.mean(numbers) / unit) if numbers else None
+    if not numbers:
+        return None
+    mean = np.mean(numbers) / unit
+    return four_digits(mean) if decimals is None else f"{mean:.{decimals}f}"
 
 
 def _means(comparison: RunComparison, section: Section, rows: list[tuple[ArmRuns, Line]]) -> list[Filled]:
@@ -167,6 +174,7 @@ def notes(comparison: RunComparison) -> list[str]:
     lines = [comparison.warning] if comparison.warning else []
     has_text = any(series.samples and series.data_fingerprint for section in comparison.sections for series in section.series.values())
     lines += [REPORTING] if has_text else []
+    lines += [OWN_SEEDS] if comparison.differences and any(map(_differs_in_seeds, repeat(comparison.arms), comparison.sections)) else []
     for note in dict.fromkeys(difference.note for difference in comparison.differences):
         group = [difference for difference in comparison.differences if difference.note == note]
         subjects_by_arms: dict[tuple[str, ...], list[str]] = {}  # by the names of the arms whose differences have this note
@@ -175,6 +183,12 @@ def notes(comparison: RunComparison) -> list[str]:
         kind = "" if group[0].interval else "no "
         lines += [f"{kind}difference of {', '.join(arms)} in {'; '.join(subjects)}: {note}" for arms, subjects in subjects_by_arms.items()]
     return [*lines, *comparison.missing]
+
+
+def _differs_in_seeds(arms: Sequence[ArmRuns], section: Section) -> bool:
+    """Whether arms that have a line in common have it with different seeds."""
+    seeds_by_line = ({tuple(section.by_seed(arm, line)) for arm in arms} - {()} for line in section.lines)
+    return any(len(seeds) > 1 for seeds in seeds_by_line)
 
 
 # ---------------------------------------------------------------- what a run took
@@ -186,8 +200,8 @@ def cost_table(arms: Sequence[ArmRuns], concurrent_runs: Sequence[RunRecord], ti
     on_cpu = [str(run.setting("device") or "cpu").startswith("cpu") for arm in arms for run in arm.runs]
     memory = "GiB, whole process" if all(on_cpu) else "GiB, whole process on a CPU" if any(on_cpu) else "GiB, tensors on the GPU"
     units = {
-        "parameters": "M", "in the normalizer": "parameters", "tokens": "M a run", "training": "TFLOP a run", "training time": "s a run",
-        "speed": "tokens/s", "peak memory": memory, "concurrent runs": "mean",
+        "parameters": "M", "in the normalizer": "parameters, at the start", "tokens": "M a run", "training": "TFLOP a run",
+        "training time": "s a run", "speed": "tokens/s", "peak memory": memory, "concurrent runs": "others of this page, mean",
     }  # fmt: skip
     costs = [[*zip(*(_costs(run, spans) for run in arm.runs), strict=True)] for arm in arms]
     columns: list[Filled] = [
@@ -195,7 +209,7 @@ def cost_table(arms: Sequence[ArmRuns], concurrent_runs: Sequence[RunRecord], ti
         (Column("runs"), [str(len(arm.runs)) for arm in arms]),
     ]
     for (name, unit), by_arm in zip(units.items(), zip(*costs, strict=True), strict=True):
-        cells = [_mean_of(values) for values in by_arm]
+        cells = [_mean_of(values, decimals=1 if name == "concurrent runs" else None) for values in by_arm]
         columns += [(Column(name, unit), cells)] if any(cells) else []
     devices = [", ".join(dict.fromkeys(show(run.setting("device")) for run in arm.runs)) for arm in arms]
     return Table(title, "", (*columns, (Column("device", kind="words"), devices)))
@@ -205,6 +219,7 @@ def _costs(run: RunRecord, spans: Mapping[Path, Span | None]) -> tuple[float | N
     """The costs of a run in the order and units of `cost_table`; None where the run folder does not record a cost."""
     seconds, memory = training_seconds(run.logged), peak_memory(run.logged)
     tokens = run.tokens_seen and run.tokens_seen - (run.environment_entry("branched_from.tokens") or 0)  # its own, as the seconds are
+    tokens = tokens if run.logged else 0  # of a run that was swapped and not trained
     total, normalizer, flops = (run.environment_entry(name) for name in ("parameters.total", "parameters.normalizer", "flops_per_token"))
     concurrency = None
     if own_span := spans[run.folder]:  # how many other runs were under way at a time, on average over this run's span

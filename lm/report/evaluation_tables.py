@@ -132,6 +132,8 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
         if omitted_count:
             destination = output or "in a table with -o table.csv"
             print(f"{omitted_count:,} more numbers, by layer, position or the like, and all intervals: {destination}")
+    if any(series.samples and series.data_fingerprint for result in results for series in result.evaluation.series):
+        print("Numbers are of all held-out text; lm report and lm compare leave out the third that selects rates and checkpoints.")
 
 
 def _table(title: str, models: list[str], place_heading: str, cells: Cells) -> Table:
@@ -139,6 +141,7 @@ def _table(title: str, models: list[str], place_heading: str, cells: Cells) -> T
     rows, columns = dict.fromkeys(row for row, _ in cells), dict.fromkeys(column for _, column in cells)
     numbers, settings, places = (list(labels) for labels in zip(*rows, strict=True))
     names = ["" if index and model_number == numbers[index - 1] else models[model_number] for index, model_number in enumerate(numbers)]
+    places = [place or "all" for place in places] if any(places) else []
     labels = {"run, step": names if any(models) else [], SETTING: settings if any(settings) else [], place_heading: places}
     filled: list[Filled] = [(Column(name, kind="label"), texts) for name, texts in labels.items() if texts]
     return Table(title, "", (*filled, *((column, [cells.get((row, column), "") for row in rows]) for column in columns)))

@@ -178,8 +178,10 @@ def write_comparison(comparison: RunComparison, folder: Path) -> Path:
     """
     picture, tables, runs = overview(comparison), comparison_tables(comparison), drawn_runs(comparison)
     training_section, layer_section, run_section = (PageSection(title) for title in ("Overview", "By layer, while training", "Runs"))
-    if comparison.warning:
-        training_section.add("warning", [f"{comparison.warning} A difference below can't be put down to the normalizer alone."])
+    warnings = [f"{comparison.warning} A difference below can't be put down to the normalizer alone."] if comparison.warning else []
+    if any(difference.interval and difference.interval.coverage.endswith(", 1 seed") for difference in comparison.differences):
+        warnings.insert(0, "One seed: intervals cover the choice of text alone. Another seed can move a difference several times as far.")
+    training_section.add("warning", warnings)
     training_section.add("picture", picture, "overview")
     for name, layer_picture in by_layer(comparison.names, runs).items():
         layer_section.add("picture", layer_picture, name)

@@ -4,7 +4,7 @@ import io
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -27,6 +27,7 @@ from lm.runs.evaluations import number
 
 GREY, INK, PAPER, GRID, SHADE = "#555555", "#1a1a1a", "#ffffff", "#e6e6e6", "#f0f0f0"
 MOST_CELLS = 40  # cells along a side of a map with gaps between cells; larger maps are drawn as one image
+MOST_CHARACTERS = 56  # of the names below a panel that stand upright; longer ones are slanted
 MOST_KEYS = 3  # entries of a legend inside a panel; a legend of more entries stands below the panel
 SETTINGS = {
     "svg.hashsalt": "lm.report",
@@ -101,6 +102,11 @@ class Panel:
     levels: Mapping[float, str] = field(default_factory=dict)  # words by y of horizontal reference lines
     rings: Sequence[tuple[float, float, int]] = ()  # points (x, y, arm) that have a ring, such as the rate that was chosen
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether more arms have a mean than there are colours, so that means are drawn alone."""
+        return len({trace.arm for trace in self.traces if trace.kind == "mean"}) > len(COLOURS)
+
 
 @dataclass(frozen=True, eq=False)
 class Map:
@@ -152,6 +158,12 @@ class Picture:
     def has_maps(self) -> bool:
         """Whether the picture has maps, which share a scale."""
         return any(isinstance(panel, Map) for panel in self.panels)
+
+    @property
+    def crowd_note(self) -> str:
+        """Words for what crowded panels leave out; empty: no panel is crowded."""
+        is_crowded = any(isinstance(panel, Panel) and panel.is_crowded for panel in self.panels)
+        return " Of so many arms means alone are drawn, dashed from the eighth arm on; seeds and intervals are in the CSV." * is_crowded
 
     @property
     def parts(self) -> "list[Picture | None]":
@@ -242,7 +254,8 @@ def _drawn(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
         height += 0.1 * rows * (keys + 2) if keys > MOST_KEYS else 0
         legend_rows = 0
         if shown_arms:
-            handles = [Line2D([], [], linewidth=2.4, **colour_and_marker(arm), label=arms[arm]) for arm in shown_arms]
+            styles = {arm: colour_and_marker(arm) | {"linestyle": DASHES[arm // len(COLOURS) % len(DASHES)]} for arm in shown_arms}
+            handles = [Line2D([], [], linewidth=2.4, **style, label=arms[arm]) for arm, style in styles.items()]
             keys_per_row = max(1, min(len(handles), int(width * 8 // (max(len(arms[arm]) for arm in shown_arms) + 6))))
             legend_rows = -(-len(handles) // keys_per_row)
             figure.legend(handles=handles, loc="upper center", ncols=keys_per_row, fontsize=12)
@@ -269,7 +282,7 @@ def _panel(axes: Axes, panel: Panel) -> None:
     if panel.zero_line:
         axes.axhline(0, color=GREY, linewidth=1)
     lines = Counter(trace.arm for trace in panel.traces if trace.kind in ("seed", "mean"))
-    for trace in panel.traces:
+    for trace in _clear_traces(panel.traces) if panel.is_crowded else panel.traces:
         _trace(axes, trace, is_alone=lines[trace.arm] == 1)
     for x, y, arm in panel.rings:
         axes.plot([x], [y], "o", markersize=15, markerfacecolor="none", markeredgewidth=1.6, color=colour_and_marker(arm)["color"])
@@ -280,9 +293,11 @@ def _panel(axes: Axes, panel: Panel) -> None:
     if panel.y_range:
         axes.set_ylim(*panel.y_range)
     if panel.ticks:
-        axes.set_xticks(list(panel.ticks), list(panel.ticks.values()))
+        labels, is_categorical = list(panel.ticks.values()), [*panel.ticks] == [*range(len(panel.ticks))]
+        is_tight = is_categorical and sum(map(len, labels)) + 2 * len(labels) > MOST_CHARACTERS
+        axes.set_xticks(list(panel.ticks), labels, **({"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if is_tight else {}))
         axes.minorticks_off()
-        if [*panel.ticks] == [*range(len(panel.ticks))]:  # categories keep half a unit from the ends of the axis
+        if is_categorical:  # categories keep half a unit from the ends of the axis
             axes.set_xlim(-0.5, len(panel.ticks) - 0.5)
     for place, (x, text) in enumerate(sorted(panel.marks.items())):
         axes.axvline(x, color=GREY, linewidth=1)
@@ -298,6 +313,16 @@ def _panel(axes: Axes, panel: Panel) -> None:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, fontsize=9)
     elif _legend_lines(panel):
         axes.legend(loc="best", fontsize=9)
+
+
+def _clear_traces(traces: Sequence[Trace]) -> Iterator[Trace]:
+    """The traces of a crowded panel: of arms with a mean the mean alone, without a band, dashed from the eighth arm on."""
+    averaged_arms = {trace.arm for trace in traces if trace.kind == "mean"}
+    for trace in traces:
+        if trace.kind == "mean":
+            yield replace(trace, low=None, high=None, dashes=trace.dashes or max(trace.arm, 0) // len(COLOURS))
+        elif trace.kind != "seed" or trace.arm not in averaged_arms:
+            yield trace
 
 
 def _legend_lines(panel: Panel) -> int:
