@@ -24,8 +24,7 @@ LINES = 20  # lines in a training run
 class Progress:
     """Shows messages and progress.
 
-    Args:
-        mode: `auto`: bars on a terminal, lines elsewhere; `bar` or `lines` everywhere; `none`: silent.
+    mode: `auto`: bars on a terminal, lines elsewhere; `bar` or `lines` everywhere; `none`: silent.
     """
 
     def __init__(self, mode: str = "auto"):

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,7 +59,8 @@ def test_split_facts_agree_with_the_tokens(data: DataConfig):
 
 def test_a_source_that_changes_while_another_process_prepares_makes_no_store_of_its_old_name(data: DataConfig, tmp_path: Path, monkeypatch):
     @contextmanager
-    def locked_after_a_change(path: Path, notice: object):
+    def locked_after_a_change(path: Path, wait: Callable[[], None]):
+        wait()
         file = next(Path(data.source.paths[0]).glob("*"))
         file.write_text("other words " * 500)
         yield ""

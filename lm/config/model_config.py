@@ -417,10 +417,8 @@ class ModelConfig:
         if self.value_residual == "first_layer" and self.n_layer == 1:
             problems.append(Problem("value_residual", self.value_residual, "has no other layer to act in: model.n_layer = 1", "drop it"))
         if (n_listed := len(self.normalizer.layer_options())) > self.n_layer:
-            reason, remedy = (
-                f"lists more than the {self.n_layer} layers of model.n_layer",
-                "shorten the list: it is repeated over the layers",
-            )
+            reason = f"lists more than the {self.n_layer} layers of model.n_layer"
+            remedy = "shorten the list: it is repeated over the layers"
             problems.append(Problem("normalizer", f"{n_listed} normalizers", reason, remedy))
         return problems
 

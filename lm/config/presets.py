@@ -23,8 +23,7 @@ def find(argument: str | Path, kind: str = "") -> Path:
     A folder hides no preset. A preset's name is its path within `configs`, with or without that folder and `.yaml`, as `recipes/modern` or
     `configs/softmax.yaml`.
 
-    Args:
-        kind: `experiments` for an experiment, empty for a configuration.
+    kind: `experiments` for an experiment, empty for a configuration.
     """
     return _or_preset(Path(argument), Path(argument), kind)
 

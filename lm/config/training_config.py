@@ -61,8 +61,7 @@ class Optimizer:
     def make(self, groups: list[dict[str, object]], decoder: "nn.Module") -> "torch.optim.Optimizer":
         """The torch optimizer, for an optimizer from outside; lm.training.optimizers makes lm's.
 
-        Args:
-            groups: torch's groups of named parameters, each with its `name`, `weight_decay` and, where `has_eps`, perhaps `eps`.
+        groups: torch's groups of named parameters, each with its `name`, `weight_decay` and, where `has_eps`, perhaps `eps`.
         """
         raise NotImplementedError
 

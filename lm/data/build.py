@@ -435,8 +435,7 @@ def _held_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: float) -> 
     A hash with more than half of a source's text stays in training, or with more than `fraction` of it, if `fraction` is larger than a
     half. Then at most half of the source's other text is held out.
 
-    Args:
-        sources: the hashes and bytes of each source's documents.
+    sources: the hashes and bytes of each source's documents.
     """
     by_hash, large_hashes, smallest_hashes = [], [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
     for hashes, sizes in sources:

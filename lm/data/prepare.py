@@ -43,14 +43,19 @@ def _prepared(data: DataConfig, progress: Progress) -> Path:
     target = _folder(data, spec)
     try:
         if not target.exists():
-            root, notice = target.parent, "waiting for another process that prepares a token store"
+            root, waits = target.parent, []
+
+            def wait() -> None:
+                waits.append(root)
+                progress.say(f"{root}: waiting for another process that prepares a token store")
+
             root.mkdir(parents=True, exist_ok=True)
-            with locked(root / ".lock", lambda: progress.say(f"{root}: {notice}")) as lock_problem:
+            with locked(root / ".lock", wait) as lock_problem:
                 if lock_problem:
                     remedy = "set data.root to a folder on another one; a store that was prepared there may be moved here"
                     raise DataError(f"{lock_problem}, which keep processes from preparing one store at the same time; {remedy}")
                 if not target.exists():  # another process may have made it meanwhile
-                    if _spec(data) != spec:
+                    if waits and _spec(data) != spec:
                         sources = ", ".join(labels(data))
                         raise DataError(f"data.source: {sources}: changed while another process prepared a token store; run again")
                     _announce(data, target, spec, progress)

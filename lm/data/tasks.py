@@ -58,8 +58,7 @@ class Example:
 class Draw:
     """The random numbers of one sequence, from raw PCG64 output, which never changes between NumPy versions.
 
-    Args:
-        seed, index: below 2^32 and 2^63; no two sequences share a stream.
+    seed, index: below 2^32 and 2^63; no two sequences share a stream.
     """
 
     def __init__(self, seed: int, subset: Subset, index: int):

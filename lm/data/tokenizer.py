@@ -232,8 +232,7 @@ def pretrained(spec: PretrainedTokenizer) -> tuple[str, str]:
 def downloaded(name: str, revision: str | None, patterns: list[str], suffix: str = "") -> Path:
     """The files of a model on the hub whose names match `patterns`, in its cache: a folder named by the commit.
 
-    Args:
-        suffix: words that end errors.
+    suffix: words that end errors.
 
     Raises DataError: not a name on the hub, no such model, or no network and not in the cache.
     """

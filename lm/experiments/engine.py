@@ -186,8 +186,7 @@ _REQUEUES = 1000  # how often a job may meet its time limit
 class Training:
     """A job that trains a run: submitit calls it, and calls `checkpoint` when the job is about to end.
 
-    Args:
-        experiment: the experiment's folder.
+    experiment: the experiment's folder.
     """
 
     def __init__(self, run: Run, experiment: Path):

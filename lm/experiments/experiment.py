@@ -337,8 +337,7 @@ def deciding_keys(plain: dict[str, Plain]) -> dict[str, Plain]:
 def described(config: Config, tuned_keys: Iterable[str], source_name: str) -> str:
     """The settings of a run that are not at their defaults, as `KEY=VALUE; KEY=VALUE`, without seed, precision and tuned keys.
 
-    Args:
-        source_name: the arm whose weights the run starts from, which replaces their path; empty: none.
+    source_name: the arm whose weights the run starts from, which replaces their path; empty: none.
     """
     changed_values = {
         path: value for path, value in flatten(to_plain(config)).items() if value is not None and _defaults().get(path) != value

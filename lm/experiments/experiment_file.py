@@ -49,8 +49,7 @@ _KEYS = ("base", "arms", "sizes", *(spec.name for spec in fields(_File)), "evalu
 def read_experiment(file: Path, overrides: list[str]) -> Experiment:
     """The experiment that a YAML file describes.
 
-    Args:
-        overrides: `key=value` texts, which change the base configuration of all arms.
+    overrides: `key=value` texts, which change the base configuration of all arms.
 
     Raises ConfigError: the file or an arm's configuration is wrong; one message lists all problems.
     """
@@ -232,8 +231,7 @@ def read_blocks(map_name: str, value: Plain, problems: list[Problem]) -> dict[st
 def read_table(path: Path, metric: str) -> tuple[TuningRun, ...]:
     """The runs that a tuning table lists.
 
-    Args:
-        metric: the column of the primary metric. Without this column, `primary` is None in all runs.
+    metric: the column of the primary metric. Without this column, `primary` is None in all runs.
 
     Raises ConfigError: the file does not exist, or is no tuning table.
     """

@@ -65,8 +65,7 @@ def start(
     """An experiment that can be trained: its text is prepared, and the settings that all runs share are fixed. If several processes start
     it at the same time, one of them fixes the settings.
 
-    Args:
-        timed: a function that gives the seconds of runs, as far as they are known. They decide whether to compile; without them, FLOPs do.
+    timed: a function that gives the seconds of runs, as far as they are known. They decide whether to compile; without them, FLOPs do.
 
     Raises LMError: as `open_experiment`; or the text can't be prepared, or is not the text of the first runs.
     """
@@ -136,8 +135,7 @@ def _ended_otherwise(runs: list[tuple[Path, Config]], tuned_keys: tuple[str, ...
     """The number of ended runs, and the keys in which the first run differs from its requested configuration; (0, {}) if no run has ended
     or no key differs.
 
-    Args:
-        runs: the folders of one arm's runs at one rate, each with the requested configuration.
+    runs: the folders of one arm's runs at one rate, each with the requested configuration.
 
     Returns:
         The number; and by key the folder's value and the requested value, None where the key is not set.
@@ -260,8 +258,7 @@ def _baseline(arms: dict[str, dict[str, str]]) -> str:
 def departures(experiment: Experiment, settings: dict[str, Plain] | None) -> tuple[Departure, ...]:
     """Changes since the recorded plan; none before a final run was measured.
 
-    Args:
-        settings: the content of RESOLVED; None: there is no such file.
+    settings: the content of RESOLVED; None: there is no such file.
 
     Raises RunError: the recorded plan is damaged.
     """

@@ -234,10 +234,8 @@ class Judgement:
             }
         line |= {"reached": sum(map(math.isfinite, values))} if counts_tokens else {}
         if primary.learned is not None:
-            learned_count, ended_count = (
-                sum(has_learned(value, primary.learned, primary.better) for value in values),
-                sum(run.ended for run in runs),
-            )
+            learned_count = sum(has_learned(value, primary.learned, primary.better) for value in values)
+            ended_count = sum(run.ended for run in runs)
             line |= {
                 "learned": learned_count,
                 "ended": ended_count,

@@ -115,10 +115,8 @@ def plan(procedure: Procedure, run_costs: Costs | None, time_words: str, slot_wo
         tuning = f"tuning {grid_words}{combinations} with seeds {', '.join(map(str, tune.seeds))}"
     yield f"{tuning}; final seeds {', '.join(map(str, experiment.seeds))}"
     counts = {(size, arm): run_count for size in sizes for arm, run_count in procedure.n_runs(size).items()}
-    run_count, note = (
-        sum(counts.values()),
-        "; the grid may grow twice, and final seeds are trained at each chosen rate: two are counted" if tune.grid else "",
-    )
+    run_count = sum(counts.values())
+    note = "; the grid may grow twice, and final seeds are trained at each chosen rate: two are counted" if tune.grid else ""
     untrained_count = sum(counts[size, arm.name] for size in sizes for arm in experiment.arms if not arm.trained)
     runs = f"{run_count} runs" + (f" ({untrained_count} of them are measured without training)" if untrained_count else "")
     if run_costs:

@@ -63,8 +63,7 @@ class Choice:
 class Procedure:
     """An experiment and the runs it consists of.
 
-    Args:
-        experiment: as its file describes it, resolved (`lm.experiments.experiment_folder.open_experiment`).
+    experiment: as its file describes it, resolved (`lm.experiments.experiment_folder.open_experiment`).
     """
 
     def __init__(self, experiment: Experiment):

@@ -190,8 +190,7 @@ class Outcome:
 def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
     """Sentences on the differences between finished runs beside their arms, by environment.json and their evaluations.
 
-    Args:
-        outcomes: the name of an arm with each outcome.
+    outcomes: the name of an arm with each outcome.
 
     Raises RunError: an environment.json can't be read.
     """

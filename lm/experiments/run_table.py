@@ -87,10 +87,8 @@ def judge_table(
     rates: dict[str, dict[str, Rate | None]] = {}
     judged_runs: dict[Place, ByRate] = {}
     for name in dict.fromkeys(reporting_lines["size"]):
-        size_lines, size_selecting_lines = (
-            reporting_lines[reporting_lines["size"] == name],
-            selecting_lines[selecting_lines["size"] == name],
-        )
+        size_lines = reporting_lines[reporting_lines["size"] == name]
+        size_selecting_lines = selecting_lines[selecting_lines["size"] == name]
         _check_alike(size_lines, size_selecting_lines, source)
         rates[name] = {}
         for arm in arms:

@@ -48,8 +48,7 @@ class Slots:
     def devices(self, size: str, arm: str, busy_devices: Iterable[Devices]) -> Devices | None:
         """The GPUs of a run that starts beside others, first the GPUs on which fewest runs work; None while there are too few slots.
 
-        Args:
-            busy_devices: the GPUs of each run that is under way.
+        busy_devices: the GPUs of each run that is under way.
         """
         device_lists = list(busy_devices)
         if sum(max(1, len(gpus)) for gpus in device_lists) + self.slots_per_run(size, arm) > self.jobs:
@@ -168,8 +167,7 @@ def interruptible() -> Iterator[list[int]]:
 class Children:
     """The processes of an experiment's runs on this machine.
 
-    Args:
-        experiment: its folder.
+    experiment: its folder.
     """
 
     def __init__(self, experiment: Path):

@@ -102,10 +102,8 @@ def print_verdicts(judgement: Judgement, lines: list[dict[str, Plain]], title: s
     print_tables(replace(table, title=title, contents=numbers))
     for line in lines:
         if "verdict" in line:
-            arm, open_question = (
-                " ".join(filter(None, (line["size"], line["arm"]))),
-                judgement.verdicts[line["size"], line["arm"]].open_reason,
-            )
+            arm = " ".join(filter(None, (line["size"], line["arm"])))
+            open_question = judgement.verdicts[line["size"], line["arm"]].open_reason
             reason = line["reason"].removeprefix(open_question).lstrip(":; ")  # the words end with it
             print(": ".join(filter(None, (arm, line["words"], reason))))
 

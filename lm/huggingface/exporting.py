@@ -33,8 +33,7 @@ MOST_PLACES = 8  # of a series: longer ones are in the run's evaluations
 def model_card(loaded_model: Loaded, kind: str) -> str:
     """The text, in Markdown, with the header that the hub reads.
 
-    Args:
-        kind: `model_type` of the exported model.
+    kind: `model_type` of the exported model.
     """
     spec, model = loaded_model.spec, loaded_model.spec.model
     parameters = sum(value.numel() for value in loaded_model.decoder.parameters())
@@ -224,12 +223,10 @@ def _uncomputed(loaded_model: Loaded) -> str:
 
 def _own_config(loaded_model: Loaded) -> dict[str, Plain]:
     """The config.json of the modelling file: `LmConfig` there says what the fields are."""
-    spec, model, rope, layers = (
-        loaded_model.spec,
-        loaded_model.spec.model,
-        loaded_model.spec.model.position,
-        loaded_model.decoder.normalizers(),
-    )
+    spec = loaded_model.spec
+    model = spec.model
+    rope = model.position
+    layers = loaded_model.decoder.normalizers()
     rotation = {}
     if rope.rotates:
         radians = frequencies(model.key_dims, rope, AS_TRAINED, spec.seq_len, spec.seq_len).tolist()

@@ -39,9 +39,8 @@ WEIGHTS = ["*.safetensors", INDEX]
 def register(normalizers: Mapping[str, Named] | None = None) -> None:
     """Make normalizers known to transformers.
 
-    Args:
-        normalizers: by their `attn_implementation`, e.g. {"lm_ssmax_b": {"name": "ssmax", "bias": True}}; None: all but forget, asentmax
-            and p_n with their default options, as lm_NAME.
+    normalizers: by their `attn_implementation`, e.g. {"lm_ssmax_b": {"name": "ssmax", "bias": True}}; None: all but forget, asentmax and
+    p_n with their default options, as lm_NAME.
 
     Raises ConfigError: no such normalizer, or options that it does not have.
     """
@@ -57,8 +56,7 @@ def add_parameters(model: PreTrainedModel, train_length: int | None = None) -> N
     They are `lm_normalizer` of the attention module: optimizers see them, `save_pretrained` saves them. A model that was read from a
     folder or the hub with such parameters gets those, others initial values.
 
-    Args:
-        train_length: tokens in a training sequence; None: the configuration's `max_position_embeddings`.
+    train_length: tokens in a training sequence; None: the configuration's `max_position_embeddings`.
 
     Raises ValueError: no normalizer of lm is named, the model's code takes none, it has the parameters already, or its folder has those of
     another normalizer.

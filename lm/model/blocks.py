@@ -90,8 +90,7 @@ class HeadNorm(RMSNorm):
 class DecodingCache:
     """State that each layer keeps of the tokens seen so far, for decoding: keys and values, or another state of its normalizer.
 
-    Args:
-        length: tokens the document will have in all: the n of the policy `sample`.
+    length: tokens the document will have in all: the n of the policy `sample`.
     """
 
     def __init__(self, length: int):

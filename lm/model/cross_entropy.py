@@ -23,8 +23,7 @@ CACHED_LOGITS = {"cpu": 2**18, "cuda": 2**26}
 class Head(nn.Linear):
     """Logits (..., V) of hidden states (..., C).
 
-    Args:
-        softcap: c of c tanh(logit / c), in fp32, which bounds logits (Gemma 2, arXiv 2408.00118); None: logits as they are.
+    softcap: c of c tanh(logit / c), in fp32, which bounds logits (Gemma 2, arXiv 2408.00118); None: logits as they are.
     """
 
     def __init__(self, n_embd: int, vocab_size: int, softcap: float | None = None):

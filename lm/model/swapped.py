@@ -27,8 +27,7 @@ def swapped(old: Decoder, normalizer: Options) -> Decoder:
 
     The new normalizer has its initial values for the old decoder's training length, or those that its `init_from` gives.
 
-    Args:
-        normalizer: the new entry's options (`lm.attention.options`).
+    normalizer: the new entry's options (`lm.attention.options`).
 
     Raises RunError: the two normalizers need other parameters around them, whose names it gives.
     """

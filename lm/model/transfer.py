@@ -64,8 +64,7 @@ def initial_gain(config: ModelConfig) -> float:
 def scalings(decoder: nn.Module, config: ModelConfig, width_exponent: float) -> dict[str, Scaling]:
     """The factors of each of a decoder's parameters, by name; 1 without `model.transfer`.
 
-    Args:
-        width_exponent: the learning rate of hidden matrices falls as m to this power: 1 for AdamW.
+    width_exponent: the learning rate of hidden matrices falls as m to this power: 1 for AdamW.
     """
     width, depth = config.size_multipliers
     normalizers = {path: module for path, module in decoder.named_modules() if isinstance(module, Normalizer)}

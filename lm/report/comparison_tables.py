@@ -104,11 +104,9 @@ def _differences(comparison: RunComparison, section: Section, rows: list[tuple[A
         for difference in differences
         if difference.line.metric == metric and difference.interval
     }
-    several_metrics, unit, base = (
-        len({difference.line.metric for difference in differences}) > 1,
-        _unit(section.example(metric).unit),
-        comparison.arms[0].label,
-    )
+    several_metrics = len({difference.line.metric for difference in differences}) > 1
+    unit = _unit(section.example(metric).unit)
+    base = comparison.arms[0].label
     columns = []
     for place in dict.fromkeys(difference.place for difference in by_row.values()):
         name = ", ".join(filter(None, (f"difference to {base}", metric if several_metrics else "", place)))

@@ -165,10 +165,8 @@ def _by_metric(title: str, metrics: list[str], results: list[EvaluationResult]) 
     columns: dict[tuple[str, str], dict[str, Row]] = {}
     for model, row in ((result, row) for result in results for row in result.rows if row.metric in metrics and not row.where):
         columns.setdefault((model.label, row.setting), {})[row.metric] = row
-    several_models, shown_metrics = (
-        len({name for name, _ in columns}) > 1,
-        [name for name in metrics if any(name in rows for rows in columns.values())],
-    )
+    several_models = len({name for name, _ in columns}) > 1
+    shown_metrics = [name for name in metrics if any(name in rows for rows in columns.values())]
     contents: list[Filled] = [(Column("metric", kind="label"), shown_metrics)]
     for (name, setting), rows in columns.items():
         cells = [digits(rows[metric].value) if metric in rows else "" for metric in shown_metrics]

@@ -522,8 +522,7 @@ def last_evaluations(
 ) -> tuple[list[Evaluation], list[str]]:
     """The last evaluation of each kind that holds series, and words for each evaluation that `config` asks for and that is missing.
 
-    Args:
-        known_evaluations: evaluations that have been read already, by their files.
+    known_evaluations: evaluations that have been read already, by their files.
 
     Raises RunError: a file can't be read. A file that an older version wrote counts as missing.
     """

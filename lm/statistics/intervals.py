@@ -215,11 +215,9 @@ def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np
         sums - sums.mean(-2, keepdims=True) - (seed_means - seed_means.mean(-1, keepdims=True))[..., None] * document_weights[mask]
     )
     interaction_variance = (interaction**2).sum((-2, -1)) / (seeds * (seeds - 1)) / weights.sum() ** 2
-    total, largest_value, coverage = (
-        seed_variance + document_variance,
-        np.abs(values).max((-2, -1)),
-        f"{seeds} seeds and {mask.sum()} documents",
-    )
+    total = seed_variance + document_variance
+    largest_value = np.abs(values).max((-2, -1))
+    coverage = f"{seeds} seeds and {mask.sum()} documents"
     denominator = seed_variance**2 / seed_degrees + document_variance**2 / document_degrees
     degrees = np.divide(total**2, denominator, out=np.full(total.shape, float(seed_degrees)), where=denominator > 0)
     floors = (

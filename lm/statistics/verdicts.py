@@ -84,22 +84,17 @@ class Comparison:
     def enclosing(self, by_rates: Estimate, family: int = 1) -> Interval:
         """The interval of the difference between the arms at their best rates; `family` such intervals hold together with 95 %.
 
-        Args:
-            by_rates: (the arm's rates, the baseline's rates), the difference at each pair; the interval is NaN where any difference is.
+        by_rates: (the arm's rates, the baseline's rates), the difference at each pair; the interval is NaN where any difference is.
         """
         if self.higher_is_better:
             mirror = replace(self, higher_is_better=False).enclosing(replace(by_rates, mean=-by_rates.mean), family)
             return replace(mirror, mean=float(by_rates.mean[self.judged_pair]), low=0.0 - mirror.high, high=0.0 - mirror.low)  # no -0.0
-        interval, shared_estimate, all_pairs = (
-            by_rates[self.judged_pair].interval(family),
-            by_rates[:, : self.n_shared_rates],
-            self.all_pairs,
-        )
+        interval = by_rates[self.judged_pair].interval(family)
+        shared_estimate = by_rates[:, : self.n_shared_rates]
+        all_pairs = self.all_pairs
         arm_rates, base_rates = (1, 1) if all_pairs else shared_estimate.mean.shape
-        high, low = (
-            hardest_claim(by_rates.mean + by_rates.half(arm_rates * family), all_pairs),
-            -hardest_claim((shared_estimate.half(base_rates * family) - shared_estimate.mean).T, all_pairs),
-        )
+        high = hardest_claim(by_rates.mean + by_rates.half(arm_rates * family), all_pairs)
+        low = -hardest_claim((shared_estimate.half(base_rates * family) - shared_estimate.mean).T, all_pairs)
         return replace(interval, low=float(np.minimum(interval.low, low)), high=float(np.maximum(interval.high, high)))
 
 
@@ -299,10 +294,8 @@ def _two_sided(comparison: Comparison, p_below: np.ndarray, p_above: np.ndarray)
 
     if comparison.higher_is_better:
         p_below, p_above = p_above, p_below
-    p_better, p_worse = (
-        claim(p_below, comparison.judged_pair, None),
-        claim(p_above.T, comparison.judged_pair[::-1], comparison.n_shared_rates),
-    )
+    p_better = claim(p_below, comparison.judged_pair, None)
+    p_worse = claim(p_above.T, comparison.judged_pair[::-1], comparison.n_shared_rates)
     return float(np.minimum(1.0, 2 * np.minimum(p_better, p_worse)))
 
 
