@@ -17,6 +17,7 @@ from lm.config.load import load, to_yaml
 from lm.config.training_config import OPTIMIZERS
 from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, Diverged, RunError
+from lm.evaluation.evaluate import evaluate_runs
 from lm.experiments.compare import Work, compare_experiments
 from lm.experiments.engine import Jobs, RunsFailed, retry
 from lm.experiments.experiment import config_hash
@@ -131,9 +132,13 @@ def test_a_run_whose_last_evaluation_failed_has_failed_and_the_others_go_on(tmp_
         long_context = replace(run.config.eval.long_context, max_seconds=late[run.arm])
         return train(replace(run.config, eval=replace(run.config.eval, long_context=long_context)))
 
-    with pytest.raises(RunsFailed, match=r"1 runs failed \(softmax-seed1-\w+: long_context: took longer than its max_seconds\); --retry"):
+    wrong = r"1 runs failed \(softmax-\S+ primary.metric long/loss as trained was not .* \(long_context: took longer than .*\); lm eval "
+    with pytest.raises(RunsFailed, match=wrong):
         Jobs(procedure, Slots(1), train_late).work()
-    assert [run.outcome.state for run in procedure.known_runs()] == ["unfinished", "finished"]
+    softmax, ssmax = procedure.known_runs()
+    assert (softmax.outcome.state, ssmax.outcome.state) == ("unfinished", "finished")
+    evaluate_runs([softmax.config.run_folder], overrides=["eval.long_context.max_seconds=null"])
+    Jobs(Procedure(procedure.experiment), Slots(1), lambda run: pytest.fail(f"{run.label} is trained again")).work()
 
 
 @pytest.mark.usefixtures("untimed")

@@ -214,7 +214,11 @@ def test_an_evaluation_that_took_too_long_is_not_made_as_a_complete_run_is_resum
     config = tiny("name=late", late)
     assert train(config) == train(tiny("name=late", late, "resume=auto")) == 0
     assert "long_context: not measured again, as it took longer than its max_seconds; without a limit: lm eval" in capsys.readouterr().out
-    assert not (config.run_folder / "evaluations" / "long_context.step-000008.json").exists()
+    evaluation = config.run_folder / "evaluations" / "long_context.step-000008.json"
+    assert not evaluation.exists()
+    assert train(tiny("name=late", "resume=auto")) == 0
+    assert evaluation.exists(), "the limit has changed"
+    assert "not measured again" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("cut", ["before", "while", "after"])

@@ -25,7 +25,7 @@ from lm.evaluation.generation import Continuation, Sampling, Writing
 from lm.evaluation.held_out import T, batches
 from lm.model.cross_entropy import argmax_tokens, token_nll
 from lm.model.decoder import Decoder
-from lm.model.device import Device, eval_mode
+from lm.model.device import Device, all_reduce_sum, eval_mode
 from lm.model.spec import ModelSpec
 from lm.runs.evaluations import Sample, Series, Shown
 from lm.runs.loading import Loaded
@@ -322,7 +322,9 @@ class Downstream(Measurement):
         spec = ModelSpec.from_decoder(decoder, self.store.manifest["end_of_text"]["token"])
         with eval_mode(decoder), _own_random_state():
             model = HarnessLM(Loaded(decoder, spec, self.store.tokenizer(), self.store.path), self.asked.max_length, device)
-            results = _evaluate(model, self.names, self.manager, self.asked)
+            results: dict[str, Plain] = {}
+            # the ranks give up together where one of them has no time left
+            all_reduce_sum(device, lambda: results.update(_evaluate(model, self.names, self.manager, self.asked)) or torch.zeros(1))
         progress(len(self.names))
         return [series for task in results["samples"] for series in self._series(task, results, model)]
 

@@ -461,10 +461,11 @@ class Jobs:
         elif not status:  # trained and measured, without a result
             metric, names = self.procedure.experiment.primary.metric, outcome.names
             reasons = [f"{kind}: {reason}" for kind, reason in outcome.failed_evaluations.items()]
+            unmeasured = f"primary.metric {metric} was not measured by sequence at the last step"
             if metric not in names and not reasons:
-                remedy = f"correct the file, measured were: {', '.join(names)}"
-                raise RunError(f"{folder}: primary.metric {metric} was not measured by sequence at the last step; {remedy}")
-            reason = "; ".join(reasons) or "an evaluation or checkpoint of its last step is missing after training"
+                raise RunError(f"{folder}: {unmeasured}; correct the file, measured were: {', '.join(names)}")
+            reason = f"{unmeasured} ({'; '.join(reasons)}); lm eval {folder} measures it, without a limit of time"
+            reason = "an evaluation or checkpoint of its last step is missing after training" if metric in names else reason
             self._report_failure(run, note_failure(self.folder, run, status, reason))
         else:
             self._report_failure(run, note_failure(self.folder, run, status))

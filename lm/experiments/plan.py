@@ -291,14 +291,15 @@ def _time_configurations(
     """Seconds of a run of each configuration, with the start of its process; and the seconds of its steps alone, if its evaluations did
     not end within `budget` seconds.
 
-    The configurations are shared out among processes that work at the same time on the GPUs of `lanes`, as the runs will. Each is timed at
-    least once, and no process is idle from the start; of runs on several devices a process times one. The timed runs lie beside `file`
-    until the end.
+    The configurations are shared out among processes that work at the same time on the GPUs of `lanes`, as the runs will. No process is
+    idle from the start. Each run on one device is timed at least once, and a process times one on several devices or none. The timed
+    runs lie beside `file` until the end.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     names, start_time, jobs = list(configs), time.time(), len(lanes)
     shares = [names[number::jobs] or [names[number % len(names)]] for number in range(jobs)]
-    shares = [share[:1] if configs[share[0]].world_size > 1 else share for share in shares]  # Lightning starts the others of one run alone
+    # Lightning starts a run's other processes with the same arguments: a run on several devices has a process of its own
+    shares = [[name for name in share if configs[name].world_size == 1] or share[:1] for share in shares]
     with interruptible() as signals, tempfile.TemporaryDirectory(dir=file.parent, prefix=unfinished(file)) as folder:
         places = [Path(folder, str(number)) for number in range(jobs)]
         pilots = []

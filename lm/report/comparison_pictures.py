@@ -112,7 +112,8 @@ def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, 
             stride, y = max(1, len(curve.tokens) // MOST_POINTS), smooth(curve.loss, window)
             number, label = names.index(run.arm), f"{run.arm}, seed {run.seed}"
             traces.append(Trace(number, label, curve.tokens[::stride] / unit, y[::stride], "seed"))
-            settled_values += y[(curve.tokens > SETTLED * most_tokens) & np.isfinite(y)].tolist()
+            first = run.record.tokens_before
+            settled_values += y[(curve.tokens - first > SETTLED * (most_tokens - first)) & np.isfinite(y)].tolist()
             if run.state == DIVERGED:
                 traces.append(Trace(number, label, curve.tokens[-1:] / unit, curve.loss[-1:], "diverged"))
         for number, arm in enumerate(names) if name != "train/loss" else ():

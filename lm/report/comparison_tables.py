@@ -217,7 +217,7 @@ def _costs(run: RunRecord, spans: Mapping[Path, Span | None]) -> tuple[float | N
     """The costs of a run in the order and units of `cost_table`; None where the run folder does not record a cost."""
     seconds, memory = training_seconds(run.logged), peak_memory(run.logged)
     tokens = run.tokens_seen and run.tokens_seen - (run.environment_entry("branched_from.tokens") or 0)  # its own, as the seconds are
-    tokens = tokens if run.logged else 0  # of a run that was swapped and not trained
+    tokens = 0 if run.environment.get("swap") and not run.logged else tokens  # it was swapped, and not trained
     total, normalizer, flops = (run.environment_entry(name) for name in ("parameters.total", "parameters.normalizer", "flops_per_token"))
     concurrency = None
     if own_span := spans[run.folder]:  # how many other runs were under way at a time, on average over this run's span
@@ -230,7 +230,7 @@ def _costs(run: RunRecord, spans: Mapping[Path, Span | None]) -> tuple[float | N
         tokens and tokens / 1e6,
         flops and tokens and flops * tokens / 1e12,
         seconds,
-        tokens and seconds and tokens / seconds,
+        tokens / seconds if tokens and seconds else None,
         memory and memory / 2**30,
         concurrency,
     )

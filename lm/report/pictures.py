@@ -74,7 +74,7 @@ class Trace:
     # low, high: ends of the interval, (points,); None: there are none
     low: np.ndarray | None = None
     high: np.ndarray | None = None
-    dashes: int = 0  # number of the trace's dash pattern
+    dashes: int = 0  # number of the trace's dash pattern; 0: solid, and other dashes for each further seven arms
     hollow: bool = False  # whether its markers are hollow, so that traces behind them can be seen
     # whether its panel has a legend that names it; else the arm is named above all panels. Such a trace without points stands in the legend
     # only
@@ -118,8 +118,8 @@ class Map:
     columns: Sequence[str]
     rows: Sequence[str]
     values: np.ndarray  # (rows, columns); a cell without a finite value has no colour
-    top: float = 1.0
     # low, top: ends of the scale of colours, to which values beyond them are clipped
+    top: float = 1.0
     low: float = 0.0
     shows_values: bool = True  # whether the values stand in the cells; else maps of equal scales share a colour bar
     y_label: str = ""
@@ -163,7 +163,7 @@ class Picture:
     def crowd_note(self) -> str:
         """Words for what crowded panels leave out; empty: no panel is crowded."""
         is_crowded = any(isinstance(panel, Panel) and panel.is_crowded for panel in self.panels)
-        return " Of so many arms means alone are drawn, dashed from the eighth arm on; seeds and intervals are in the CSV." * is_crowded
+        return " Of so many arms means alone are drawn; seeds and intervals are in the CSV." * is_crowded
 
     @property
     def parts(self) -> "list[Picture | None]":
@@ -316,11 +316,11 @@ def _panel(axes: Axes, panel: Panel) -> None:
 
 
 def _clear_traces(traces: Sequence[Trace]) -> Iterator[Trace]:
-    """The traces of a crowded panel: of arms with a mean the mean alone, without a band, dashed from the eighth arm on."""
+    """The traces of a crowded panel: of arms with a mean the mean alone, without a band."""
     averaged_arms = {trace.arm for trace in traces if trace.kind == "mean"}
     for trace in traces:
         if trace.kind == "mean":
-            yield replace(trace, low=None, high=None, dashes=trace.dashes or max(trace.arm, 0) // len(COLOURS))
+            yield replace(trace, low=None, high=None)
         elif trace.kind != "seed" or trace.arm not in averaged_arms:
             yield trace
 
@@ -332,7 +332,7 @@ def _legend_lines(panel: Panel) -> int:
 
 def _trace(axes: Axes, trace: Trace, is_alone: bool) -> None:
     """Draw a trace. `is_alone`: it is the only line of its arm, and as thick as a mean."""
-    style = colour_and_marker(trace.arm) | dashes_and_width(trace.dashes)
+    style = colour_and_marker(trace.arm) | dashes_and_width(trace.dashes or max(trace.arm, 0) // len(COLOURS))
     style |= {"fillstyle": "none" if trace.hollow else "full"} | ({"label": trace.label} if trace.in_legend else {})
     points = style | {"linestyle": "none"}
     match trace.kind:

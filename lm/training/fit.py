@@ -33,6 +33,7 @@ from lm.runs.folder import (
     METRICS,
     TOKENIZER,
     is_own,
+    read_config,
     read_metrics,
     step_path,
     truncate_metrics,
@@ -199,12 +200,15 @@ def _make_missing(config: Config, plan: list[Measurement], checkpoint: Path, ste
     """Make the evaluations of a complete run that a kill after its last step prevented, and log those that its log lacks. One that took too
     long (`max_seconds`) is not made."""
     folder = config.run_folder
-    due = [measurement.kind for measurement in plan if measurement.asked.is_due(step, step)]
+    due, missing_kinds = [measurement.kind for measurement in plan if measurement.asked.is_due(step, step)], []
     lines = [line for line in read_metrics(folder / METRICS).lines if line["step"] == step]
-    late_kinds = [kind for kind in due if any(line.get(f"{kind}/failed") == OUT_OF_TIME for line in lines)]
-    missing_kinds = [kind for kind in due if kind not in late_kinds and not evaluation_path(folder, kind, step).exists()]
-    if late_kinds:
-        print(f"{', '.join(late_kinds)}: not measured again, as it {OUT_OF_TIME}; without a limit: lm eval {folder}")
+    limits = {kind: options.max_seconds for kind, options in read_config(folder).eval.kinds.items()}
+    for kind in [kind for kind in due if not evaluation_path(folder, kind, step).exists()]:
+        options = config.eval.kinds.get(kind)
+        if options and options.max_seconds == limits.get(kind) and any(line.get(f"{kind}/failed") == OUT_OF_TIME for line in lines):
+            print(f"{kind}: not measured again, as it {OUT_OF_TIME}; without a limit: lm eval {folder}")
+        else:
+            missing_kinds.append(kind)
     evaluations, _ = last_evaluations(folder, to_plain(config))
     results = {result.kind: result for result in evaluations if result.kind in due and result.step == step}
     if missing_kinds:
