@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,11 +19,13 @@ from folders import series
 
 from lm.attention import catalogue
 from lm.attention import catalogue as opt
+from lm.config.eval_config import DownstreamConfig
 from lm.config.inference_config import InferenceSetting, ThetaFactor
 from lm.config.model_config import ModelConfig
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
 from lm.evaluation.evaluate import evaluate_runs
+from lm.evaluation.evaluation_kind import Measurement
 from lm.evaluation.held_out import HeldOut, LongContext, bits_per_byte, bucket_edges, long_sequences, nll_by_token, validation_sequences
 from lm.evaluation.swap import swap_sequences
 from lm.model.decoder import Decoder
@@ -290,3 +293,9 @@ def test_a_row_of_131072_tokens_takes_less_than_a_gigabyte():
     shape = ["--n-layer", "1", "--n-head", "1", "--n-embd", "64", "--seq-len", "131072"]
     result = subprocess.run([sys.executable, "scripts/bench.py", "long", *shape], cwd=ROOT, capture_output=True, text=True, check=True)
     assert float(re.search(r"peak memory \+([\d,]+) MiB", result.stdout)[1].replace(",", "")) < 1024
+
+
+def test_names_of_downstream_tasks_are_no_code_from_outside(tiny):
+    """Without lm-eval, which the tests of downstream tasks need."""
+    downstream = SimpleNamespace(config=tiny(), asked=DownstreamConfig(tasks=["arc_easy"]))
+    assert list(Measurement.code.fget(downstream)) == ["lm"]

@@ -433,6 +433,12 @@ def test_tasks_are_an_evaluation_whose_metrics_have_a_value_for_each_document(ti
     assert (line["where"], line["value"]) == ("our_choice", pytest.approx(logged["downstream/our_choice/acc"]))
 
 
+def test_tasks_that_take_too_long_are_given_up(tiny, include):
+    config = tiny("name=late", f"eval.downstream={{tasks: [our_choice], include_path: {include}, max_seconds: 1e-6}}")
+    train(config)
+    assert metrics(config.run_folder)[-1]["downstream/failed"] == "took longer than its max_seconds"
+
+
 def test_no_standard_error_is_bootstrapped_as_none_is_kept(tiny, include, monkeypatch):
     task = yaml.safe_load((include / "choice.yaml").read_text())
     perplexity = {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}  # as of LAMBADA

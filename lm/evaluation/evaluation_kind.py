@@ -96,7 +96,8 @@ class Measurement(ABC):
     def code(self) -> dict[str, str]:
         """Digests of the code that its numbers come from: lm, and from outside the packages of normalizers, tasks and the evaluation."""
         tasks = [*(weighted.task for weighted in self.config.data.tasks), *getattr(self.asked, "tasks", ())]
-        names = [*self.config.normalizer_names, *(task.name for task in tasks), getattr(self.asked, "name", "")]
+        task_names = [task.name for task in tasks if not isinstance(task, str)]  # those of downstream tasks are texts, and name no code
+        names = [*self.config.normalizer_names, *task_names, getattr(self.asked, "name", "")]
         return {"lm": measuring_code(), **PLUGINS.code(names)}
 
     def evaluate(self, decoder: Decoder, device: Device, step: int, tokens_seen: int, progress: Advance = ignore) -> Evaluation:
