@@ -32,9 +32,8 @@ def collect(folder: Path, name: str, add: bool = False) -> Path:
     for run_folders in folders[folders.map(len) > 1]:
         raise SystemExit(f"error: {run_folders[0]} and {run_folders[1]} differ in configuration alone: move one elsewhere")
     bins = lines[lines.until.notna()]
-    means = bins.assign(
-        metric="mean " + bins.metric, weight=bins.weight * (bins.until - bins.x), x=bins.groupby(["folder", "kind"]).until.transform("max")
-    )
+    ends = bins.groupby(["folder", "metric", "setting"]).until.transform("max")
+    means = bins.assign(metric="mean " + bins.metric, weight=bins.weight * (bins.until - bins.x), x=ends)
     selected = lines[lines.until.isna() | ((lines.stage == "final") & (lines.kind != "swap"))]  # by position, around a swap as means alone
     lines = pd.concat([selected, means, curves]).assign(weighted=lambda lines: lines.weight * lines.value)
     sums = lines.groupby(keys, as_index=False).agg(weighted=("weighted", "sum"), weight=("weight", "sum"), sequences=("sample", "nunique"))

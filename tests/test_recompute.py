@@ -203,6 +203,12 @@ def test_means_over_positions_weigh_each_bin_by_its_tokens_and_losses_stand_by_t
     monkeypatch.setattr(collect.lm, "results", lambda folder, history: pd.DataFrame([*others, shared | longer, others[0] | unfinished]))
     reaches = pd.read_csv(collect.collect(tmp_path, "other")).query("metric == 'mean loss'")
     assert dict(zip(reaches.arm, reaches.x, strict=True)) == {"a": 4, "b": 8}
+    shorter = shared | {"task": "sequences of 2", "x": 0, "until": 2, "sample": 0, "value": 1.0}
+    monkeypatch.setattr(collect.lm, "results", lambda folder, history: pd.DataFrame([*others, shorter | {"folder": "other"}]))
+    assert pd.read_csv(collect.collect(tmp_path, "swap")).query("metric == 'mean sequences of 2 loss'").x.tolist() == [2]
+    monkeypatch.setattr(collect.lm, "results", lambda folder, history: pd.DataFrame([*others, shared | longer, others[0] | unfinished]))
+    capsys.readouterr()
+    collect.collect(tmp_path, "other")
     assert capsys.readouterr().err == "note: stopped: unfinished, left out\n"
     monkeypatch.setattr(collect.lm, "results", lambda folder, history: pd.DataFrame(others))
     for _ in range(2):  # a run that is added again replaces its lines
