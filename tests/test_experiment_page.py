@@ -221,7 +221,7 @@ def test_what_is_logged_by_layer_is_drawn_for_every_seed(tmp_path, undrawn):
     dynamics, parameters = rows(folder / "dynamics.csv"), rows(folder / "normalizer-parameters.csv")
     assert {row["panel"] for row in dynamics} == {"Largest score", "Gradient norm before clipping"}
     assert {row["panel"] for row in parameters} == {"Parameter s of the normalizer"}
-    assert len({row["of"] for row in parameters}) == 3 * 3 * 3
+    assert len({row["of"] for row in parameters}) == 3 * 3 * 3 + 3, "a line for each seed, layer and head, and a median for each arm"
     assert "ssmax, seed 2, layer0/head1" in {row["of"] for row in parameters}
     largest = [row["y"] for row in dynamics if row["of"] == "ssmax, seed 2, layer0" and row["panel"] == "Largest score"]
     assert largest == ["3", str(STEPS + 2)]

@@ -66,6 +66,20 @@ def test_a_run_learns_and_leaves_a_complete_run_folder(tiny, capsys: pytest.Capt
         assert word in out
 
 
+def test_a_tilde_is_the_home_folder_in_every_path(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    short = ["trainer.max_steps=2", "eval.long_context.length_factor=0"]
+    config = tiny("name=first", "runs=~/runs", "data.root=~/data", *short)
+    assert train(config) == 0
+    tokenizer = "data.tokenizer={name: file, path: ~/runs/first/tokenizer.json}"
+    assert train(tiny("name=second", "runs=~/runs", "data.root=~/data", tokenizer, "init_from=~/runs/first", *short)) == 0
+    branch = ["branch_from=~/runs/first/checkpoints/last.ckpt", "trainer.max_steps=4", short[1]]
+    assert train(tiny("name=third", "runs=~/runs", "data.root=~/data", *branch)) == 0
+    assert {path.name for path in (tmp_path / "home").iterdir()} == {"runs", "data"}
+    assert not (tmp_path / "~").exists()
+
+
 def test_a_metrics_log_that_can_not_be_written_is_one_line(tmp_path: Path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(RunError, match=r"metrics\.jsonl: can't log step 3: No space left on device; go on with resume=auto"):

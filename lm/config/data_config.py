@@ -469,6 +469,11 @@ class DataConfig:
         return problems
 
     @property
+    def folder(self) -> Path:
+        """The folder of the prepared token stores."""
+        return Path(self.root).expanduser()
+
+    @property
     def sources(self) -> list[WeightedSource]:
         """The sources with their weights: the mixture's sources, or a single source with weight 1."""
         return self.source.of if isinstance(self.source, Mixture) else [WeightedSource(1.0, self.source)]

@@ -66,7 +66,7 @@ class Config:
     @property
     def run_folder(self) -> Path:
         """The folder that holds the run."""
-        return Path(self.runs) / self.name
+        return Path(self.runs).expanduser() / self.name
 
     @property
     def world_size(self) -> int:

@@ -468,9 +468,8 @@ def _accepted(data: DataConfig, reading: Reading, omissions: OmissionCounts) -> 
     """(text or ids, 64 bits of the hash, UTF-8 bytes) of a source's documents, without blank, too short and too long ones."""
     spool, vocabulary = reading.spool, reading.vocabulary
     has_text = not all(isinstance(weighted.source, Tokens) for weighted in data.sources)  # ids are then compared with texts
-    for document in (
-        read_spool(spool) if spool and spool.exists() else documents(reading.source, Path(data.root), omissions.skip, vocabulary)
-    ):
+    has_spool = spool and spool.exists()
+    for document in read_spool(spool) if has_spool else documents(reading.source, data.folder, omissions.skip, vocabulary):
         content = document.encode() if not vocabulary else vocabulary.text(document) if has_text else document.data
         n_bytes = vocabulary.n_bytes(document) if vocabulary else len(content)
         digest = int.from_bytes(blake2b(content, digest_size=8).digest(), "big")

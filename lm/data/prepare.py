@@ -100,7 +100,7 @@ def vocabulary(data: DataConfig) -> int | None:
 
 def store_of(data: DataConfig, store_fingerprint: str) -> Store | None:
     """The store in `data.root` with this fingerprint, whether or not its sources still exist; None without such a store."""
-    for path, manifest in manifests(Path(data.root)):
+    for path, manifest in manifests(data.folder):
         with suppress(KeyError, TypeError, AttributeError):  # a damaged manifest, or a file of another kind
             if manifest["format"] == FORMAT and fingerprint(manifest["files"]) == store_fingerprint:
                 return Store.open(path.parent)
@@ -162,7 +162,7 @@ def _spec(data: DataConfig) -> dict[str, Plain]:
         return {"format": FORMAT, "source": {"name": "tasks", "tasks": tasks, "seq_len": data.seq_len}}
     return {
         "format": FORMAT,
-        "source": [identity(weighted.source, Path(data.root)) for weighted in data.sources],
+        "source": [identity(weighted.source, data.folder) for weighted in data.sources],
         "tokenizer": tokenizer.identity(data.tokenizer),
         "val_fraction": data.val_fraction,
         "deduplicate": data.deduplicate,
@@ -175,7 +175,7 @@ def _folder(data: DataConfig, spec: dict[str, Plain]) -> Path:
     """The folder of the store, whether or not it exists."""
     tasks = dict.fromkeys(weighted.task.name for weighted in data.tasks)
     name = "+".join(tasks) if data.symbolic else "-".join(labels(data))
-    return Path(data.root) / f"{name[:60]}-{plain_sha256(spec)[:12]}"
+    return data.folder / f"{name[:60]}-{plain_sha256(spec)[:12]}"
 
 
 def _announce(data: DataConfig, target: Path, spec: dict[str, Plain], progress: Progress) -> None:

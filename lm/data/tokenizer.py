@@ -8,7 +8,6 @@ import base64
 import binascii
 import hashlib
 import json
-import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING
@@ -220,7 +219,7 @@ def pretrained(spec: PretrainedTokenizer) -> tuple[str, str]:
 
     Raises DataError: there is no such folder or model, it has no tokenizer, or the hub can't be reached.
     """
-    if os.path.exists(folder := Path(spec.model)):
+    if (folder := Path(spec.model).expanduser()).exists():
         if spec.revision:
             raise DataError(f"{folder}: is on this machine, not on the hub; set data.tokenizer.revision to null")
         return named_tokenizer(folder), ""
@@ -389,6 +388,6 @@ def _alphabet() -> list[str]:
 def read(path: Path, key: str) -> bytes:
     """The content of a tokenizer's file. Raises DataError naming it, the reason and `key`."""
     try:
-        return path.read_bytes()
+        return path.expanduser().read_bytes()
     except OSError as error:
         raise DataError(f"{path}: can't read the tokenizer: {error.strerror} ({key})") from None

@@ -129,7 +129,7 @@ def sequences_of_text(tokenizer: "Tokenizer", end_of_text: int, options: Diagnos
 def read_file(path: str, prefix: str) -> str:
     """The text of a UTF-8 file. Raises RunError, whose message begins with `prefix`, the option that names the file."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RunError(f"{prefix}{path}: {getattr(error, 'strerror', None) or 'is not UTF-8'}") from None
 

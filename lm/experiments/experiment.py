@@ -255,7 +255,7 @@ class Experiment:
     @property
     def folder(self) -> Path:
         """The folder of the experiment's runs and report."""
-        return Path(self.first_config.runs) / self.name
+        return Path(self.first_config.runs).expanduser() / self.name
 
     @property
     def first_config(self) -> Config:

@@ -358,8 +358,9 @@ def title(quantity: str) -> str:
 def by_layer(names: Sequence[str], runs: Sequence[DrawnRun]) -> dict[str, Picture]:
     """Pictures, by name, of quantities that runs log by layer and head: the normalizers' parameters, and the quantities of `log.dynamics`.
 
-    Each arm has a colour; with a single run, each layer has one. Gradient norms, of which some are many times larger than others, have a
-    logarithmic axis. Curves of more than `MOST_POINTS` points are thinned: neighbouring points are drawn as one.
+    Each arm has a colour, and a thick median over its lines; with a single run, each layer has a colour. Gradient norms, of which some are
+    many times larger than others, have a logarithmic axis. Curves of more than `MOST_POINTS` points are thinned: neighbouring points are
+    drawn as one.
     """
     captions = {
         "normalizer-parameters": "Parameters of the normalizers. A line for each seed, layer and head.",
@@ -383,14 +384,27 @@ def by_layer(names: Sequence[str], runs: Sequence[DrawnRun]) -> dict[str, Pictur
             x = (group[0].tokens + run.record.tokens_before) / unit
             points = _points(quantity, x, np.stack([member.loss for member in group], axis=1))
             traces.setdefault(quantity, []).append(Trace(number, f"{words}{head and '/'}{head}", *points, "seed"))
+    medians = {quantity: _medians(names, quantity_traces) for quantity, quantity_traces in traces.items() if len(runs) > 1}
+    traces = {quantity: [*quantity_traces, *medians.get(quantity, [])] for quantity, quantity_traces in traces.items()}
     pictures = {}
     for name, caption in captions.items():
+        caption += " Thick: the median of an arm's lines." * any(medians.values())
         drawn_quantities = [
             quantity for quantity in sorted(traces, key=_order) if quantity.startswith(PARAMETERS) == (name == "normalizer-parameters")
         ]
         panels = [Panel(title(quantity), label, quantity, traces[quantity], log_y=quantity == GRADIENTS) for quantity in drawn_quantities]
         pictures |= {name: Picture(panels, names, caption)} if panels else {}
     return pictures
+
+
+def _medians(names: Sequence[str], traces: Sequence[Trace]) -> list[Trace]:
+    """The median over the lines of each arm that has several, all at the same tokens."""
+    by_arm = {name: [trace for trace in traces if trace.arm == arm] for arm, name in enumerate(names)}
+    return [
+        Trace(lines[0].arm, f"{name}, median", lines[0].x, np.median([line.y for line in lines], axis=0), "mean")
+        for name, lines in by_arm.items()
+        if len(lines) > 1 and len({line.x.tobytes() for line in lines}) == 1
+    ]
 
 
 def _points(quantity: str, x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

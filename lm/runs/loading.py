@@ -185,7 +185,7 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> Loaded:
     """
     if not isinstance(path, str | os.PathLike):
         raise RunError(f"{path!r}: must be the path of a run folder, a checkpoint or a model folder, not {type(path).__name__}")
-    path, checkpoint = Path(path), str(checkpoint)
+    path, checkpoint = Path(path).expanduser(), str(checkpoint)
     if checkpoint != "last" and not (path / CHECKPOINTS).is_dir():
         raise RunError(f"{path}: not a run folder, of which a checkpoint ({checkpoint}) could be chosen")
     if (path / DESCRIPTION).is_file():

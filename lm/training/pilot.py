@@ -29,7 +29,7 @@ STEPS = 10  # optimizer steps that are made
 def pilot(config: Config) -> dict[str, float]:
     """Time a run of this configuration: all that it does but most of its steps, in its run folder. Eager: compiling a few steps would take
     most of the time."""
-    first_step = step_of(Path(config.branch_from)) if config.branch_from else 0
+    first_step = step_of(Path(config.branch_from).expanduser()) if config.branch_from else 0
     run_steps = config.trainer.max_steps - first_step
     steps = min(STEPS, run_steps)
     pilot_config = replace(

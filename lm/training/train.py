@@ -53,7 +53,7 @@ def find_checkpoint(config: Config) -> Path | None:
     resumed_path = _resumed(config)
     if resumed_path or not config.branch_from:
         return resumed_path
-    path = Path(config.branch_from)
+    path = Path(config.branch_from).expanduser()
     path = path / CHECKPOINTS / LAST if path.is_dir() else path
     if not path.is_file():
         names = ", ".join(checkpoint.name for checkpoint in steps_saved(path.parent))
