@@ -142,7 +142,7 @@ class Recall:
 
         Means over seeds with the lowest and highest, of lengths medians.
         """
-        lines = [[self.heading, self.layers, "margin, nats", "slope", "half-length, predicted", "observed"]]
+        lines = [[self.heading, self.layers, "score margin, nats", "slope", "half-length, predicted", "observed"]]
         heads = self.data[self.data.setting == "head"]
         rows = sorted(set(heads[self.rows]))
         for row, arm in (

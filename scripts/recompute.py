@@ -74,6 +74,14 @@ GAU = {
     "mixed-n-256": "relu^2, n = 256, mixed lengths",
     "mixed-n-sample": "relu^2, n of the sample, mixed lengths",
 }
+WHEN = {"ssmax": "SSMax", "ssmax_b": "SSMax with b", "softmax": "softmax"}
+WHEN |= {f"at_{part}{b}": f"SSMax{words} after {part} %" for b, words in (("", ""), ("_b", " with b")) for part in (25, 50, 75, 90)}
+WHEN |= {"after": "SSMax put in after training", "after_more": "the same, a fifth more training"}
+WHEN |= {"after_more_b": "the same with b, a fifth more training", "softmax_more": "softmax, a fifth more training"}
+WHEN_TRENDS = {
+    "SSMax": {"ssmax": 0, "at_25": 0.25, "at_50": 0.5, "at_75": 0.75, "at_90": 0.9, "after": 1},
+    "SSMax with b": {"ssmax_b": 0, "at_25_b": 0.25, "at_50_b": 0.5, "at_75_b": 0.75, "at_90_b": 0.9},
+}
 SHOWN = (
     *(
         Losses(
@@ -133,6 +141,17 @@ SHOWN = (
         "256",
         0.01,
     ),
+    Losses(
+        "when-to-swap-text",
+        "when-to-swap.md",
+        WHEN,
+        tuple((arm, "ssmax") for arm in WHEN if arm != "ssmax"),
+        {"at 256 tokens": ("", "val loss", "", 0)} | {words: ("", "mean loss", words, 2048) for words in ("as trained", "theta x 50")},
+        ("as trained", "theta x 50"),
+        "theta x 50",
+        0.02,
+        trends=WHEN_TRENDS,
+    ),
     *(
         Losses(
             "training-length",
@@ -168,17 +187,11 @@ SHOWN = (
     Recall(
         "when-to-swap",
         "when-to-swap.md",
-        {"ssmax": "SSMax", "ssmax_b": "SSMax with b", "softmax": "softmax"}
-        | {f"at_{part}{b}": f"SSMax{words} after {part} %" for b, words in (("", ""), ("_b", " with b")) for part in (25, 50, 75, 90)}
-        | {"after": "SSMax put in after training", "after_more": "the same, 120 more steps"}
-        | {"after_more_b": "the same with b, 120 more steps", "softmax_more": "softmax, 120 more steps"},
+        WHEN,
         "ssmax",
         (16384,),
         0.25,
-        trends={
-            "SSMax": {"ssmax": 0, "at_25": 0.25, "at_50": 0.5, "at_75": 0.75, "at_90": 0.9, "after": 1},
-            "SSMax with b": {"ssmax_b": 0, "at_25_b": 0.25, "at_50_b": 0.5, "at_75_b": 0.75, "at_90_b": 0.9},
-        },
+        trends=WHEN_TRENDS,
     ),
     Recall(
         "needle",

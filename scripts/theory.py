@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from pages import canvas, finish, logarithmic_x, rendered, saved
-from theory_statements import KEYS, OF_5, TRAINED, Described, compared, not_measured, values
+from theory_statements import KEYS, OF_5, TRAINED, Described, compared, values
 
 from lm.diagnostics.attention_rows import NO_FIRST
 from lm.errors import LMError, RunError
@@ -111,7 +111,6 @@ def page_of(experiments: list[list[Described]], text: list[Path]) -> str:
         statements=[
             (statements[key], [table[key].outcome if key in table else "-" for table in made_in]) for key in KEYS if key in statements
         ],
-        not_measured=not_measured(tables),
         names=[models[0].experiment for models in experiments],
         text=text,
     )

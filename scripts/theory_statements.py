@@ -245,7 +245,7 @@ def _entropy(model: Described) -> Result | None:
     return f"{slope:.2f} nats for each ln n", slope > 0.5 if model.is_exp and not model.knows_n else None
 
 
-STATEMENTS: tuple[tuple[str, str, str, str, Compared | None], ...] = (
+STATEMENTS: tuple[tuple[str, str, str, str, Compared], ...] = (
     (
         "SSMax (2501.19399)",
         "the largest weight of softmax goes to 0 as n grows",
@@ -255,31 +255,10 @@ STATEMENTS: tuple[tuple[str, str, str, str, Compared | None], ...] = (
     ),
     (
         "SSMax (2501.19399)",
-        "that of SSMax need not",
+        "the largest weight of SSMax need not go to 0",
         READ,
         "exponent of the largest weight in n, first token left out (untrained); above -.1 counts",
         _largest(scaled=True),
-    ),
-    (
-        "SSMax (2501.19399), section 2.1",
-        "a learned scale p_n comes out as a1 ln n + a2",
-        READ,
-        "scripts/fit_p_n.py on runs with a learned table",
-        None,
-    ),
-    (
-        "SSMax (2501.19399), Fig. 4",
-        "training loss below softmax's at every step, by about .008 nats at 162 M parameters",
-        READ,
-        "[results.md](results.md#asked-not-answered)",
-        None,
-    ),
-    (
-        "SSMax (2501.19399), Fig. 6",
-        "retrieval far beyond the training length, where softmax fails",
-        READ,
-        "[retrieval.md](retrieval.md)",
-        None,
     ),
     (
         "Mudarisov (2508.17821), Lemma 1",
@@ -378,7 +357,7 @@ def compared(models: Iterable[Described]) -> list[Statement]:
     """The statements that apply to some of the models, with what came out."""
     models, statements = list(models), []
     for source, says, known, measured, compare in STATEMENTS:
-        results = {model.arm: outcome for model in models if compare and (outcome := compare(model))}
+        results = {model.arm: outcome for model in models if (outcome := compare(model))}
         if results:
             values = {model.arm: results[model.arm][0] if model.arm in results else "does not apply" for model in models}
             holds = {arm: holds for arm, (_, holds) in results.items() if holds is not None}
@@ -398,9 +377,3 @@ def values(experiments: Iterable[list[Described]]) -> bytes:
                 [m.experiment, m.arm, m.folder.name, m.step, *fields, statement.values[m.arm], statement.outcome] for m in models
             )
     return text.getvalue().encode()
-
-
-def not_measured(tables: Iterable[list[Statement]]) -> list[Statement]:
-    """The statements that are in none of the tables."""
-    pairs = {(statement.source, statement.says) for table in tables for statement in table}
-    return [Statement(source, says, known, measured) for source, says, known, measured, _ in STATEMENTS if (source, says) not in pairs]
