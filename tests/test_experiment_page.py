@@ -226,7 +226,7 @@ def test_what_is_logged_by_layer_is_drawn_for_every_seed(tmp_path, undrawn):
     largest = [row["y"] for row in dynamics if row["of"] == "ssmax, seed 2, layer0" and row["panel"] == "Largest score"]
     assert largest == ["3", str(STEPS + 2)]
     assert {row["of"] for row in dynamics if row["y"] == "2.5"} == {
-        f"{arm}, seed {seed}, layer1" for arm in ("softmax", "ssmax", "log_n") for seed in (1, 2, 3)
+        f"{arm}, {line}" for arm in ("softmax", "ssmax", "log_n") for line in ("median", *(f"seed {seed}, layer1" for seed in (1, 2, 3)))
     }
 
 

@@ -8,6 +8,7 @@ import base64
 import binascii
 import hashlib
 import json
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING
@@ -219,7 +220,7 @@ def pretrained(spec: PretrainedTokenizer) -> tuple[str, str]:
 
     Raises DataError: there is no such folder or model, it has no tokenizer, or the hub can't be reached.
     """
-    if (folder := Path(spec.model).expanduser()).exists():
+    if os.path.exists(folder := Path(spec.model).expanduser()):
         if spec.revision:
             raise DataError(f"{folder}: is on this machine, not on the hub; set data.tokenizer.revision to null")
         return named_tokenizer(folder), ""
