@@ -1,6 +1,7 @@
 """What the scripts that write pages of docs/ share: pictures and templates."""
 
 import io
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ matplotlib.use("Agg")
 FONT = "matplotlib DejaVu Sans"  # and not the machine's font of that name, whose glyphs have other numbers
 _ENTRY = font_manager.FontEntry(fname=f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf", name=FONT)
 font_manager.fontManager.ttflist.append(_ENTRY)
+DARK = b"<style>@media screen and (prefers-color-scheme:dark){svg{filter:invert(1) hue-rotate(180deg)}}</style>"  # hues stay
 STYLE = {"svg.hashsalt": "lm.pages", "svg.fonttype": "path", "font.family": FONT}  # the same picture is the same file
 
 
@@ -34,11 +36,14 @@ def canvas(rows: int, columns: int, size: tuple[float, float], **options: object
 
 
 def saved(figure: plt.Figure, kind: Literal["svg", "png"] = "svg") -> bytes:
-    """A picture as a file, without the time it was made at; an SVG names the release of matplotlib. The figure is closed."""
+    """A picture as a file, without the time it was made at; an SVG names the release of matplotlib, and is dark on dark pages.
+
+    The figure is closed.
+    """
     content, unsaid = io.BytesIO(), {"svg": ("Date", "Format", "Type"), "png": ("Software",)}[kind]
     figure.savefig(content, format=kind, dpi={"svg": "figure", "png": 150}[kind], metadata=dict.fromkeys(unsaid))
     plt.close(figure)
-    return content.getvalue()
+    return re.sub(rb"<svg [^>]*>", lambda head: head[0] + DARK, content.getvalue(), count=1) if kind == "svg" else content.getvalue()
 
 
 def finish(axes: Axes, size: float = 9, place: str = "best", **words: str) -> None:
