@@ -1,9 +1,7 @@
 """Bad input at the command line: one line that names it, a non-zero status, nothing half-written."""
 
-import gzip
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,52 +48,8 @@ def written(tmp_path: Path, name: str, content: bytes) -> Path:
     return path
 
 
-def test_a_missing_text_file_is_named(train, tmp_path: Path):
-    refused(tmp_path, train(paths=tmp_path / "nowhere.txt"), "nowhere.txt")
-
-
-def test_an_empty_text_file_is_named(train, tmp_path: Path):
-    refused(tmp_path, train(paths=written(tmp_path, "empty.txt", b"")), "empty.txt", "empty")
-
-
 def test_a_text_file_that_is_not_utf8_is_named(train, tmp_path: Path):
     refused(tmp_path, train(paths=written(tmp_path, "latin.txt", b"caf\xe9 " * 100)), "latin.txt", "UTF-8")
-
-
-def test_a_truncated_gzip_file_is_named(train, tmp_path: Path):
-    refused(tmp_path, train(paths=written(tmp_path, "cut.txt.gz", gzip.compress(os.urandom(5000))[:2000])), "cut.txt.gz")
-
-
-def test_a_corpus_of_one_document_can_not_be_split(train, corpus: Path, tmp_path: Path):
-    refused(tmp_path, train(paths=corpus / "00.txt"), "data.source.separator")
-
-
-def test_a_corpus_shorter_than_a_sequence_is_refused(train, tmp_path: Path):
-    paths = ",".join(str(written(tmp_path, f"{i}.txt", f"a few words {i} ".encode() * 40)) for i in range(4))
-    refused(
-        tmp_path,
-        train("data.seq_len=4096", "optim.batch_tokens=4096", "data.tokenizer.vocab_size=260", paths=paths),
-        "data.seq_len",
-        status=2,
-    )
-
-
-def test_a_vocabulary_larger_than_the_corpus_supports_is_refused(train, tmp_path: Path):
-    refused(tmp_path, train("data.tokenizer.vocab_size=60000"), "data.tokenizer.vocab_size = 60000", "supports only")
-
-
-def test_an_evaluation_beyond_the_longest_held_out_document_is_refused(train, tmp_path: Path):
-    refused(tmp_path, train("data.seq_len=4096", "optim.batch_tokens=4096"), "eval.long_context.length_factor", status=2)
-
-
-def test_a_token_store_with_a_flipped_byte_is_refused(train, tmp_path: Path):
-    assert train().returncode == 0
-    shutil.rmtree(tmp_path / "runs")
-    (store,) = (path for path in (tmp_path / "stores").iterdir() if path.is_dir())
-    tokens = bytearray((store / "train-00000.bin").read_bytes())
-    tokens[1000] ^= 1
-    (store / "train-00000.bin").write_bytes(tokens)
-    refused(tmp_path, train(), "train-00000.bin")
 
 
 @pytest.mark.parametrize("blocks", [20, pytest.param(200, marks=pytest.mark.slow)])

@@ -174,7 +174,7 @@ FRACTION = st.floats(0, 1, exclude_max=True)
 FUZZ = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
 
 
-@settings(FUZZ, max_examples=20)
+@settings(FUZZ, max_examples=40)
 @given(FRACTION, FRACTION, st.integers(0, 255))
 def test_a_damaged_byte_is_one_line_or_no_difference(finished: Finished, file: float, place: float, mask: int):
     damage_bytes(finished, file, place, mask)

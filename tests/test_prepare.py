@@ -1,7 +1,6 @@
 """What preparation makes of text, and how it ends when it can not go on."""
 
 import dataclasses
-import errno
 import hashlib
 import json
 import os
@@ -359,19 +358,6 @@ def test_a_manifest_of_many_levels_is_one_line_and_no_other_stores_matter(data: 
     with pytest.raises(DataError, match=r"deep/manifest\.json: not readable as JSON: .*; delete the folder .*deep: it is prepared again"):
         Store.open(folder)
     assert prepare(data, progress=True).path != folder
-
-
-def test_a_full_disk_is_one_line_and_leaves_nothing(large: Path, tmp_path: Path):
-    script = (
-        "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "try: prepare(data)\nexcept DataError as error: print(error)\n"
-    )
-    out, err = start(script, large, tmp_path / "stores").communicate(timeout=60)
-    assert err == ""
-    assert out.count("\n") == 1
-    assert str(tmp_path / "stores") in out
-    assert os.strerror(errno.EFBIG) in out
-    assert [path.name for path in (tmp_path / "stores").iterdir()] == [".lock"]
 
 
 def test_an_interrupted_prepare_keeps_its_place_and_goes_on(

@@ -9,7 +9,6 @@ import pytest
 import yaml
 from conftest import ROOT
 from fabricated import finish
-from scipy.stats import binomtest
 from scipy.stats import fisher_exact as scipys
 
 from lm.errors import ConfigError, RunError
@@ -19,7 +18,7 @@ from lm.experiments.procedure import Procedure
 from lm.experiments.summary import summary_lines
 from lm.runs.evaluations import Axis, Sample, Series
 from lm.runs.folder import METRICS
-from lm.statistics.learned import LearnedCounts, clopper_pearson, fewest_seeds, fisher_exact, learned_verdicts
+from lm.statistics.learned import LearnedCounts, fewest_seeds, fisher_exact, learned_verdicts
 
 
 def test_p_is_that_of_fishers_exact_test():
@@ -29,14 +28,6 @@ def test_p_is_that_of_fishers_exact_test():
                 expected = scipys([[arm_count, of_ours - arm_count], [base_count, of_theirs - base_count]]).pvalue
                 assert fisher_exact(arm_count, of_ours, base_count, of_theirs) == pytest.approx(expected)
     assert fisher_exact(0, 0, 0, 0) == 1
-
-
-def test_intervals_are_clopper_and_pearsons():
-    for runs in (1, 3, 9):
-        for count in range(runs + 1):
-            interval, expected = clopper_pearson(count, runs), binomtest(count, runs).proportion_ci()
-            assert (interval.low, interval.high) == pytest.approx((expected.low, expected.high))
-    assert np.isnan(clopper_pearson(0, 0).low)
 
 
 @pytest.mark.parametrize(
