@@ -29,14 +29,13 @@ def refused(tmp_path: Path, result: subprocess.CompletedProcess, *words: str, st
 def train(corpus: Path, tmp_path: Path):
     """A function: run `lm train` on files with overrides, with its own store folder."""
 
-    def run(*overrides: str, paths: object = corpus) -> subprocess.CompletedProcess:
+    def run(paths: object) -> subprocess.CompletedProcess:
         return lm(
             "train",
             str(ROOT / "tests" / "tiny.yaml"),
             f"data.source.paths=[{paths}]",
             f"data.root={tmp_path / 'stores'}",
             f"runs={tmp_path / 'runs'}",
-            *overrides,
         )
 
     return run
