@@ -54,8 +54,9 @@ class Plugin(NamedTuple):
 
     options: type
     implementation: type
-    version: str  # of its distribution, or the sha256 of its source
+    version: str  # of its distribution, if it has one, and the sha256 of its source file
     kind: Kind
+    code: str  # digest of the Python files of its whole package, as they were when it was imported
 
 
 class Plugins:
@@ -94,7 +95,7 @@ class Plugins:
         is_allowed = any(f"{module}.".startswith(f"{package}.") for package in self._allowed)
         if reference not in self._loaded or self._loaded[reference].kind is not kind:
             if not self._trusting and not is_allowed:
-                package, allowed_packages = _package(module), ", ".join(sorted(self._allowed))
+                package, allowed_packages = package_of(module), ", ".join(sorted(self._allowed))
                 remedy = f"if you trust it: --allow-plugin {package}, in Python PLUGINS.allow(['{package}']) of lm.plugins"
                 remedy += f"; allowed is {allowed_packages}" if allowed_packages else ""
                 raise Unavailable("is code from outside, which a file names", remedy)
@@ -118,19 +119,18 @@ class Plugins:
         return {name: self._loaded[name].version for name in (self._loaded if names is None else names) if name in self._loaded}
 
     def code(self, names: Iterable[str]) -> dict[str, str]:
-        """A digest of the Python files of the whole package, for each code from outside among `names`."""
-        modules = {name: sys.modules[_package(name)] for name in names if name in self._loaded}
-        return {name: sources_sha256(getattr(module, "__path__", None) or [module.__file__]) for name, module in modules.items()}
+        """A digest of the Python files of the whole package when it was imported, for each code from outside among `names`."""
+        return {name: self._loaded[name].code for name in names if name in self._loaded}
 
     def failure(self, error: BaseException) -> tuple[str, str]:
         """The code from outside that raised `error`, with its function, file and line, in words, and the command that checks it.
 
         Both are empty if no code from outside was running.
         """
-        modules = {place: name for name in self._loaded for place in (_package(name), name.partition(":")[0])}
+        modules = {place: name for name in self._loaded for place in (package_of(name), name.partition(":")[0])}
         for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
             module = frame.f_globals.get("__name__", "")
-            if name := modules.get(module) or modules.get(_package(module)):
+            if name := modules.get(module) or modules.get(package_of(module)):
                 kind = self._loaded[name].kind
                 location = f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{line})"
                 return f"{kind.noun} {name} failed in {location}", kind.command(name)
@@ -164,8 +164,8 @@ class Table(dict[str, type]):
         return sorted(metadata.entry_points(group=self.kind.group).names)
 
 
-def _package(reference: str) -> str:
-    """The top-level package of `package.module:Class`, or of a module."""
+def package_of(reference: str) -> str:
+    """The name of the top-level package of `package.module:Class`, or of a module."""
     return reference.partition(":")[0].partition(".")[0]
 
 
@@ -181,12 +181,15 @@ def _imported(reference: str, kind: Kind) -> Plugin:
     if unkeyed_names := [spec.name for spec in fields(schema) if "help" not in spec.metadata]:
         raise Unavailable(f"has an option that is not made by lm.schema.key: {unkeyed_names[0]}", f"see {kind.page}")
     named_schema = type(schema.__name__, (schema,), {"name": reference, "__doc__": schema.__doc__, "__module__": schema.__module__})
-    return Plugin(named_schema, code, _version(reference, code), kind)
+    package = sys.modules[package_of(reference)]
+    digest = sources_sha256(getattr(package, "__path__", None) or [package.__file__])
+    return Plugin(named_schema, code, _version(reference, code), kind, digest)
 
 
 def _version(reference: str, code: type) -> str:
-    distributions = metadata.packages_distributions().get(_package(reference))
-    if distributions:
-        return f"{distributions[0]} {metadata.version(distributions[0])}"
-    source = inspect.getsourcefile(code)
-    return f"source sha256 {hashlib.sha256(Path(source).read_bytes()).hexdigest()[:12]}" if source else "unknown"
+    distributions, source = metadata.packages_distributions().get(package_of(reference)), inspect.getsourcefile(code)
+    parts = (
+        [f"{distributions[0]} {metadata.version(distributions[0])}"] if distributions else []
+    )  # may be edited where it is installed from
+    parts += [f"source sha256 {hashlib.sha256(Path(source).read_bytes()).hexdigest()[:12]}"] if source else []
+    return ", ".join(parts) or "unknown"

@@ -53,6 +53,26 @@ def checked_with(folder: Path, kind: str, before: str, after: str) -> subprocess
 # A change of the example, of its kind, that breaks one promise, and what is said.
 BROKEN = {
     "rate": ("optimizer", '1 - group["lr"] * group["weight_decay"]', "1 - 0.01", "at a rate of 0 no parameter changes"),
+    "few parameters": (
+        "optimizer",
+        "Signs(groups,",
+        "Signs([group for group in groups if group['name'] != 'vectors'],",
+        "other parameters than those of `groups`",
+    ),
+    "period": (
+        "optimizer",
+        "        for group in self.param_groups:",
+        "        self.count = getattr(self, 'count', 0) + 1\n        for group in self.param_groups[self.count % 5 == 0 :]:",
+        "goes on to the bit",
+    ),
+    "question": ("task", "np.array([[length, length + 1]])", "np.array([[length + 1, length + 2]])", "the question [257, 258), not within"),
+    "vocabulary": ("task", "tokens[0]\n", "self.vocab_size\n", "token 17, not in 0 to 16"),
+    "no question": (
+        "task",
+        "Example(tokens, last, first, candidates=1, needles=first)",
+        "Example(tokens, *[last[:0]] * 2, 1, last[:0])",
+        "0 questions",
+    ),
     "state": (
         "optimizer",
         "self.state[parameter].setdefault",
@@ -89,7 +109,7 @@ USELESS = {
     "raises": ("optimizer", "return Signs(", "raise ValueError('no')  # ", "ValueError: no; optimizer mine.optimizer:SignMomentum failed"),
     "no gradients": ("optimizer", "loss = torch.enable_grad()(closure)()", "loss = None", "computes the gradients, 0 times"),
     "documents": ("source", "def documents(self", "def documents(self, more", "missing 1 required positional argument: 'more'"),
-    "few tokens": ("task", "draw.below(self.symbols, length + 1)", "draw.below(self.symbols, length)", "gives 256 tokens, not length + 1"),
+    "few tokens": ("task", "draw.below(self.symbols, length + 1)", "draw.below(self.symbols, length)", "gives tokens of shape (256,)"),
     "no sequence": ("task", "return Example(", "Example(", "`make` gives NoneType, not an Example"),
     "no class": ("evaluation", "mine.evaluation:Measured", "mine.evaluation:Missing", "has no attribute 'Missing'"),
     "no series": ("evaluation", "return [self.series(", "[self.series(", "`measure` gives NoneType, not a list of Series"),
@@ -141,6 +161,11 @@ def test_a_run_of_all_but_the_task_is_trained_resumed_evaluated_and_reported(min
     allowed = lm("eval", str(folder), "--allow-plugin", "mine")
     assert allowed.returncode == 0, allowed.stderr
     assert "spread" in allowed.stdout
+    counts = [len([*(folder / "evaluations" / "cache").glob("spread-*.json")])]
+    for sequences in (3, 3, 4):  # which `options` leaves out
+        assert lm("eval", str(folder), "--allow-plugin", "mine", f"eval.sequences={sequences}").returncode == 0
+        counts.append(len([*(folder / "evaluations" / "cache").glob("spread-*.json")]))
+    assert [count - counts[0] for count in counts] == [0, 1, 1, 2]
 
 
 def test_a_task_from_outside_makes_training_sequences_and_is_asked_for(mine: Path, arguments: list[str], tmp_path: Path):
@@ -154,6 +179,8 @@ def test_a_task_from_outside_makes_training_sequences_and_is_asked_for(mine: Pat
     assert f'"{NAMES["task"]}"' in str(json.loads(evaluation.read_text())["code"]).replace("'", '"'), "another task is measured anew"
     forget("mine")
     (tmp_path / "imported").unlink()
+    report = lm("report", str(folder))
+    assert report.returncode == 0, report.stderr
     refusal = lm("eval", str(folder))
     assert (refusal.returncode, refusal.stderr.count("\n")) == (1, 1), refusal.stderr
     assert "--allow-plugin mine" in refusal.stderr

@@ -10,11 +10,16 @@ import pytest
 import yaml
 from conftest import ROOT, lm
 from outside import forget, installed, outside_package
+from trials import written as experiment_file
 
 from lm.attention.catalogue import ENTRIES, NORMALIZERS, OPTIONS, implementation, misplaced
 from lm.attention.contract import CHECKS
 from lm.config.load import load, parse
 from lm.errors import ConfigError, RunError
+from lm.experiments.experiment_file import read_experiment
+from lm.experiments.procedure import Procedure
+from lm.experiments.run_outcome import run_differences
+from lm.experiments.slots import commands
 from lm.files import read_sealed, write_sealed
 from lm.plugins import PLUGINS
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
@@ -233,7 +238,9 @@ def test_an_installed_package_gives_a_bare_name(powers: Path, arguments: list[st
     assert config.model.normalizer.name == NAME
     assert config.model.normalizer.label() == f"{NAME} (power=1.5)"
     folder = trained(arguments, "model.normalizer=power")
-    assert json.loads((folder / ENVIRONMENT).read_text())["versions"][NAME] == "powers 1.2"
+    assert json.loads((folder / ENVIRONMENT).read_text())["versions"][NAME].startswith("powers 1.2, source sha256 "), (
+        "it may be edited where it is installed from"
+    )
     with pytest.raises(ConfigError, match="--allow-plugin powers"):
         parse({"name": "x", "model": {"normalizer": "power"}})
 
@@ -287,3 +294,41 @@ def test_a_refusal_lists_the_packages_that_are_allowed(powers: Path, arguments: 
     refusal = lm("eval", str(folder), "--allow-plugin", "powders")
     assert refusal.returncode == 1
     assert refusal.stderr.endswith("; allowed is powders\n")
+
+
+def test_an_experiment_swaps_from_and_to_a_plugin_and_knows_its_code(powers: Path, arguments: list[str], tmp_path: Path):
+    arms = {
+        "powers": {"model.normalizer": NAME},
+        "softmax": {"model.normalizer": "softmax"},
+        "to_softmax": {"from": "powers", "swap": {"to": "softmax"}, "train": False},
+        "to_powers": {"from": "softmax", "swap": {"to": NAME}, "train": False},
+    }
+    overrides = [*arguments[1:], "trainer.max_steps=4", "eval.every=4", "eval.long_context.length_factor=0"]
+    outcomes = []
+    base = str(ROOT / "tests" / "tiny.yaml")
+    for seed in (1, 2):
+        forget("powers")
+        path = experiment_file(tmp_path, base=base, arms=arms, tune=None, seeds=[seed], primary={"metric": "val/loss"})
+        procedure = Procedure(read_experiment(path, overrides))
+        for run in procedure.known_runs():
+            for command in commands(run, procedure.experiment.folder):
+                forget("powers")
+                result = lm(*command)
+                assert result.returncode == 0, result.stderr
+        outcomes += [(run.arm, run.outcome) for run in procedure.known_runs()]
+        code = powers / "attention.py"
+        code.write_text(code.read_text().replace("scores + self.b", "scores - self.b"))
+    assert [outcome.state for _, outcome in outcomes] == ["finished"] * 8
+    (sentence,) = [words for words in run_differences(outcomes) if words.startswith(f"runs were trained by different code of {NAME}")]
+    assert sentence.count("source sha256") == 2
+
+
+def test_evaluations_are_of_the_code_that_was_imported(powers: Path, arguments: list[str]):
+    load([*arguments, NAMED])
+    before = PLUGINS.code([NAME])
+    code = powers / "attention.py"
+    code.write_text(code.read_text().replace("scores + self.b", "scores - self.b"))
+    assert PLUGINS.code([NAME]) == before, "an edit while a run trains is not what runs"
+    forget("powers")
+    load([*arguments, NAMED])
+    assert PLUGINS.code([NAME]) != before

@@ -392,11 +392,25 @@ def example(task: Task, seed: int, index: int, length: int, subset: Subset = "tr
         except NoRoom:  # names and numbers differ in tokens: others may fit
             if not tries_left:
                 raise
-    if not isinstance(sequence, Example):
-        raise TaskError(f"`make` gives {type(sequence).__name__}, not an Example")
-    if len(sequence.tokens) != length + 1:
-        raise TaskError(f"`make` gives {len(sequence.tokens)} tokens, not length + 1 = {length + 1}")
+    if not generator and (reason := _unusable(sequence, length, text.vocab_size if text and not task.vocab_size else task.vocab_size)):
+        raise TaskError(f"{subset} sequence {index}: `make` gives {reason}")
     return sequence
+
+
+def _unusable(sequence: object, length: int, vocab_size: int) -> str:
+    """Words for what keeps a sequence of code from outside from being learned or asked; empty: nothing does."""
+    if not isinstance(sequence, Example):
+        return f"{type(sequence).__name__}, not an Example"
+    tokens, questions = np.asarray(sequence.tokens), np.asarray(sequence.questions)
+    if tokens.shape != (length + 1,) or tokens.dtype.kind not in "iu":
+        return f"tokens of shape {tokens.shape} and type {tokens.dtype}, not length + 1 = {length + 1:,} integers"
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        return f"token {tokens.min() if tokens.min() < 0 else tokens.max()}, not in 0 to {vocab_size - 1:,}"
+    counts = [len(questions), len(sequence.evidence), len(sequence.needles)]
+    if len({*counts}) > 1 or not counts[0]:
+        return "{} questions, {} of evidence and {} needles, not as many of each and at least one".format(*counts)
+    wrong_spans = [f"[{start}, {stop})" for start, stop in questions if not 0 < start < stop <= length + 1]
+    return f"the question {wrong_spans[0]}, not within [1, {length + 1:,})" if wrong_spans else ""
 
 
 def check_task(task: Task, seed: int, length: int, subset: Subset, count: int, text: Text | None = None) -> None:

@@ -122,6 +122,8 @@ class Measurement(ABC):
         """The path at which a run folder keeps the result of `weights` (a sha256), by kind, code, options, model, data and precision."""
         model = function_of(self.config.model)
         facts = [self.kind, self.code, self.options, model, self.fingerprint, self.precision(device), weights]
+        if ":" in getattr(self.asked, "name", ""):  # from outside, where `options` may lack what decides its numbers
+            facts += [self.asked_plain, self.config.eval.sequences]
         return run / EVALUATIONS / "cache" / f"{self.kind}-{plain_sha256(facts)[:16]}.json"
 
     def cached(self, run: Path, weights: str, device: Device, step: int, tokens_seen: int) -> Evaluation | None:

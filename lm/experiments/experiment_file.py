@@ -20,6 +20,7 @@ from lm.data.sources import labels
 from lm.errors import ConfigError, DataError, Problem, as_written
 from lm.experiments.experiment import KINDS, NOT_REACHED, Arm, Experiment, Primary, Swap, Tune, TuningRun, config_hash, kind_of_metric
 from lm.experiments.run_outcome import SELECTION
+from lm.plugins import PLUGINS
 from lm.runs.folder import CONFIG, DIVERGED, SWAPPED
 from lm.schema import Plain, Unavailable, build, flatten, is_block, key, own_problems, section, suggest, to_plain
 from lm.statistics.tuning import FEWEST_TUNING_SEEDS, Rate, coordinates, rate_words, read_rate
@@ -185,7 +186,8 @@ def read_arms(arm_blocks: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
 def _with_normalizer(changes: dict[str, Plain], swap: Swap, prefix: str, problems: list[Problem]) -> dict[str, Plain]:
     """The changes of an arm, including the normalizer that its weights are swapped to."""
     try:
-        options = OPTIONS[swap.to]
+        with PLUGINS.trusted():
+            options = OPTIONS[swap.to]
     except Unavailable as error:
         problems.append(Problem(f"{prefix}.swap.to", swap.to, error.reason, error.remedy))
         return changes

@@ -14,6 +14,7 @@ from lm.errors import ConfigError, RunError
 from lm.experiments.experiment import Arm, Experiment, Swap, TuningRun, config_hash, described, differing_keys
 from lm.experiments.judging import ByRate, JudgedRun, Judgement, Place
 from lm.experiments.run_outcome import SELECTION, Outcome, run_differences
+from lm.plugins import package_of
 from lm.runs.folder import CHECKPOINTS, SWAPPED, step_path
 from lm.schema import Plain, to_plain
 from lm.statistics.tuning import Rate, TuningOutcome, best_rate, crossed_rates, rate_cell, rate_choice, rate_words, tuning_outcome
@@ -34,6 +35,7 @@ class Run:
     swap: Swap | None = None  # the normalizer that replaces the one of these weights; None: it stays
     trained: bool = True  # False: the swapped weights are measured as they are
     evaluate: tuple[str, ...] = ()  # options `KEY=VALUE` of its evaluation after training
+    packages: frozenset[str] = frozenset()  # packages of the code from outside that it and the run that it starts from name
 
     @property
     def label(self) -> str:
@@ -93,7 +95,8 @@ class Procedure:
         if source_run and source_run.outcome.state == "diverged":  # the run has no weights to start from
             outcome = source_run.outcome
         source_folder, overrides = source_run and source_run.config.run_folder, tuple(self.experiment.evaluate_overrides)
-        return Run(size, arm.name, stage, rate, seed, config, outcome, source_folder, arm.swap, arm.trained, overrides)
+        packages = frozenset(map(package_of, config.plugin_names)) | (source_run.packages if source_run else frozenset())
+        return Run(size, arm.name, stage, rate, seed, config, outcome, source_folder, arm.swap, arm.trained, overrides, packages)
 
     def _config(self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, source_config: Config | None) -> Config:
         """The configuration of a run, made once. `source_config`: of the run that it starts from; None: it starts from random weights."""

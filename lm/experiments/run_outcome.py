@@ -206,6 +206,12 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
             sentences.append(
                 f"{dirty_count} of {len(finished_runs)} runs are of a git tree with uncommitted changes: their code is not known"
             )
+        for name in sorted(
+            {name for _, environment, _ in records for name in environment.get("versions", {}) if ":" in name}
+        ):  # from outside
+            versions = [(arm, start_setting(environment, f"versions.{name}")) for arm, environment, _ in records]
+            if words := _differing([(arm, version) for arm, version in versions if version]):
+                sentences.append(f"runs were trained by different code of {name}: {words}; train the earlier ones anew")
     except (ValueError, TypeError, AttributeError) as error:
         raise RunError(f"{records[0][2].folder.parent}: an {ENVIRONMENT} is damaged: {error}") from None
     if unsealed_count := sum(not run.sealed for _, run in finished_runs):

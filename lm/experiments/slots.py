@@ -110,7 +110,7 @@ def commands(run: Run, experiment: Path) -> list[list[str]]:
     if run.outcome.ended:
         return []
     config, folder = run.config, run.config.run_folder
-    steps, plugins = [], [f"--allow-plugin={name.partition('.')[0]}" for name in sorted(config.plugin_names)]
+    steps, plugins = [], [f"--allow-plugin={package}" for package in sorted(run.packages)]
     swapped_folder = Path(config.init_from) if run.trained else folder
     if run.swap and not (swapped_folder / CONFIG).exists():
         init_option = [] if run.swap.init is None else [f"--init={run.swap.init}"]  # in place of `init` in the options

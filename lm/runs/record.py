@@ -161,7 +161,8 @@ class RunRecord:
     @property
     def symbolic(self) -> bool:
         """Whether the run was trained on tasks over symbols, not on text."""
-        return any(TASKS[entry["task"]["name"]]().vocab_size for entry in self.config["data"].get("tasks") or [])
+        tasks = [TASKS.get(entry["task"]["name"]) for entry in self.config["data"].get("tasks") or []]  # None: code from outside
+        return self.environment.get("symbolic", any(task and task().vocab_size for task in tasks))
 
     @property
     def phases(self) -> list[tuple[int, dict[str, Plain]]]:

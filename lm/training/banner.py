@@ -234,6 +234,7 @@ def environment(config: Config, store: Store, start: PhaseStart, machine: Machin
     return {
         **facts,
         "data_fingerprint": store.fingerprint,
+        "symbolic": config.data.symbolic,
         "data": {
             "store": str(store.path),
             "train_tokens": store.train.n_tokens,
