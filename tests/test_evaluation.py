@@ -232,6 +232,27 @@ def test_an_evaluation_that_takes_too_long_is_given_up(tiny):
     assert "max_seconds" in failed[0]["long_context/failed"]
 
 
+PHASES = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: log_n}]"
+
+
+def test_at_the_end_of_a_phase_an_evaluation_fails_once(tiny):
+    config = tiny("name=phases", "eval.long_context.max_seconds=1e-9", "eval.long_context.at=[0.5, 1.0]", PHASES, "eval.swap_lengths=[]")
+    assert train(config) == 0
+    failed = [line for line in map(json.loads, (config.run_folder / "metrics.jsonl").open()) if "long_context/failed" in line]
+    assert [line["step"] for line in failed] == [4, 8]
+
+
+def test_an_option_that_one_phase_has_is_a_setting_of_that_phase(tiny):
+    inference = "eval.long_context.inference=[{}, {normalizer: {clip: true}}]"
+    config = tiny("name=clip", inference, "eval.long_context.at=[0.5, 1.0]", PHASES, "eval.swap_lengths=[1, 0.25]")
+    assert train(config) == 0
+    settings = [{curve.setting for curve in series(config.run_folder, "long_context", step)} for step in (4, 8)]
+    assert settings == [{"as trained"}, {"as trained", "as trained, clip=true"}]
+    lines = [json.loads(line) for line in (config.run_folder / "metrics.jsonl").open()]
+    (before,) = (line["swap/loss_before"] for line in lines if "swap/loss_before" in line)
+    assert before == pytest.approx(next(line["val/loss"] for line in lines if line["step"] == 4 and "val/loss" in line), abs=1e-5)
+
+
 def test_lm_eval_refuses_what_would_measure_another_model(tiny, tmp_path):
     config = tiny("name=strict")
     train(config)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from itertools import chain
 from pathlib import Path
 
@@ -293,6 +294,21 @@ def test_the_validation_of_a_mixture_tells_its_sources_apart(tmp_path: Path):
     first = losses_by_source["letters"][0]
     assert losses_by_source["letters"][1] == pytest.approx(np.mean(losses[:first]), abs=1e-5)
     assert losses_by_source["texts"] == (len(losses) - first, pytest.approx(np.mean(losses[first:]), abs=1e-5))
+
+
+def test_a_source_of_weight_0_has_a_loss_of_its_own_alone(tmp_path: Path):
+    data = mixture(tmp_path, {"letters": LETTERS, "texts": TEXTS})
+    for weighted, weight in zip(data.source.of, (0.0, 1.0), strict=True):
+        weighted.weight = weight
+    base = load([str(ROOT / "tests" / "tiny.yaml"), "data.source=package"])
+    config = dataclasses.replace(base, data=dataclasses.replace(data, seq_len=32), eval=dataclasses.replace(base.eval, sequences=1000))
+    store = prepare(data)
+    decoder, device = Decoder(config.model, store.vocab_size, 32), Device(torch.device("cpu"), bf16=False)
+    loss, bits, letters, texts = Validation(config, store).measure(decoder, device, lambda sequences: None)
+    assert loss.overall_mean == texts.overall_mean != letters.overall_mean
+    assert (loss.samples[0].values == texts.samples[0].values).all()
+    bytes_per_token = loss.overall_mean / bits.overall_mean / math.log(2)
+    assert 1 <= bytes_per_token < 6
 
 
 @pytest.mark.parametrize(("weight", "levels"), [(0.25, 1), (1, 0)])

@@ -12,7 +12,7 @@ from conftest import ROOT, lm
 from outside import forget, installed, outside_package
 from trials import written as experiment_file
 
-from lm.attention.catalogue import ENTRIES, NORMALIZERS, OPTIONS, implementation, misplaced
+from lm.attention.catalogue import ENTRIES, NORMALIZERS, OPTIONS, implementation, misplaced, undefined_by_forward
 from lm.attention.contract import CHECKS
 from lm.config.load import load, parse
 from lm.errors import ConfigError, RunError
@@ -332,3 +332,26 @@ def test_evaluations_are_of_the_code_that_was_imported(powers: Path, arguments: 
     forget("powers")
     load([*arguments, NAMED])
     assert PLUGINS.code([NAME]) != before
+
+
+def test_a_definition_that_forward_does_not_compute_is_refused(powers: Path, arguments: list[str]):
+    head = "from lm.attention.query_scale import QueryScale, Softmax\nclass Mine(QueryScale):\n    schema = Softmax\n"
+    scores = "    def define_scores(self, q, k, layout):\n        return super().define_scores(q, k, layout).tanh()\n"
+    inputs = "    def fused_inputs(self, q, k, layout):\n        return None\n"
+    (powers / "capped.py").write_text(head + scores)
+    with pytest.raises(ConfigError, match="has define_scores of its own, but `forward` of FusedSoftmax, which computes another function"):
+        load([*arguments, "model.normalizer={name: 'powers.capped:Mine'}"])
+    (powers / "own.py").write_text(head + scores + inputs)
+    load([*arguments, "model.normalizer={name: 'powers.own:Mine'}"])
+    assert [name for name in ENTRIES if undefined_by_forward(implementation(name))] == []
+
+
+def test_a_loss_that_is_not_finite_names_the_check_of_code_from_outside(powers: Path, arguments: list[str]):
+    code = powers / "attention.py"
+    code.write_text(code.read_text().replace("scores + self.b", "scores * torch.inf + self.b"))
+    result = lm("train", *arguments, "name=nan", NAMED)
+    assert result.returncode == 3
+    assert result.stderr.strip().endswith(f"or its cause is code from outside: lm check-normalizer {NAME}")
+    checked = lm("check-normalizer", NAME)
+    assert (checked.returncode, checked.stdout.count("\n")) == (1, 1)
+    assert "gives numbers that are not finite; a row without weight" in checked.stdout

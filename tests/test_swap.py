@@ -396,6 +396,20 @@ def test_an_earlier_checkpoint_and_an_export_can_be_swapped_and_swapped_back(tra
     assert same(weights(trained), weights(tmp_path / "back"))
 
 
+def test_a_fit_takes_sequences_of_the_training_length_and_any_normalizer_with_parameters(tiny, tmp_path: Path, monkeypatch):
+    config = tiny("name=short", "data.lengths={name: curriculum, starts: {0: 8, 0.5: 32}}", "model.normalizer=cosine", "eval.sequences=8")
+    train(config)
+    shapes: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        "lm.evaluation.swap.fit", lambda old, new, batches: shapes.extend(batch.tokens.shape for batch in batches) or (1, 0)
+    )
+    swap(config.run_folder, tmp_path / "fitted", "ssmax", "fit")
+    assert {length for _, length in shapes} == {32}
+    swap(config.run_folder, tmp_path / "cosine", "cosine", "fit")
+    result = command("swap", str(config.run_folder), "--to", "ssmax", "-o", str(tmp_path / "matched"))
+    assert "note: cosine has no factor on q.k that ssmax could match: parameters have their initial values" in result.stdout
+
+
 def test_a_swap_that_makes_no_sense_is_one_line(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -415,7 +429,8 @@ def test_a_swap_that_makes_no_sense_is_one_line(
     )
     assert "model.normalizer = 'log_n': the new normalizer is --to ssmax" in refused("--to", "ssmax", "model.normalizer=log_n")
     assert "model.normalizer.init = 0.5: --init says unit" in refused("--to", "ssmax", "--init", "unit", "model.normalizer.init=0.5")
-    assert "--init = 'fit': log_n has no parameters to start; drop --init" in refused("--to", "log_n", "--init", "fit")
+    assert "--init = 'fit': log_n has no parameters to fit; drop --init" in refused("--to", "log_n", "--init", "fit")
+    assert "--init = 'unit': log_n has no option init; drop --init, or give fit" in refused("--to", "log_n", "--init", "unit")
     assert "model.normalizer.init = inf: must be match | unit or a number" in refused("--to", "ssmax", "--init", "inf")
     assert "model.normalizer.init = 'much': must be match | unit or a number" in refused("--to", "ssmax", "--init", "much")
     assert "model.n_head = '4': can't be changed in lm swap" in refused("--to", "ssmax", "model.n_head=4")

@@ -66,6 +66,17 @@ def test_a_run_learns_and_leaves_a_complete_run_folder(tiny, capsys: pytest.Capt
         assert word in out
 
 
+def test_losses_are_means_since_the_line_before(tiny):
+    options = ["optim.z_loss=0.1", "trainer.max_steps=6", "eval.long_context.length_factor=0"]
+    for every in (1, 6):
+        train(tiny(f"name=every{every}", f"log.every={every}", *options))
+    steps, (first, last) = ([line for line in metrics(tiny(f"name=every{every}").run_folder) if "train/loss" in line] for every in (1, 6))
+    for name in ("train/loss", "train/z_loss"):
+        values = [line[name] for line in steps]
+        assert first[name] == pytest.approx(values[0])
+        assert last[name] == pytest.approx(sum(values[1:]) / 5)
+
+
 def test_a_tilde_is_the_home_folder_in_every_path(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)

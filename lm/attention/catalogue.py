@@ -44,6 +44,9 @@ class _NormalizerKind(Kind):
         if misplacement := misplaced(code, schema):
             name, owner = misplacement
             raise Unavailable(f"sets {name} where it has no effect", f"set it on the class {owner.__name__}")
+        if name := undefined_by_forward(code):
+            reason = f"has {name} of its own, but `forward` of {_owner(code, 'forward').__name__}, which computes another function"
+            raise Unavailable(reason, "override forward or fused_inputs, too, or derive from Normalizer")
         return schema
 
 
@@ -88,6 +91,21 @@ def _listed(labels: Iterable[str]) -> str:
 
 
 OPTIONS = Table(NORMALIZERS, {**SINGLE, Layers.name: Layers})
+
+
+def undefined_by_forward(normalizer: type) -> str:
+    """A method of the definition that is overridden below the class whose `forward` training computes; empty: there is none."""
+    forward, inputs = _owner(normalizer, "forward"), _owner(normalizer, "fused_inputs")
+    for name in ("define_scores", "normalize", "visible"):
+        owner = _owner(normalizer, name)
+        if forward is not Normalizer and owner is not forward and issubclass(owner, forward) and not issubclass(inputs, owner):
+            return name
+    return ""
+
+
+def _owner(normalizer: type, name: str) -> type:
+    """The class that defines a method of a normalizer."""
+    return next(parent for parent in normalizer.__mro__ if name in vars(parent))
 
 
 def misplaced(normalizer: type, schema: type[Options]) -> tuple[str, type] | None:

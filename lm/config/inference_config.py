@@ -121,13 +121,16 @@ class InferenceSetting:
         """The options of a model's normalizers under this setting, and the setting's problems; `path`: the path of its `normalizer`."""
         problems: list[Problem] = []
         normalizers = [options.with_changes(self.normalizer, path, problems) for options in trained_normalizers]
-        names = {spec.name for options in trained_normalizers for layer in options.layer_options() for spec in fields(layer)}
         problems += [
-            Problem(f"{path}.{name}", value, "no normalizer of this model has this option", "drop it")
-            for name, value in self.normalizer.items()
-            if name not in names
+            Problem(f"{path}.{name}", self.normalizer[name], "no normalizer of this model has this option", "drop it")
+            for name in self.missing_options(trained_normalizers)
         ]
         return normalizers, list({problem.path: problem for problem in problems}.values())
+
+    def missing_options(self, normalizers: list[Options]) -> list[str]:
+        """The options that it sets and that none of the normalizers has."""
+        names = {spec.name for options in normalizers for layer in options.layer_options() for spec in fields(layer)}
+        return [name for name in self.normalizer if name not in names]
 
 
 def check_inference(settings: list[InferenceSetting], position: Position) -> list[Problem]:

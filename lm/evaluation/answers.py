@@ -29,7 +29,7 @@ from lm.model.blocks import DecodingCache
 from lm.model.cross_entropy import argmax_tokens, token_nll, training_loss
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode
-from lm.model.swapped import for_inference
+from lm.model.swapped import applicable, for_inference
 from lm.model.transfer import Scaling, gradients_to_norm, scalings
 from lm.progress import Progress
 from lm.runs.evaluations import Axis, Sample, Series, Shown
@@ -198,7 +198,7 @@ class Recall(AnswerMeasurement):
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         named_tasks = list(zip(self.tasks, task_names([to_plain(task) for task in self.tasks]), strict=True))
         series: list[Series] = []
-        for setting, (task, name) in product(self.asked.inference, named_tasks):
+        for setting, (task, name) in product(applicable(decoder, self.asked.inference), named_tasks):
             series += self._task_series(for_inference(decoder, setting), task, name, setting.label, device, progress)
         return series
 
@@ -437,7 +437,7 @@ class NeedleMeasurement(AnswerMeasurement):
         steps = self.asked.finetune.steps
         base = self._finetuned(decoder, device) if steps else decoder
         series, heads_series = [], []
-        for inference in self.asked.inference:
+        for inference in applicable(decoder, self.asked.inference):
             model, setting = for_inference(base, inference), f"{inference.label}, fine-tuned {steps} steps" if steps else inference.label
             series += self._answers(model, inference.label, setting, device, progress)
             heads_series += self._heads(model, setting, device) if self.asked.heads_at else []

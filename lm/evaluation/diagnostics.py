@@ -46,7 +46,7 @@ from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
 from lm.evaluation.held_out import HeldOut, by_sequence, lengths_axis, spread, validation_sequences
 from lm.model.decoder import Decoder
 from lm.model.device import Device, eval_mode
-from lm.model.swapped import for_inference
+from lm.model.swapped import applicable, for_inference
 from lm.progress import Progress
 from lm.report.evaluation_tables import EvaluationResult
 from lm.runs.evaluations import Axis, Series, Shown
@@ -198,12 +198,15 @@ def describe(
     """
     untrained_decoder = Decoder(decoder.config, decoder.vocab_size, decoder.seq_len, seed=seed).to(device.device)
     models: dict[str, Values] = {}
-    for setting in options.inference:
+    settings = applicable(decoder, options.inference)
+    for setting in settings:
         words = "" if setting.label == "as trained" else f", {setting.label}"
         pair = [for_inference(model, setting) for model in (decoder, untrained_decoder)]
         measures, vectors = statistics_of(*pair, held_out, options, device, progress)
         values = [measures.values(vectors[:, number], decoder.seq_len) for number in range(3)]
         models |= dict(zip((setting.label, UNTRAINED + words, SHUFFLED + words), values, strict=True))
+    if not settings:
+        return []
     description = _ModelSeries(models, measures, held_out, fingerprint)
     parts = [description.numbers(), description.curves(), description.derived(), description.heads()]
     return [series for part in parts + [description.heads_by_keys()] * options.by_position for series in part]
@@ -244,7 +247,7 @@ def retrieval_series(decoder: Decoder, config: Config, options: DiagnosticsConfi
     if not isinstance(task, MQAR) or task.joined or not isinstance(config.model.position, NoPosition):
         return []
     examples = [example(task, QUESTION_SEED, index, length, "test") for index in range(QUESTIONED)]
-    for setting in options.inference:
+    for setting in applicable(decoder, options.inference):
         model = for_inference(decoder, setting)
         with eval_mode(model), torch.autocast(decoder.head.weight.device.type, enabled=False):
             head = retrieving_head(model, examples, task.filler_symbols)

@@ -24,7 +24,7 @@ from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
 from lm.model.cross_entropy import token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode
-from lm.model.swapped import for_inference
+from lm.model.swapped import applicable, for_inference
 from lm.runs.evaluations import KIND, LOSS, Axis, Sample, Series, Shown, selects, validation_series
 from lm.schema import Plain, to_plain
 
@@ -213,10 +213,10 @@ def nll_by_token(decoder: Decoder, held_out: HeldOut, device: Device, progress: 
     return by_token([decoder], held_out, device, measure, progress=progress)[0]
 
 
-def bits_per_byte(nll: np.ndarray, held_out: HeldOut) -> float:
-    """Total bits of the predicted tokens over the UTF-8 bytes they stand for."""
-    n_bytes = (held_out.token_bytes[held_out.sequences[:, 1:]] * held_out.counts).sum(dtype=np.float64)
-    return float(nll.sum(dtype=np.float64) / math.log(2) / n_bytes)
+def bits_per_byte(nll: np.ndarray, held_out: HeldOut, selection: slice | np.ndarray = slice(None)) -> float:
+    """Total bits of the predicted tokens of the sequences of `selection` over the UTF-8 bytes they stand for."""
+    n_bytes = (held_out.token_bytes[held_out.sequences[selection, 1:]] * held_out.counts[selection]).sum(dtype=np.float64)
+    return float(nll[selection].sum(dtype=np.float64) / math.log(2) / n_bytes)
 
 
 def bucket_edges(seq_len: int, length: int) -> np.ndarray:
@@ -267,8 +267,11 @@ class Validation(Measurement):
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         held_out, data = self.held_out, self.config.data
         nll = nll_by_token(decoder, held_out, device, progress=progress)
-        bits = None if data.symbolic else bits_per_byte(nll, held_out)
-        loss, sample = held_out.means(nll)
+        untrained = [] if data.symbolic else [number for number, weighted in enumerate(data.sources) if not weighted.weight]
+        trained = ~np.isin(held_out.sources, untrained)
+        trained = slice(None) if trained.all() or not trained.any() else trained  # a source of weight 0 has a loss of its own alone
+        bits = None if data.symbolic else bits_per_byte(nll, held_out, trained)
+        loss, sample = held_out.means(nll, trained)
         level = self.store.val.unigram_cross_entropy if data.symbolic or data.text_weight else None  # text not trained on has none
         series = validation_series(loss, bits, level, held_out.length, sample, self.fingerprint)
         labels = (
@@ -371,7 +374,7 @@ class LongContext(Measurement):
             f"{count:,} of {length:,} tokens",
             "loss by position, mean over sequences",
         )
-        for setting in self.asked.inference:
+        for setting in applicable(decoder, self.asked.inference):
             nll = nll_by_token(for_inference(decoder, setting), held_out, device, progress)
             series += [
                 self.series(
@@ -423,7 +426,7 @@ class ByLength(Measurement):
             f"{count:,} of {self.longest:,} tokens",
             "loss by sequence length, mean over the same tokens",
         )
-        for setting in self.asked.inference:
+        for setting in applicable(decoder, self.asked.inference):
             model = for_inference(decoder, setting)
             losses = [nll_by_token(model, self._cut(length), device, progress) for length in self.lengths]
             by_stretch = np.stack([nll.reshape(count, -1).mean(1, dtype=np.float64) for nll in losses], axis=1)

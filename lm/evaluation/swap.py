@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lm.attention.catalogue import OPTIONS
+from lm.config.data_config import FullLength
 from lm.config.eval_config import Timing
 from lm.config.load import merge, overrides_in, parse, to_yaml
 from lm.config.tree import Config
@@ -95,10 +96,12 @@ class SwapMeasurement(Measurement):
         models = [self.old_decoder.to(device.device), decoder]
         comparisons = [token_losses_and_kl(*models, held_out, device, progress) for held_out in self.held_out]
         series, fingerprint = [], {"data_fingerprint": self.fingerprint}
+        lengths = [held_out.length for held_out in self.held_out]
+        logged = lengths.index(self.config.data.seq_len) if self.config.data.seq_len in lengths else 0
         for index, (held_out, values) in enumerate(zip(self.held_out, comparisons, strict=True)):
             label = f"sequences of {held_out.length:,}"
             for (metric, name), numbers in zip(_METRICS.items(), values, strict=True):
-                fields = {"what": label, "logged": () if index else (f"swap/{name}",)} | fingerprint
+                fields = {"what": label, "logged": (f"swap/{name}",) if index == logged else ()} | fingerprint
                 series.append(self._by_position(metric, numbers, held_out, **fields))
             drift = attention_drift(*models, held_out, device)
             layers = Axis("layer", "", "of layer", tuple(range(len(drift))), log=False)
@@ -218,7 +221,8 @@ def swap_run(
         facts["normalizer"] = old.config.normalizer.label()
         facts["init"] = "fit" if init == "fit" else getattr(config.model.normalizer, "init", None)
         if init == "fit":
-            sequences = train_sequences(store, config, max(1, FIT_TOKENS // config.data.seq_len))
+            full_length = replace(config, data=replace(config.data, lengths=FullLength()))  # the first steps of a curriculum are short
+            sequences = train_sequences(store, full_length, max(1, FIT_TOKENS // config.data.seq_len))
             batches = [sequences.batch(step).to(device.device) for step in range(FIT_BATCHES)]
             facts["fit_kl_before"], facts["fit_kl_after"] = fit(old, new, batches)
         evaluation = measurement.evaluate(new, device, model.stamp["step"], model.stamp["tokens_seen"])
@@ -229,6 +233,9 @@ def swap_run(
     if not evaluation.series:
         models.append("nothing measured: eval.swap_lengths names no length that a held-out document has")
     notes = [f"{destination}: weights alone; go on with: lm eval {destination}, or lm train CONFIG init_from={destination} name=..."]
+    if facts["init"] == "match" and not factors:
+        remedy = "parameters have their initial values; --init fit chooses them"
+        notes.insert(0, f"note: {facts['normalizer']} has no factor on q.k that {label} could match: {remedy}")
     if init == "fit":
         notes.insert(0, f"fit: KL {facts['fit_kl_before']:.5f} -> {facts['fit_kl_after']:.5f} nats on training sequences")
     return SwapResult(evaluation, path, models, notes, warning)
@@ -299,8 +306,8 @@ def _swapped_config(model: Loaded, name: str, init: str | None, destination: Pat
         )
     normalizer: dict[str, Plain] = {"name": name}
     first_init = options.first_init()
-    if init is not None and first_init is None:
-        raise ConfigError([Problem("--init", init, f"{name} has no parameters to start", "drop --init")])
+    if init not in (None, "fit") and first_init is None:
+        raise ConfigError([Problem("--init", init, f"{name} has no option init", "drop --init, or give fit")])
     if init is not None and "init" in user_options:
         raise ConfigError([Problem("model.normalizer.init", user_options["init"], f"--init says {init}", "give one of them")])
     if first_init is not None:

@@ -1,7 +1,7 @@
 """A trained decoder whose normalizers are replaced, or that is used under another inference setting."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -106,6 +106,11 @@ def fit(old: Decoder, new: Decoder, batches: list[Batch]) -> tuple[float, float]
 
 
 # ---------------------------------------------------------------- another inference setting
+
+
+def applicable(decoder: Decoder, settings: Iterable[InferenceSetting]) -> list[InferenceSetting]:
+    """The settings that a decoder can be used in: in another phase of its run it may have had a normalizer with other options."""
+    return [setting for setting in settings if not setting.missing_options([decoder.config.normalizer])]
 
 
 def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:

@@ -20,13 +20,13 @@ from lm.evaluation.evaluation_kind import Measurement
 from lm.evaluation.swap import SwapMeasurement
 from lm.files import write_text
 from lm.model.decoder import Decoder
-from lm.model.device import Device, OutOfTime, peak_memory_bytes
+from lm.model.device import OUT_OF_TIME, Device, OutOfTime, peak_memory_bytes
 from lm.model.spec import flops_per_token
 from lm.plugins import PLUGINS
 from lm.report.evaluation_tables import logged
 from lm.runs.checkpoints import link_checkpoint, save_checkpoint
 from lm.runs.evaluations import Evaluation, evaluation_path, selection_loss
-from lm.runs.folder import BEST, CHECKPOINTS, LAST, METRICS, PEAK_MEMORY, PROFILE, log_seal, step_of, step_path, steps_saved
+from lm.runs.folder import BEST, CHECKPOINTS, LAST, METRICS, PEAK_MEMORY, PROFILE, log_seal, read_metrics, step_of, step_path, steps_saved
 from lm.runs.metadata import FORMAT
 from lm.training.module import L, Named, RunContext, TrainModule, largest_scores, logit_scales, normalizer_parameters, transferred
 from lm.training.optimizers import named_state
@@ -199,7 +199,7 @@ class Metrics(StepCallback):
             self.progress.advance(step)
             return
         state, tokens = module.start.state, self.config.optim.batch_tokens
-        loss = state.take_mean_loss()
+        loss, z_loss = state.take_mean_losses()
         elapsed_s = self.clock.seconds()
         speed = (step - self.last_step) * tokens / max(elapsed_s - self.last_time, 1e-9)
         self.last_step, self.last_time = step, elapsed_s
@@ -208,7 +208,7 @@ class Metrics(StepCallback):
                 "step": step,
                 "tokens": step * tokens,
                 "train/loss": loss,
-                **({"train/z_loss": module.last.z_loss} if self.config.optim.z_loss else {}),
+                **({"train/z_loss": z_loss} if self.config.optim.z_loss else {}),
                 "train/grad_norm": module.last.grad_norm,
                 "lr": self.config.optim.lr_at(step - 1, max_steps),
                 "tokens_per_s": round(speed, 1),
@@ -302,9 +302,13 @@ class Evaluate(Evaluations):
 
     def on_train_start(self, trainer: L.Trainer, module: TrainModule) -> None:
         """Make the evaluations that are missing at the step from which training continues, and measure a new swap, as `lm swap` does."""
-        step, old_decoder = trainer.global_step, module.start.replaced_decoder
+        step, old_decoder, folder = trainer.global_step, module.start.replaced_decoder, self.config.run_folder
+        lines = [line for line in read_metrics(folder / METRICS).lines if line["step"] == step] if step and trainer.is_global_zero else []
+        failures = {name: reason for line in lines for name, reason in line.items()}
         for measurement in self.due(step) if step else []:
-            is_missing = not evaluation_path(self.config.run_folder, measurement.kind, step).exists()
+            failure = failures.get(f"{measurement.kind}/failed")
+            has_failed = failure and (old_decoder or failure == OUT_OF_TIME)  # before the swap; else what it failed of may be mended
+            is_missing = not has_failed and not evaluation_path(folder, measurement.kind, step).exists()
             if trainer.strategy.reduce_boolean_decision(is_missing and trainer.is_global_zero, all=False):
                 self.run(trainer, module, measurement, old_decoder or module.decoder)  # at a phase's start: of the phase before
         if old_decoder and self.config.eval.swap_lengths:

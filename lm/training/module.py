@@ -25,6 +25,7 @@ from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
 from lm.model.device import Device, Machine, eval_mode, use_compile_cache
 from lm.model.transfer import gradients_to_norm
+from lm.plugins import PLUGINS
 from lm.progress import StepProgress
 from lm.training.mirror import MetricLog
 from lm.training.optimizers import load_named_state, make_optimizer, set_rates
@@ -148,6 +149,7 @@ def skip_or_stop(decoder: Decoder, state: RunState, policy: str, step: int, reas
     message = f"step {step}: {reason} ({_norms(decoder)})"
     if policy == "stop":
         advice = "lower optim.lr or raise optim.warmup_steps, in a run of another name; or skip such steps: optim.on_nonfinite=skip"
+        advice += "".join(f"; or its cause is code from outside: {check}" for check in PLUGINS.checks())
         raise Diverged(f"{message}; checkpoints up to the last saved are intact: {advice}", step)
     if state.skipped_in_a_row >= MOST_SKIPPED:
         raise Diverged(f"{message}, the {state.skipped_in_a_row}th step in a row; the last checkpoint is intact", step)
@@ -185,9 +187,7 @@ class RunContext:
 class Step:
     """An optimizer step, the same on all ranks."""
 
-    # loss, z_loss: nats per target
-    loss: float
-    z_loss: float
+    loss: float  # nats per target
     grad_norm: float  # before clipping
     stop: bool  # whether a rank was asked to stop after the step
     layers: dict[str, float]  # gradient norms of layers by their names in metrics.jsonl, if they are logged
@@ -286,9 +286,9 @@ class TrainModule(L.LightningModule):
             torch._foreach_mul_([p.grad for p in trained_parameters], factor)
             norm, grad_norm = norm * factor, grad_norm * factor
             layers = {name: value * factor for name, value in layers.items()}
-        self.last = Step(nll / targets, z_loss / targets, grad_norm, stop > 0, layers)
+        self.last = Step(nll / targets, grad_norm, stop > 0, layers)
         if math.isfinite(grad_norm) and math.isfinite(nll):
-            state.count_step(nll, targets)
+            state.count_step(nll, z_loss, targets)
             torch.nn.utils.clip_grads_with_norm_(trained_parameters, optim.grad_clip or math.inf, norm)
         else:
             reason = f"the loss is {self.last.loss:g}, the gradient's norm {grad_norm:g}"

@@ -56,8 +56,9 @@ class RunState:
     best: Best | None = None  # the lowest validation so far
     skipped: int = 0  # steps whose update was skipped
     skipped_in_a_row: int = 0  # number of consecutive skipped steps up to the last step
-    # nll_since_line, targets_since_line: loss (nats) and targets over all ranks since the last logged line
+    # nll_since_line, z_loss_since_line, targets_since_line: losses (nats) and targets over all ranks since the last logged line
     nll_since_line: float = 0.0
+    z_loss_since_line: float = 0.0
     targets_since_line: int = 0
     elapsed_s: float = 0.0  # seconds of training
     # digests of the weights that were measured or saved, by step; a swap's step has those before and after it
@@ -69,7 +70,7 @@ class RunState:
 
         Raises RunError: something is missing, or of another type.
         """
-        metadata = {"weights_sha256": {}, **metadata}  # an older version wrote none
+        metadata = {"weights_sha256": {}, "z_loss_since_line": 0.0, **metadata}  # an older version wrote none
         path, types = step_path(folder, metadata["step"]), {spec.name: spec.type for spec in fields(cls)}
         check_fields(metadata, types | {"best": dict | None}, path)
         if best := metadata["best"]:
@@ -89,10 +90,11 @@ class RunState:
         digests = self.weights_sha256.setdefault(str(step), [])
         digests += [] if sha256 in digests else [sha256]
 
-    def count_step(self, nll: float, targets: int) -> None:
-        """Count a step with the summed loss `nll` (nats) over `targets` targets."""
+    def count_step(self, nll: float, z_loss: float, targets: int) -> None:
+        """Count a step with the sums `nll` and `z_loss` (nats) over `targets` targets."""
         self.skipped_in_a_row = 0
         self.nll_since_line += nll
+        self.z_loss_since_line += z_loss
         self.targets_since_line += targets
 
     def count_skipped(self) -> None:
@@ -100,11 +102,12 @@ class RunState:
         self.skipped += 1
         self.skipped_in_a_row += 1
 
-    def take_mean_loss(self) -> float:
-        """Mean loss (nats per target) since the last call, over all ranks; NaN if every step was skipped. Resets the sums."""
-        mean = self.nll_since_line / self.targets_since_line if self.targets_since_line else math.nan
-        self.nll_since_line, self.targets_since_line = 0.0, 0
-        return mean
+    def take_mean_losses(self) -> tuple[float, float]:
+        """Mean loss and z-loss (nats per target) since the last call, over all ranks; NaN if every step was skipped. Resets the sums."""
+        targets = self.targets_since_line or math.nan
+        means = self.nll_since_line / targets, self.z_loss_since_line / targets
+        self.nll_since_line, self.z_loss_since_line, self.targets_since_line = 0.0, 0.0, 0
+        return means
 
 
 # ---------------------------------------------------------------- starts
