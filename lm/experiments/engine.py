@@ -463,7 +463,9 @@ class Jobs:
             reasons = [f"{kind}: {reason}" for kind, reason in outcome.failed_evaluations.items()]
             unmeasured = f"primary.metric {metric} was not measured by sequence at the last step"
             if metric not in names and not reasons:
-                raise RunError(f"{folder}: {unmeasured}; correct the file, measured were: {', '.join(names)}")
+                is_mean_alone = any(metric in line for line in outcome.log.lines)
+                remedy = "it is a mean alone: give its Series `samples`" if is_mean_alone else "correct the file"
+                raise RunError(f"{folder}: {unmeasured}; {remedy}, measured were: {', '.join(names)}")
             reason = f"{unmeasured} ({'; '.join(reasons)}); lm eval {folder} measures it, without a limit of time"
             reason = "an evaluation or checkpoint of its last step is missing after training" if metric in names else reason
             self._report_failure(run, note_failure(self.folder, run, status, reason))

@@ -37,4 +37,5 @@ class Measured(Measurement):
             return decoder.head(hidden[:, [self.asked.position]]).std(-1)
 
         values = by_sequence([decoder], [held_out.length] * len(held_out.sequences), (1,), device, spread, progress)
-        return [self.series("spread", "nats", "higher", values.mean(0), logged=("spread/logits",))]
+        samples = (held_out.sample(values),)  # by sequence: what intervals and verdicts need
+        return [self.series("spread", "nats", "higher", values.mean(0), samples=samples, logged=("spread/logits",))]
