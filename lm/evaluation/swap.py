@@ -230,8 +230,10 @@ def swap_run(
         _write_run(folder, config, model, new.cpu(), {**environment, "command": command_line(), "swap": facts})
     factors, warning = _factors(old, new)
     models = [f"{facts['normalizer']} -> {label}, step {evaluation.step}", *_parameters(new), *factors]
-    if not evaluation.series:
-        models.append("nothing measured: eval.swap_lengths names no length that a held-out document has")
+    asked_lengths = {int(factor * config.data.seq_len) for factor in config.eval.swap_lengths}
+    if missing_lengths := sorted(asked_lengths - {held_out.length for held_out in measurement.held_out}):
+        words = ", ".join(f"{length:,}" for length in missing_lengths)
+        models.append(f"not measured: {words} tokens (eval.swap_lengths), which no held-out document has, or no position of the model")
     notes = [f"{destination}: weights alone; go on with: lm eval {destination}, or lm train CONFIG init_from={destination} name=..."]
     if facts["init"] == "match" and not factors:
         remedy = "parameters have their initial values; --init fit chooses them"
