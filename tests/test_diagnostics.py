@@ -18,6 +18,7 @@ from lm.attention import catalogue
 from lm.attention import catalogue as opt
 from lm.attention.options import Options
 from lm.config.eval_config import DiagnosticsConfig
+from lm.config.inference_config import InferenceSetting, ThetaFactor
 from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
 from lm.data.prepare import prepare
@@ -27,6 +28,7 @@ from lm.evaluation.held_out import HeldOut
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout
 from lm.model.device import Device
+from lm.model.swapped import for_inference
 from lm.report.comparison import compare_runs
 from lm.report.comparison_pictures import overview
 from lm.report.evaluation_tables import EvaluationResult, print_results
@@ -196,6 +198,51 @@ def test_queries_are_spread_over_octaves_and_ranges_of_keys_end_at_the_training_
     assert query_indices(LEAST_KEYS - 1, 64) == []
     n = np.array([32.0, 90, 91, 128, 129, 256, math.nan])
     assert half_octaves(n, 128) == [(32, 32), (65, 91), (92, 128), (129, 181), (182, 256)]
+
+
+@torch.no_grad()
+def test_a_description_is_of_the_model_the_untrained_one_and_shuffled_scores_under_each_setting():
+    """Over sequences of which one has fewer queries that see enough keys, and beyond the training length."""
+    train_length, length = 128, 256
+    decoder = Decoder(ModelConfig(n_layer=2, n_head=3, n_embd=24, normalizer=opt.LogN(), init_std=0.3), VOCAB, train_length, seed=1).eval()
+    tokens = np.random.default_rng(0).integers(1, VOCAB, (3, length + 1))
+    tokens[2, 100] = 0
+    held_out = HeldOut(tokens, np.ones(VOCAB, np.float32), np.array([0, 0, 1]), end_of_text=0)
+    settings = [InferenceSetting(), InferenceSetting(ThetaFactor(factor=1e4), normalizer={"n": "fixed:2"})]
+    config = DiagnosticsConfig(sequences=3, queries=16, statistics=["concentration"], inference=settings)
+    curves = describe(decoder, held_out, config, Device(torch.device("cpu"), bf16=False), seed=7)
+    measures, untrained = (
+        Measures(families(config), 2, 3, query_indices(length, 16), length),
+        Decoder(decoder.config, VOCAB, train_length, seed=7),
+    )
+    name, order = "effective keys", [orders(index, 16, length) for index in range(3)]
+    for setting, words in zip(settings, ("", f", {settings[1].label}"), strict=True):
+        model, other = (for_inference(each, setting).eval() for each in (decoder, untrained))
+        sequences = [(index, held_out.batch([index])) for index in range(3)]
+        expected = {
+            setting.label: [measures.vectors(model, batch, index)[0] for index, batch in sequences],
+            f"untrained weights{words}": [measures.vectors(other, batch, index)[0] for index, batch in sequences],
+            f"shuffled scores{words}": [measures.vectors(model, batch, index, order[index])[1] for index, batch in sequences],
+        }
+        for label, vectors in expected.items():
+            values = measures.values(torch.stack(vectors).numpy(), train_length)
+            by_query = values.by_query[name]
+            number, by_keys, *by_layer = (curve for curve in curves if (curve.metric, curve.setting) == (name, label))
+            assert number.means[0] == pytest.approx(np.nanmean(by_query), rel=1e-5)
+            distance = next(curve for curve in curves if (curve.metric, curve.setting, curve.axis) == ("mean distance", label, None))
+            assert distance.means[0] == pytest.approx(np.nanmean(values.by_query["mean distance"]), rel=1e-5), "it tells orders apart"
+            (sample,) = number.samples
+            assert len(set(sample.weights)) == 2
+            assert np.average(sample.values[:, 0], weights=sample.weights) == pytest.approx(number.means[0], rel=1e-5)
+            n = np.broadcast_to(values.n[:, :, None], by_query.shape)
+            for column, (low, high) in enumerate(half_octaves(values.n, train_length)):
+                means = [by_query[index][(n[index] >= low) & (n[index] <= high)] for index in range(3)]
+                assert by_keys.means[column] == pytest.approx(np.mean([part.mean() for part in means if len(part)]), rel=1e-5)
+            exponents = exponent(by_query, np.where(values.n <= train_length, values.n, np.nan))[0]
+            slopes = [curve for curve in curves if (curve.metric, curve.setting) == (f"exponent of {name}", label) and curve.axis]
+            for layer in range(2):
+                assert by_layer[layer].means == pytest.approx(np.nanmean(by_query[:, layer], (0, 2)), rel=1e-5)
+                assert slopes[layer].means == pytest.approx(exponents[layer], rel=1e-4)
 
 
 # ---------------------------------------------------------------- commands

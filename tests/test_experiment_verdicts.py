@@ -87,6 +87,10 @@ def test_the_primary_metric_may_choose_the_rates_and_solved_everywhere_is_no_edg
     table = {"table": str(procedure.experiment.folder / "tuning.csv"), "metric": "primary"}
     (folder := tmp_path / "again").mkdir()
     assert experiment(folder, base=base, seeds=[1, 2], primary=OF_RECALL, tune=table).choice("").rates == procedure.choice("").rates
+    assert not procedure.judgement().all_pairs
+    (folder := tmp_path / "by-loss").mkdir()
+    by_loss = experiment(folder, base=base, seeds=[1, 2], primary=OF_RECALL, tune={"grid": tune["grid"], "seeds": tune["seeds"]})
+    assert by_loss.judgement().all_pairs, "where the loss chooses the rates, every pair of rates must show a difference in recall"
 
 
 def test_final_runs_say_what_they_are_judged_by_as_they_end(tmp_path, capsys):
@@ -153,6 +157,27 @@ def test_the_second_interval_is_over_the_documents_that_report(tmp_path):
     expected = over_seeds_and_documents(differences, np.ones(len(report)), np.array(report)).interval()
     assert summary_lines(procedure)[1]["over_seeds_and_documents"] == pytest.approx(expected.as_list(), abs=1e-5)
     assert expected.coverage == f"3 seeds and {len(report)} documents"
+
+
+@pytest.mark.parametrize("by", [{}, {"metric": "primary"}])
+def test_rates_are_chosen_on_the_documents_that_select_and_judged_on_those_that_report(tmp_path, by):
+    selects_document = selects(FINGERPRINT, np.arange(40))
+    optima = {True: 2e-3, False: 4e-3}  # by whether a document selects
+    procedure = experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3, 8e-3], "seeds": [101, 102], **by})
+    while unfinished := [run for run in procedure.known_runs() if not run.outcome.ended]:
+        for run in unfinished:
+            finish(run, 5.0)
+            by_part = {part: 5 + abs(math.log2(run.rate / best)) - (run.arm == "ssmax") * (0.1 + part) for part, best in optima.items()}
+            values = np.array([by_part[bool(part)] for part in selects_document])[:, None]
+            sample = Sample("held-out", values, np.ones(40), np.arange(40))
+            series = validation_series(float(values.mean()), None, 9.0, 32, sample, FINGERPRINT)
+            evaluated(run, "validation", run.outcome.last_step, series)
+    assert procedure.choice("").rates == {"softmax": 2e-3, "ssmax": 2e-3}
+    tuning = {run.rate: (run.selection, run.primary) for run in procedure.tuning_runs("") if run.arm == "softmax"}
+    assert tuning == {rate: pytest.approx((5 + distance,) * 2) for rate, distance in ((1e-3, 1), (2e-3, 0), (4e-3, 1), (8e-3, 2))}
+    softmax, ssmax = summary_lines(procedure)
+    assert (softmax["mean"], ssmax["mean"], ssmax["difference"][0]) == pytest.approx((6.0, 5.9, -0.1))
+    assert [*ssmax["differences_by_rate"].values()] == pytest.approx([-1.1] * 4)
 
 
 def test_the_difference_is_shown_at_every_rate(tmp_path):
@@ -381,6 +406,8 @@ def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(t
         high
         == f"power: 3 seeds find a difference of 0.02 with probability {power(3, 0.005, 0.02):.2f}, by a spread of 0.005 (primary.spread)"
     )
+    of_two_looks = said(experiment(tmp_path, primary=primary | {"spread": 0.01}, more_seeds=[4, 5]))
+    assert f"5 seeds find a difference of 0.02 with probability {power(5, 0.01, 0.02, 0.05 / 2):.2f}, by" in of_two_looks[0]
     _, low = said(experiment(tmp_path, primary=primary | {"spread": 0.05}))
     assert low.startswith(
         "LOW POWER: the experiment will more likely than not leave such a difference undecided; probability 0.8 takes 52 seeds"
@@ -468,3 +495,19 @@ def test_an_arm_is_tuned_that_starts_from_one_without_a_rate_of_its_own(tmp_path
     assert procedure.n_runs("") == {"softmax": 9, "swapped": 5, "more": 9, "cooled": 5, "longer": 9}
     assert sum(procedure.n_runs("").values()) == len(procedure.known_runs())
     assert n_planned == procedure.n_runs("")
+
+
+def test_a_second_look_at_runs_that_learn_or_do_not_shares_the_level_with_the_first(tmp_path):
+    procedure = experiment(tmp_path, seeds=[1, 2, 3, 4], more_seeds=[5, 6], primary={"learned": 4.0})
+    line = summary_lines(finish_all(procedure, lambda run: 3.0 if run.arm == "ssmax" else 5.0))[1]
+    assert (line["learned"], line["verdict"], line["p"]) == (4, "undecided", pytest.approx(2 * 2 / math.comb(8, 4)))
+
+
+def test_a_run_that_diverged_is_worse_by_infinity_where_more_is_better(tmp_path):
+    base = {"base": str(ROOT / "tests" / "tiny.yaml"), "eval.recall": {"tasks": ["passkey"], "length_factors": [0.5, 2], "sequences": 4}}
+    procedure = experiment(tmp_path, base=base, primary=OF_RECALL, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]})
+    for run in procedure.known_runs():
+        is_lost = (run.arm, run.rate) == ("ssmax", 4e-3)
+        finish(run, math.inf if is_lost else 5 + abs(run.rate - 2e-3), recall(0.75 if run.arm == "ssmax" else 0.5))
+    differences = differences_by_rate(procedure, "", procedure.experiment.arms[1])
+    assert differences == {1e-3: [0.25] * 2, 2e-3: [0.25] * 2, 4e-3: [-math.inf] * 2}

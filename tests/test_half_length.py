@@ -8,6 +8,7 @@ from conftest import lm
 
 from lm.attention.catalogue import OPTIONS
 from lm.config.eval_config import DiagnosticsConfig
+from lm.config.inference_config import InferenceSetting
 from lm.config.task_config import MQAR
 from lm.data.tasks import example
 from lm.diagnostics.retrieval_length import Retrieval, RetrievingHead, half_length, median_weights, retrieving_head
@@ -88,6 +89,13 @@ def test_the_weight_at_twice_the_length_is_predicted_from_the_training_length(ti
     assert curve.what == f"layer {longer.layer}, head {longer.head}" == f"layer 1, head {longer.head}"
     assert curve.means[1] == pytest.approx(np.median(longer.scores.weight(0)), rel=0.15)
     assert longer.scores.weight(0).mean() == pytest.approx(longer.weight)
+
+
+def test_the_prediction_is_of_the_model_under_each_inference_setting(tiny):
+    config, decoder = symbols(tiny)
+    settings = [InferenceSetting(), InferenceSetting(normalizer={"n": "fixed:1000"})]
+    as_trained, changed = retrieval_series(decoder, config, DiagnosticsConfig(inference=settings))
+    assert as_trained.means != pytest.approx(changed.means, rel=1e-3)
 
 
 def test_keys_of_pairs_that_are_not_asked_for_are_no_filler(tiny):

@@ -115,6 +115,13 @@ def test_an_interval_over_seeds_and_documents_holds_the_mean_over_both():
     assert over_both.coverage == "5 seeds and 20 documents"
 
 
+def test_the_spread_over_seeds_is_that_of_their_weighted_means():
+    rng = np.random.default_rng(0)
+    values, weights = rng.normal(size=(5, 20)), rng.integers(1, 30, 20).astype(float)
+    estimate, by_seed = over_seeds_and_documents(values, weights, np.arange(20)), over_seeds(np.average(values, axis=1, weights=weights))
+    assert estimate.floors[0].interval().as_list() == pytest.approx(by_seed.interval().as_list())
+
+
 def test_seeds_and_documents_take_enough_of_both():
     values = np.random.default_rng(0).normal(size=(5, 8))
     assert over_seeds_and_documents(values, np.ones(8), np.arange(8)) is not None
@@ -151,6 +158,14 @@ def fraction_interval(values: np.ndarray, weights: np.ndarray, groups: np.ndarra
     """The interval of a series of a fraction."""
     sample, mean = Sample("questions", values[:, None], weights, groups), np.average(values, weights=weights)
     return interval_of(Series("probe", "accuracy", "fraction", "higher", 64, np.array([mean]), samples=(sample,), interval="wilson"), 0)
+
+
+def test_the_interval_of_a_series_is_over_the_documents_and_weights_of_its_sample():
+    rng, groups = np.random.default_rng(0), np.repeat(np.arange(12), 5)
+    values, weights = rng.normal(size=12)[groups] + 0.1 * rng.normal(size=60), rng.integers(1, 9, 60).astype(float)
+    sample, mean = Sample("text", values[:, None], weights, groups), np.average(values, weights=weights)
+    series = Series("probe", "loss", "nats", "lower", 64, np.array([mean]), samples=(sample,), interval="documents")
+    assert interval_of(series, 0) == over_documents(values, weights, groups)
 
 
 @pytest.mark.parametrize("right", range(12))

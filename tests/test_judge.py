@@ -107,6 +107,13 @@ def test_rates_are_chosen_on_the_lines_that_select():
     assert lm.judge(edge)["verdict"].tolist()[1:] == ["not tuned"]
 
 
+def test_rates_are_chosen_by_weighted_means_in_the_better_direction():
+    table = grid(True)
+    assert lm.judge(table.assign(value=-table["value"]), better="higher")["rate"].tolist() == [2e-3, 2e-3]
+    light = table.assign(unit=1, weight=1.0, value=table["rate"] * 1e3)  # alone it is best at the lowest rate
+    assert lm.judge(pd.concat([table.assign(unit=0, weight=99.0), light]))["rate"].tolist() == [2e-3, 2e-3]
+
+
 def test_rates_are_chosen_by_whole_tuning_runs_whatever_the_index():
     tuning = grid(True).assign(stage="tune", state="finished")
     finals = pd.concat([grid(True).assign(stage="final", state="finished")])

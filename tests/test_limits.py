@@ -16,7 +16,19 @@ from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
 from lm.diagnostics import lemmas
 from lm.diagnostics.attention_rows import AttentionRows, Measures, Values
-from lm.diagnostics.limits import family, few_key_counts, many_key_counts, means, octaves
+from lm.diagnostics.limits import (
+    DISTANCES,
+    TESTED,
+    critical_count,
+    family,
+    few_key_counts,
+    many_key_counts,
+    means,
+    octaves,
+    parts,
+    samples,
+    two_sample_tests,
+)
 from lm.evaluation.diagnostic_pictures import diagnostics
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
@@ -47,7 +59,10 @@ def rows_of(normalizer: Options, queries: list[int] = QUERIES, block: str = "att
 
 def measured(normalizer: Options, sequences: int = 2, block: str = "attention", **options: object) -> tuple[Values, list]:
     """Values of some sequences, and what is derived of them."""
-    statistics, model = family(LimitsConfig(temperatures=[0.1, 10.0], directions=2, **options), every=1), decoder(normalizer, block)
+    statistics, model = (
+        family(LimitsConfig(**{"temperatures": [0.1, 10.0], "directions": 2} | options), every=1),
+        decoder(normalizer, block),
+    )
     measures = Measures((statistics,), LAYERS, model.normalizers()[0].layer.n_head, QUERIES, LENGTH)
     vectors = np.stack([measures.vectors(model, batch(index), index)[0].numpy() for index in range(sequences)])
     values = measures.values(vectors, model.seq_len)
@@ -185,6 +200,45 @@ def test_a_key_is_separable_by_at_least_as_many_heads_together():
     shares = curves["keys that at least one head separates", "measured"]
     assert bool((shares >= curves["N_s / N", "N_s / N"] - 1e-6).all())
     assert bool(((curves["heads that choose a key", ""] >= 1) & (curves["heads that choose a key", ""] <= HEADS)).all())
+
+
+def test_what_is_derived_follows_from_the_sums():
+    values, derived = measured(opt.Softmax(), sample_size=LAYERS * HEADS)
+    curves, counts = {(curve.name, curve.label): curve for curve in derived}, many_key_counts(LENGTH)
+    p = means(values.sums["separability"].sum(0))[-1][0].mean(-1)  # (N, layers)
+    assert curves["keys that at least one head separates", "1 - (1 - p)^H"].values == pytest.approx((1 - (1 - p) ** HEADS).mean(-1))
+    total, rows = parts(values.sums["distances"].sum(0))  # (octaves, quantities, N, layers, H)
+    with np.errstate(invalid="ignore"):
+        by_head = (total / rows).reshape(*total.shape[:3], -1)
+    for number, label in enumerate(DISTANCES):
+        assert curves["d~ of 5 keys", label].values[-1] == curves["d~", label].values[counts.index(5)]
+        for octave, (low, high) in enumerate(octaves(LENGTH) if number in TESTED else ()):
+            statistic, p = two_sample_tests(by_head[octave, 0].T, by_head[octave, number].T)
+            n = values.n[(values.n >= low) & (values.n <= high)].mean()
+            for level in (0.01, 0.05):
+                fractions = curves["critical N / visible keys", f"{label}, level {level:g}"].values
+                assert fractions[octave] == pytest.approx(critical_count(p, counts, level) / n, nan_ok=True)
+        if number in TESTED:  # in the last octave
+            assert curves["D of the largest weights", f"to {label}, {LAYERS * HEADS} values"].values == pytest.approx(statistic)
+
+
+def test_samples_deal_the_sequences_into_as_many_groups_as_the_size_takes():
+    sums, rows = np.arange(8.0).reshape(4, 2, 1), np.array([1.0, 2.0, 3.0, 4.0])[:, None, None] * np.ones((4, 2, 1))
+    expected = [(0 + 4) / 4, (1 + 5) / 4, (2 + 6) / 6, (3 + 7) / 6]
+    assert samples(sums, rows, 4).ravel() == pytest.approx(expected)
+    assert samples(sums, rows, 2).ravel() == pytest.approx([12 / 10, 16 / 10])
+
+
+@pytest.mark.parametrize(("p", "expected"), [((0.001, 0.04, 0.2, 0.03), 3), ((0.5, 0.001), 1), ((0.01, 0.02), math.nan)])
+def test_the_critical_number_is_the_first_at_which_no_difference_is_shown(p: tuple[float, ...], expected: float):
+    assert critical_count(np.array(p), range(1, len(p) + 1), 0.05) == pytest.approx(expected, nan_ok=True)
+
+
+def test_the_model_itself_has_a_temperature_of_the_root_of_the_head_size():
+    values, derived = measured(opt.Softmax(), temperatures=[math.sqrt(8), 1.0])
+    (norm,) = (curve.values for curve in derived if curve.label == "spectral norm")
+    of_scores = values.by_query["norm of the Jacobian"][..., -1].mean(0).max()  # with respect to logits / sqrt(8)
+    assert norm[0] * math.sqrt(8) == pytest.approx(of_scores, rel=1e-2)
 
 
 def test_what_is_derived_has_a_value_for_each_point_of_its_axis():

@@ -12,10 +12,12 @@ from lm.attention import catalogue
 from lm.config.eval_config import FinetuneConfig, NeedleConfig
 from lm.config.model_config import ModelConfig, Transfer
 from lm.config.task_config import Needle
+from lm.data.batches import IGNORED
 from lm.data.prepare import prepare
 from lm.data.store import Store
-from lm.data.tasks import Text
-from lm.evaluation.answers import SCORED, NeedleMeasurement, finetuned, head_scores, score, trials
+from lm.data.tasks import Example, Text, example
+from lm.evaluation import answers
+from lm.evaluation.answers import FINETUNE_SEED, SCORED, NeedleMeasurement, finetuned, head_scores, score, trials
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.generation import Sampling, generate
 from lm.model.decoder import Decoder
@@ -113,6 +115,25 @@ def test_fine_tuning_teaches_a_copy_and_leaves_the_model(store: Store):
     assert losses[1] < losses[0] - 0.5
 
 
+def test_fine_tuning_reads_training_sequences_whose_answers_alone_count_at_a_rate_that_rises_and_falls(store: Store, monkeypatch):
+    read, counted, rates, text, task = [], [], [], Text(store), Needle(needles=2)
+    loss, step = answers.training_loss, torch.optim.AdamW.step
+
+    def made_example(*arguments) -> Example:
+        read.append(arguments[2:5])
+        return example(*arguments)
+
+    monkeypatch.setattr(answers, "example", made_example)
+    monkeypatch.setattr(answers, "training_loss", lambda *given: counted.append(int((given[2] != IGNORED).sum())) or loss(*given))
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *given: rates.append(self.param_groups[0]["lr"]) or step(self, *given))
+    config = NeedleConfig(needles=2, finetune=FinetuneConfig(steps=6, batch_sequences=2, lr=1e-3))
+    finetuned(made(store).float(), config, 300, text, CPU)
+    assert read == [(index, 300, "train") for index in range(12)]
+    n_answers = [int(example(task, FINETUNE_SEED, index, 300, "train", text).answers.sum()) for index in range(12)]
+    assert counted == [sum(n_answers[first : first + 2]) for first in range(0, 12, 2)]
+    assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3, 1e-3, 5e-4])
+
+
 def test_fine_tuning_takes_a_transferred_rate(store: Store):
     """AdamW's first step moves each entry by the learning rate: with m = 4 and l = 1, a hidden matrix by a fourth of the base model's."""
     config, changes = NeedleConfig(finetune=FinetuneConfig(steps=1, batch_sequences=1, lr=1e-3)), []
@@ -157,6 +178,12 @@ def test_cells_have_their_control_and_ranks_share_them(tiny, monkeypatch: pytest
     ]
     heads = [series for series in result if series.metric == "attention to the number"]
     assert [(series.what, series.samples[0].values.shape) for series in heads] == [("layer 0", (3, 2)), ("layer 1", (3, 2))]
+    widths = np.mean([np.diff(trial.spans).ravel() for trial in trials(Needle(depth=0.5), 256, 3, Text(store))], axis=0)
+    levels = {series.metric: series.references["uniform attention"] for series in result if series.metric.startswith("attention to the")}
+    assert levels == {
+        "attention to the number": pytest.approx(widths[0] / 256),
+        "attention to the sentence": pytest.approx(widths[1] / 256),
+    }
     assert json.loads(json.dumps([series.plain() for series in result])) == [series.plain() for series in result]
 
 

@@ -15,11 +15,11 @@ from folders import curve, same, series, weights
 
 from lm.config.load import load, parse, to_yaml
 from lm.config.model_config import ModelConfig
-from lm.config.task_config import MQAR, Copy, FlipFlop, Induction, Maximum, Needle, Passkey, Task
+from lm.config.task_config import HELD_OUT, MQAR, Copy, FlipFlop, Induction, Maximum, Needle, Passkey, Task
 from lm.config.tree import Config
 from lm.data.batches import IGNORED, Batch, MicroBatches, train_sequences
 from lm.data.prepare import prepare
-from lm.data.tasks import Example, Text, example
+from lm.data.tasks import Example, Text, example, integer_hash
 from lm.errors import ConfigError
 from lm.evaluation.answers import Recall, read_answers
 from lm.evaluation.held_out import Validation, validation_sequences
@@ -304,6 +304,13 @@ def test_sequences_of_tasks_are_a_function_of_the_step_however_they_are_read(tin
         assert torch.equal(torch.cat([micro_batch.targets for micro_batch in micro_batches]), batch.targets)
         contents |= {sequence.numpy().tobytes() for sequence in batch.tokens}
     assert len(contents) == 4 * 16 + 4 * 8
+
+
+def test_a_run_trains_on_training_sequences_alone(tiny):
+    config = tiny("data.tasks=[{task: {name: copy, span: 4}}]", SYMBOLS[1])
+    sequences = train_sequences(prepare(config.data), config)
+    targets = torch.cat([sequences.batch(step).targets for step in range(8)])
+    assert not any(integer_hash(row[row != IGNORED].numpy()) % HELD_OUT == 0 for row in targets), "these strings are for test sequences"
 
 
 def test_needles_are_dealt_among_text_by_weight(tiny):

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lm.runs.evaluations import Axis, Sample, Series, Shown, selecting, selects
+from lm.report.frame import evaluation_blocks, frame
+from lm.runs.evaluations import Axis, Evaluation, Sample, Series, Shown, selecting, selects
 
 
 def by_position() -> Series:
@@ -86,3 +87,9 @@ def test_about_a_third_of_the_documents_select_and_always_the_same():
 def test_where_a_part_would_be_empty_all_sequences_choose_the_best_checkpoint(selects_all: bool):
     (document,) = np.flatnonzero(selects("fingerprint", np.arange(40)) == selects_all)[:1]
     assert selecting("fingerprint", np.full(5, document)).all()
+
+
+def test_the_long_table_has_the_document_of_each_unit_at_each_place():
+    evaluation = Evaluation("probe", 8, 256, "", {}, "32", "weights", (by_position(),))
+    table = frame(evaluation_blocks(evaluation, {}))
+    assert table[["x", "sample", "group"]].to_numpy().tolist() == [[0, 0, 0], [0, 1, 0], [0, 2, 1], [4, 0, 0], [4, 1, 0], [4, 2, 1]]

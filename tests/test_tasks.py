@@ -360,6 +360,7 @@ def test_training_and_test_sequences_of_text_share_no_number(text: Text, task: T
 
 
 def test_filler_is_of_the_split_and_within_a_document(text: Text):
+    assert text._splits["train"].n_tokens > text._splits["test"].n_tokens, "0.3 of the text is held out, for test sequences"
     for subset, split in text._splits.items():
         content = split.tokens.tobytes()
         for index in range(30):

@@ -265,12 +265,22 @@ def test_no_word_contradicts_the_interval_beside_it(family: list[list[float]], l
 
 
 def test_intervals_of_a_family_are_each_longer_so_that_all_hold_together():
-    values = spread(0.01, 0.03, 5)
+    values = spread(0.03, 0.03, 7)
+    units = np.array(values)[:, None] + np.random.default_rng(0).normal(0, 0.02, (7, 9))
+    on_other_text = over_seeds_and_documents(units[None, None], np.ones(9), np.arange(9))
+    comparison = Comparison(values, over_documents=on_other_text)
     for comparisons, looks in ((1, 1), (4, 1), (3, 2)):
-        verdict = verdicts({n: Comparison(values) for n in range(comparisons)}, MATTERS, looks=looks)[0]
-        half = t.ppf(1 - 0.025 / comparisons / looks, 4) * 0.03 / np.sqrt(5)
-        assert verdict.interval.as_list() == pytest.approx([0.01, 0.01 - half, 0.01 + half])
-        assert verdict.p == pytest.approx(min(1, comparisons * looks * ttest_1samp(values, 0).pvalue))
+        family = comparisons * looks
+        verdict = verdicts(dict.fromkeys(range(comparisons), comparison), MATTERS, looks=looks)[0]
+        half, half_alone = (t.ppf(1 - 0.025 / number, 6) * 0.03 / np.sqrt(7) for number in (family, looks))
+        assert verdict.interval.as_list() == pytest.approx([0.03, 0.03 - half, 0.03 + half])
+        assert verdict.single_interval.as_list() == pytest.approx([0.03, 0.03 - half_alone, 0.03 + half_alone]), "for all looks together"
+        assert verdict.over_documents.as_list() == pytest.approx(on_other_text[0, 0].interval(family).as_list())
+        assert verdict.p == pytest.approx(min(1, family * ttest_1samp(values, 0).pvalue))
+        assert verdict.p_exact == pytest.approx(min(1, family * p_exact(comparison)))
+        assert verdict.seeds_needed[0] == seeds_needed(0.03, MATTERS, 0.05 / family)
+    at_two_rates = verdicts({"a": Comparison(np.array([[values], [values]]))}, MATTERS)["a"]
+    assert at_two_rates.seeds_needed[0] == seeds_needed(0.03, MATTERS, 0.05 / 2) > seeds_needed(0.03, MATTERS)
 
 
 def test_power_is_that_of_the_noncentral_t():

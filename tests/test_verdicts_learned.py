@@ -148,3 +148,10 @@ def test_the_plan_says_from_how_many_seeds_on_a_difference_can_be_shown(tmp_path
         "a run has learned if it reaches 0.9; a difference can be shown from 4 seeds on" in line
         for line in plan(experiment(tmp_path, learned=0.9), None, "")
     )
+
+
+def test_a_difference_in_the_other_direction_at_another_rate_shows_nothing():
+    assert learned_verdicts({"a": LearnedCounts([(5, 0), (5, 0)], 5)})["a"].kind == "better"
+    verdict = learned_verdicts({"a": LearnedCounts([(5, 0), (0, 5)], 5)})["a"]
+    assert (verdict.kind, verdict.p) == ("undecided", 1.0)
+    assert "but not so at the other rates" in verdict.reason

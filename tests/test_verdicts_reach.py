@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 from conftest import ROOT
-from fabricated import finish, validate
+from fabricated import FINGERPRINT, evaluated, finish, validate
 
 from lm.errors import ConfigError
 from lm.experiments.experiment_file import read_experiment
@@ -17,11 +17,13 @@ from lm.experiments.page import SizeResults, _caveats, answers, differences_pict
 from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_lines, summary_table, tuning_table
+from lm.files import write_json
 from lm.report.tables import csv_text
-from lm.runs.evaluations import validation_series
+from lm.runs.evaluations import Sample, selects, validation_series
+from lm.runs.folder import ENVIRONMENT
 from lm.statistics.intervals import over_seeds
 from lm.statistics.learned import tokens_to_reach
-from lm.statistics.verdicts import Comparison, verdicts
+from lm.statistics.verdicts import Comparison, power, verdicts
 
 LEVEL = 4.6
 STEPS = (1, 2, 4, 8)  # of the evaluations
@@ -124,6 +126,26 @@ def test_evaluations_on_other_sequences_than_the_last_are_left_out(tmp_path, mon
     assert procedure.known_runs()[0].outcome.tokens_to_reach(LEVEL, "lower", selection=False) == pytest.approx(1000, rel=1e-3)
 
 
+def test_tokens_are_counted_on_the_documents_that_report_or_select_and_since_the_branch(tmp_path):
+    procedure = experiment(tmp_path)
+    run = procedure.known_runs()[0]
+    trained(run, 1000.0)
+    crossings = np.where(selects(FINGERPRINT, np.arange(40)), 500.0, 1000.0)  # tokens by document
+    for step in STEPS:
+        values = LEVEL - 0.2 * np.log(step * TOKENS / crossings)[:, None]
+        sample = Sample("held-out", values, np.ones(40), np.arange(40))
+        evaluated(run, "validation", step, validation_series(float(values.mean()), None, 9.0, 32, sample, FINGERPRINT))
+
+    def tokens() -> list[float]:
+        outcome = replace(run.outcome)
+        return [outcome.tokens_to_reach(LEVEL, "lower", selection) for selection in (False, True)]
+
+    assert tokens() == pytest.approx([1000, 500], rel=1e-3)
+    write_json(run.config.run_folder / ENVIRONMENT, {"branched_from": {"tokens": TOKENS}})
+    part = math.log2(1000 / 512)  # between 512 - 256 and 1,024 - 256 tokens
+    assert tokens()[0] == pytest.approx(256 * 3**part, rel=1e-3)
+
+
 def test_a_metric_of_no_better_direction_reaches_a_value_in_that_of_the_experiment(tmp_path, monkeypatch):
     procedure = experiment(tmp_path)
     monkeypatch.setattr(
@@ -186,9 +208,10 @@ def test_what_can_t_be_reached_is_refused(tmp_path, changes, message):
 
 
 def test_the_plan_counts_seeds_for_a_factor(tmp_path):
-    assert any(
-        "seeds to find a factor of 1.1 in tokens to val/loss 4.6 with probability" in line for line in plan(experiment(tmp_path), None, "")
-    )
+    lines = [*plan(experiment(tmp_path, primary={"reach": LEVEL, "matters": 0.1, "spread": 0.05}), None, "")]
+    (seeds,) = (line for line in lines if "seeds to find a factor of 1.1 in tokens to val/loss 4.6 with probability" in line)
+    assert "if it is 0.0477, " in seeds, "half of ln 1.1"
+    assert f"power: 3 seeds find a factor of 1.1 with probability {power(3, 0.05, math.log(1.1)):.2f}, by" in " ".join(lines)
 
 
 def test_a_tuning_run_that_did_not_reach_the_value_did_not_diverge(tmp_path):

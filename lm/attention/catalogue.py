@@ -44,7 +44,7 @@ class _NormalizerKind(Kind):
         if misplacement := misplaced(code, schema):
             name, owner = misplacement
             raise Unavailable(f"sets {name} where it has no effect", f"set it on the class {owner.__name__}")
-        if name := undefined_by_forward(code):
+        if issubclass(code, Normalizer) and (name := undefined_by_forward(code)):
             reason = f"has {name} of its own, but `forward` of {_owner(code, 'forward').__name__}, which computes another function"
             raise Unavailable(reason, "override forward or fused_inputs, too, or derive from Normalizer")
         return schema

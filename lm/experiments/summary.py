@@ -114,7 +114,7 @@ def has_reached(tokens: float | None) -> bool:
 
 
 def amount(primary: Primary, value: float | None) -> str | None:
-    """The number by which a run is comparable_value, in digits; tokens in whole numbers."""
+    """The number by which a run is compared, in digits; tokens in whole numbers."""
     if primary.reach is None or value is None:
         return digits(value)
     return f"{value:,.0f}" if has_reached(value) else "at the first evaluation" if value == 0 else NOT_REACHED

@@ -170,12 +170,12 @@ BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "mu
 def make_optimizer(decoder: Decoder, optim: OptimConfig) -> torch.optim.Optimizer:
     """The optimizer of the trained parameters; `set_rates` gives it learning rates."""
     options, groups = optim.optimizer, parameter_groups(decoder, optim)
-    given = {id(parameter) for group in groups for _, parameter in group["params"]}  # torch changes the groups
+    parameter_ids = {id(parameter) for group in groups for _, parameter in group["params"]}  # torch changes the groups
     builder = BUILDERS.get(options.name)
     optimizer = builder(options, groups, decoder) if builder else options.make(groups, decoder)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"`make` of {options.name} gives {type(optimizer).__name__}, not a torch.optim.Optimizer")
-    if given != {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}:
+    if parameter_ids != {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}:
         raise ValueError(f"`make` of {options.name} gives an optimizer of other parameters than those of `groups`: each must be trained")
     for group in optimizer.param_groups:
         group.setdefault("lr", 0.0)
