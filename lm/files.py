@@ -22,6 +22,14 @@ UNFINISHED = "unfinished"  # part of the names of files and folders that are bei
 ABANDONED_SECONDS = 86_400.0  # age at which an unfinished file of another machine counts as abandoned
 
 
+def expanded(path: str | os.PathLike) -> Path:
+    """The path, in which `~` is the home folder. Raises RunError: there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise RunError(f"{path}: no such user") from None
+
+
 @contextmanager
 def temporary_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
     """An empty file beside `path` to write, and its path; it is deleted at the end, unless it was renamed. Unfinished files that killed

@@ -182,14 +182,22 @@ def _imported(reference: str, kind: Kind) -> Plugin:
         raise Unavailable(f"has an option that is not made by lm.schema.key: {unkeyed_names[0]}", f"see {kind.page}")
     named_schema = type(schema.__name__, (schema,), {"name": reference, "__doc__": schema.__doc__, "__module__": schema.__module__})
     package = sys.modules[package_of(reference)]
-    digest = sources_sha256(getattr(package, "__path__", None) or [package.__file__])
-    return Plugin(named_schema, code, _version(reference, code), kind, digest)
+    try:
+        digest = sources_sha256(getattr(package, "__path__", None) or [package.__file__])
+        return Plugin(named_schema, code, _version(reference, code), kind, digest)
+    except OSError as error:
+        raise Unavailable(f"can't be read: {error}", "install its package in a folder, not in an archive") from None
 
 
 def _version(reference: str, code: type) -> str:
     distributions, source = metadata.packages_distributions().get(package_of(reference)), inspect.getsourcefile(code)
-    parts = (
-        [f"{distributions[0]} {metadata.version(distributions[0])}"] if distributions else []
-    )  # may be edited where it is installed from
-    parts += [f"source sha256 {hashlib.sha256(Path(source).read_bytes()).hexdigest()[:12]}"] if source else []
-    return ", ".join(parts) or "unknown"
+    distribution = f"{distributions[0]} {metadata.version(distributions[0])}" if distributions else ""
+    if not source:
+        return distribution or "unknown"
+    digest = hashlib.sha256(Path(source).read_bytes()).hexdigest()[:12]  # a distribution may be edited where it is installed from
+    return f"source sha256 {digest}" + f" ({distribution})" * bool(distribution)
+
+
+def is_version(recorded: str, present: str) -> bool:
+    """Whether code of the version `present` is of the `recorded` one; older runs recorded a distribution without a digest."""
+    return present == recorded or present.endswith(f" ({recorded})")

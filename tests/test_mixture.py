@@ -307,6 +307,7 @@ def test_a_source_of_weight_0_has_a_loss_of_its_own_alone(tmp_path: Path):
     loss, bits, letters, texts = Validation(config, store).measure(decoder, device, lambda sequences: None)
     assert loss.overall_mean == texts.overall_mean != letters.overall_mean
     assert (loss.samples[0].values == texts.samples[0].values).all()
+    assert not loss.references, "the level is that of all text"
     bytes_per_token = loss.overall_mean / bits.overall_mean / math.log(2)
     assert 1 <= bytes_per_token < 6
 

@@ -21,7 +21,7 @@ from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import run_differences
 from lm.experiments.slots import commands
 from lm.files import read_sealed, write_sealed
-from lm.plugins import PLUGINS
+from lm.plugins import PLUGINS, is_version
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
 from lm.runs.folder import CONFIG, ENVIRONMENT, read_config
 from lm.runs.loading import DESCRIPTION
@@ -238,7 +238,7 @@ def test_an_installed_package_gives_a_bare_name(powers: Path, arguments: list[st
     assert config.model.normalizer.name == NAME
     assert config.model.normalizer.label() == f"{NAME} (power=1.5)"
     folder = trained(arguments, "model.normalizer=power")
-    assert json.loads((folder / ENVIRONMENT).read_text())["versions"][NAME].startswith("powers 1.2, source sha256 "), (
+    assert json.loads((folder / ENVIRONMENT).read_text())["versions"][NAME].endswith(" (powers 1.2)"), (
         "it may be edited where it is installed from"
     )
     with pytest.raises(ConfigError, match="--allow-plugin powers"):
@@ -319,7 +319,7 @@ def test_an_experiment_swaps_from_and_to_a_plugin_and_knows_its_code(powers: Pat
         code = powers / "attention.py"
         code.write_text(code.read_text().replace("scores + self.b", "scores - self.b"))
     assert [outcome.state for _, outcome in outcomes] == ["finished"] * 8
-    (sentence,) = [words for words in run_differences(outcomes) if words.startswith(f"runs were trained by different code of {NAME}")]
+    (sentence,) = [words for words in run_differences(outcomes) if words.startswith(f"runs started with different code of {NAME}")]
     assert sentence.count("source sha256") == 2
 
 
@@ -341,6 +341,14 @@ def test_a_definition_that_forward_does_not_compute_is_refused(powers: Path, arg
     (powers / "capped.py").write_text(head + scores)
     with pytest.raises(ConfigError, match="has define_scores of its own, but `forward` of FusedSoftmax, which computes another function"):
         load([*arguments, "model.normalizer={name: 'powers.capped:Mine'}"])
+    family = "    def forward(self, q, k, v, layout):\n        return self.normalize(self.define_scores(q, k, layout), layout) @ v\n"
+    member = f"class Member(Mine):\n{scores}"
+    (powers / "family.py").write_text(head + family + member)
+    load([*arguments, "model.normalizer={name: 'powers.family:Member'}"])
+    mixin = f"class Cap:\n{scores}class Mixed(Cap, Mine):\n    pass\n"
+    (powers / "mixed.py").write_text(head + "    pass\n" + mixin)
+    with pytest.raises(ConfigError, match="has define_scores of its own"):
+        load([*arguments, "model.normalizer={name: 'powers.mixed:Mixed'}"])
     (powers / "own.py").write_text(head + scores + inputs)
     load([*arguments, "model.normalizer={name: 'powers.own:Mine'}"])
     assert [name for name in ENTRIES if undefined_by_forward(implementation(name))] == []
@@ -355,3 +363,9 @@ def test_a_loss_that_is_not_finite_names_the_check_of_code_from_outside(powers: 
     checked = lm("check-normalizer", NAME)
     assert (checked.returncode, checked.stdout.count("\n")) == (1, 1)
     assert "gives numbers that are not finite; a row without weight" in checked.stdout
+
+
+def test_a_distribution_that_an_older_run_recorded_without_a_digest_is_the_same():
+    assert is_version("powers 1.2", "source sha256 0123456789ab (powers 1.2)")
+    assert not is_version("powers 1.1", "source sha256 0123456789ab (powers 1.2)")
+    assert not is_version("source sha256 1123456789ab (powers 1.2)", "source sha256 0123456789ab (powers 1.2)")

@@ -408,6 +408,8 @@ def test_a_fit_takes_sequences_of_the_training_length_and_any_normalizer_with_pa
     swap(config.run_folder, tmp_path / "cosine", "cosine", "fit")
     result = command("swap", str(config.run_folder), "--to", "ssmax", "-o", str(tmp_path / "matched"), "eval.swap_lengths=[1, 999]")
     assert "not measured: 31,968 tokens (eval.swap_lengths), which no held-out document has" in result.stdout
+    nothing = command("swap", str(config.run_folder), "--to", "ssmax", "-o", str(tmp_path / "nothing"), "eval.swap_lengths=[]")
+    assert "nothing measured" in nothing.stdout
     assert "note: cosine has no factor on q.k that ssmax could match: parameters have their initial values" in result.stdout
 
 

@@ -88,7 +88,10 @@ def test_a_tilde_is_the_home_folder_in_every_path(tiny, tmp_path: Path, monkeypa
     branch = ["branch_from=~/runs/first/checkpoints/last.ckpt", "trainer.max_steps=4", short[1]]
     assert train(tiny("name=third", "runs=~/runs", "data.root=~/data", *branch)) == 0
     assert {path.name for path in (tmp_path / "home").iterdir()} == {"runs", "data"}
+    assert train(tiny("name=first", "runs=~/runs", "data.root=~/data", "resume=~/runs/first/checkpoints/last.ckpt", *short)) == 0
     assert not (tmp_path / "~").exists()
+    with pytest.raises(RunError, match="~nobody-of-this-name/runs: no such user"):
+        train(tiny("name=nobody", "runs=~nobody-of-this-name/runs"))
 
 
 def test_a_metrics_log_that_can_not_be_written_is_one_line(tmp_path: Path):

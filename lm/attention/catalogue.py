@@ -93,14 +93,16 @@ def _listed(labels: Iterable[str]) -> str:
 OPTIONS = Table(NORMALIZERS, {**SINGLE, Layers.name: Layers})
 
 
+_DEFINITION = ("define_scores", "normalize", "visible")
+
+
 def undefined_by_forward(normalizer: type) -> str:
     """A method of the definition that is overridden below the class whose `forward` training computes; empty: there is none."""
-    forward, inputs = _owner(normalizer, "forward"), _owner(normalizer, "fused_inputs")
-    for name in ("define_scores", "normalize", "visible"):
-        owner = _owner(normalizer, name)
-        if forward is not Normalizer and owner is not forward and issubclass(owner, forward) and not issubclass(inputs, owner):
-            return name
-    return ""
+    depths = {name: normalizer.__mro__.index(_owner(normalizer, name)) for name in ("forward", "fused_inputs", *_DEFINITION)}
+    forward = _owner(normalizer, "forward")
+    if forward is Normalizer or not forward.__module__.startswith("lm."):  # another `forward` may compute whatever the definition says
+        return ""
+    return next((name for name in _DEFINITION if depths[name] < min(depths["forward"], depths["fused_inputs"])), "")
 
 
 def _owner(normalizer: type, name: str) -> type:

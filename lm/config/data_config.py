@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, get_args
 
 from lm.config.task_config import TASKS, Task
 from lm.errors import Problem
+from lm.files import expanded
 from lm.plugins import Kind, Table
 from lm.schema import Plain, key, sections, variant
 
@@ -471,7 +472,7 @@ class DataConfig:
     @property
     def folder(self) -> Path:
         """The folder of the prepared token stores."""
-        return Path(self.root).expanduser()
+        return expanded(self.root)
 
     @property
     def sources(self) -> list[WeightedSource]:

@@ -14,6 +14,7 @@ from lm.config.data_config import DataConfig
 from lm.config.eval_config import EvalConfig
 from lm.config.model_config import ModelConfig
 from lm.config.training_config import LogConfig, OptimConfig, Phase, TrainerConfig
+from lm.files import expanded
 from lm.schema import Effect, Plain, build, effect, flatten, key, reference, section, sections, to_plain
 
 
@@ -66,7 +67,7 @@ class Config:
     @property
     def run_folder(self) -> Path:
         """The folder that holds the run."""
-        return Path(self.runs).expanduser() / self.name
+        return expanded(self.runs) / self.name
 
     @property
     def world_size(self) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 
 from lm.config.data_config import Files
 from lm.errors import DataError, one_line
-from lm.files import FileHashes
+from lm.files import FileHashes, expanded
 from lm.schema import Plain
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def expand(source: Files) -> list[Path]:
     Raises DataError: a path that does not exist, matches nothing, is empty or has a suffix that can't be read.
     """
     matches: set[Path] = set()
-    for path in (Path(name).expanduser() for name in source.paths):
+    for path in (expanded(name) for name in source.paths):
         if path.is_dir():
             files = [file for file in files_in(path) if _format(file, source)]
             if not files:
@@ -190,7 +190,7 @@ def expand(source: Files) -> list[Path]:
 
 def description(source: Files) -> str:
     """The numbers of files that are read, and of files in the folders that are ignored, by suffix. Raises DataError as `expand` does."""
-    folders = [path for path in (Path(name).expanduser() for name in source.paths) if path.is_dir()]
+    folders = [path for path in (expanded(name) for name in source.paths) if path.is_dir()]
     ignored_counts = sum((_ignored(path, source) for path in folders), Counter())
     remedy = "; data.source.suffixes names what is read as text"
     return f"{len(expand(source)):,} files read, " + (f"{_counted(ignored_counts)}{remedy}" if ignored_counts else "0 ignored")

@@ -20,7 +20,7 @@ from lm.data import text_files
 from lm.data.text_files import ROWS, OnError, Unreadable, UnreadableGuard, check_column, column_texts, damaged, files_in, size_of
 from lm.data.tokenizer import decode, token_bytes, tokenizer_of, vocab_size
 from lm.errors import DataError
-from lm.files import FileHashes
+from lm.files import FileHashes, expanded
 from lm.schema import Plain
 
 OTHER_TOKENIZER = "set data.tokenizer to the one that made the ids"
@@ -260,7 +260,7 @@ def _column(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnErro
 
 def _folders(source: Tokens) -> list[Path]:
     """The folders that `Dataset.save_to_disk` wrote."""
-    paths = sorted(Path(name).expanduser() for name in source.paths)
+    paths = sorted(expanded(name) for name in source.paths)
     for path in paths:
         splits = sorted(folder.name for folder in path.iterdir() if (folder / "state.json").is_file()) if path.is_dir() else []
         if not (path / "state.json").is_file():

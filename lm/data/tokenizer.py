@@ -31,6 +31,7 @@ from lm.config.data_config import (
     TrainedTokenizer,
 )
 from lm.errors import DataError, LMError, one_line, panicked
+from lm.files import expanded
 from lm.schema import Plain, convert, to_plain
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ def pretrained(spec: PretrainedTokenizer) -> tuple[str, str]:
 
     Raises DataError: there is no such folder or model, it has no tokenizer, or the hub can't be reached.
     """
-    if os.path.exists(folder := Path(spec.model).expanduser()):
+    if os.path.exists(folder := expanded(spec.model)):
         if spec.revision:
             raise DataError(f"{folder}: is on this machine, not on the hub; set data.tokenizer.revision to null")
         return named_tokenizer(folder), ""
@@ -389,6 +390,6 @@ def _alphabet() -> list[str]:
 def read(path: Path, key: str) -> bytes:
     """The content of a tokenizer's file. Raises DataError naming it, the reason and `key`."""
     try:
-        return path.expanduser().read_bytes()
+        return expanded(path).read_bytes()
     except OSError as error:
         raise DataError(f"{path}: can't read the tokenizer: {error.strerror} ({key})") from None

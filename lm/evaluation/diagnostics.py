@@ -44,6 +44,7 @@ from lm.evaluation.answers import QUESTION_SEED
 from lm.evaluation.evaluate import evaluate, evaluate_model, open_device, open_store, split_configurations, text_config
 from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
 from lm.evaluation.held_out import HeldOut, by_sequence, lengths_axis, spread, validation_sequences
+from lm.files import expanded
 from lm.model.decoder import Decoder
 from lm.model.device import Device, eval_mode
 from lm.model.swapped import applicable, for_inference
@@ -129,7 +130,7 @@ def sequences_of_text(tokenizer: "Tokenizer", end_of_text: int, options: Diagnos
 def read_file(path: str, prefix: str) -> str:
     """The text of a UTF-8 file. Raises RunError, whose message begins with `prefix`, the option that names the file."""
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return expanded(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RunError(f"{prefix}{path}: {getattr(error, 'strerror', None) or 'is not UTF-8'}") from None
 

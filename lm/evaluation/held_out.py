@@ -271,8 +271,10 @@ class Validation(Measurement):
         trained = ~np.isin(held_out.sources, untrained)
         trained = slice(None) if trained.all() or not trained.any() else trained  # a source of weight 0 has a loss of its own alone
         bits = None if data.symbolic else bits_per_byte(nll, held_out, trained)
-        loss, sample = held_out.means(nll, trained)
-        level = self.store.val.unigram_cross_entropy if data.symbolic or data.text_weight else None  # text not trained on has none
+        (loss, _), (_, sample) = held_out.means(nll, trained), held_out.means(nll)
+        sample = sample if isinstance(trained, slice) else sample.part(trained)
+        has_level = data.symbolic or (data.text_weight and isinstance(trained, slice))  # text not trained on has none
+        level = self.store.val.unigram_cross_entropy if has_level else None
         series = validation_series(loss, bits, level, held_out.length, sample, self.fingerprint)
         labels = (
             task_names([to_plain(task.task) for task in data.tasks])

@@ -233,7 +233,12 @@ def swap_run(
     asked_lengths = {int(factor * config.data.seq_len) for factor in config.eval.swap_lengths}
     if missing_lengths := sorted(asked_lengths - {held_out.length for held_out in measurement.held_out}):
         words = ", ".join(f"{length:,}" for length in missing_lengths)
-        models.append(f"not measured: {words} tokens (eval.swap_lengths), which no held-out document has, or no position of the model")
+        reason = (
+            "into which the task does not fit" if config.data.symbolic else "which no held-out document has, or no position of the model"
+        )
+        models.append(f"not measured: {words} tokens (eval.swap_lengths), {reason}")
+    if not evaluation.series:
+        models.append("nothing measured")
     notes = [f"{destination}: weights alone; go on with: lm eval {destination}, or lm train CONFIG init_from={destination} name=..."]
     if facts["init"] == "match" and not factors:
         remedy = "parameters have their initial values; --init fit chooses them"

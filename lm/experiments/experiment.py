@@ -19,6 +19,7 @@ from lm.config.tree import Config, effect_of
 from lm.config.yaml_text import interpolated
 from lm.errors import ConfigError, Problem
 from lm.experiments.run_outcome import SELECTION
+from lm.files import expanded
 from lm.plugins import PLUGINS
 from lm.schema import Plain, build, flatten, is_block, key, to_plain
 from lm.statistics.tuning import FEWEST_TUNING_SEEDS, Rate, coordinates, rates_of
@@ -255,7 +256,7 @@ class Experiment:
     @property
     def folder(self) -> Path:
         """The folder of the experiment's runs and report."""
-        return Path(self.first_config.runs).expanduser() / self.name
+        return expanded(self.first_config.runs) / self.name
 
     @property
     def first_config(self) -> Config:

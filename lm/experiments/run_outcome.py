@@ -210,8 +210,8 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
             {name for _, environment, _ in records for name in environment.get("versions", {}) if ":" in name}
         ):  # from outside
             versions = [(arm, start_setting(environment, f"versions.{name}")) for arm, environment, _ in records]
-            if words := _differing([(arm, version) for arm, version in versions if version]):
-                sentences.append(f"runs were trained by different code of {name}: {words}; train the earlier ones anew")
+            if words := _differing([(arm, version) for arm, version in versions if version and version.startswith("source sha256")]):
+                sentences.append(f"runs started with different code of {name}: {words}; what it trained is no longer comparable")
     except (ValueError, TypeError, AttributeError) as error:
         raise RunError(f"{records[0][2].folder.parent}: an {ENVIRONMENT} is damaged: {error}") from None
     if unsealed_count := sum(not run.sealed for _, run in finished_runs):

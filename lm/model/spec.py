@@ -12,7 +12,7 @@ from lm.config.model_config import ModelConfig
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem
 from lm.model.decoder import Decoder, is_normalizer
-from lm.plugins import PLUGINS
+from lm.plugins import PLUGINS, is_version
 from lm.schema import Plain, build, key, own_problems, section
 
 
@@ -52,7 +52,11 @@ class ModelSpec:
     def changed_plugins(self) -> list[tuple[str, str, str]]:
         """(name, version recorded, version imported) of the normalizers from outside whose code has changed."""
         versions = PLUGINS.versions(self.plugins)
-        return [(name, version, versions[name]) for name, version in self.plugins.items() if versions.get(name, version) != version]
+        return [
+            (name, version, versions[name])
+            for name, version in self.plugins.items()
+            if not is_version(version, versions.get(name, version))
+        ]
 
     def decoder(self) -> Decoder:
         """A decoder for weights that are loaded: its parameters are not set."""

@@ -18,7 +18,7 @@ from lm.config.load import merge, read_yaml, to_yaml
 from lm.config.tree import Config, function_of
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError, RunError, one_line, out_of_memory
-from lm.files import file_sha256, new_folder, read_json, read_sealed, replacing, write_sealed
+from lm.files import expanded, file_sha256, new_folder, read_json, read_sealed, replacing, write_sealed
 from lm.model.decoder import Decoder
 from lm.model.rope import AS_TRAINED
 from lm.model.spec import ModelSpec
@@ -185,7 +185,7 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> Loaded:
     """
     if not isinstance(path, str | os.PathLike):
         raise RunError(f"{path!r}: must be the path of a run folder, a checkpoint or a model folder, not {type(path).__name__}")
-    path, checkpoint = Path(path).expanduser(), str(checkpoint)
+    path, checkpoint = expanded(path), str(checkpoint)
     if checkpoint != "last" and not (path / CHECKPOINTS).is_dir():
         raise RunError(f"{path}: not a run folder, of which a checkpoint ({checkpoint}) could be chosen")
     if (path / DESCRIPTION).is_file():

@@ -12,11 +12,11 @@ import signal
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from lm.config.load import load
 from lm.config.tree import Config
 from lm.errors import ConfigError, LMError, RunError
+from lm.files import expanded
 from lm.machine import stop_with_parent
 from lm.runs.folder import METRICS, read_metrics, step_of, step_seconds
 from lm.training.before_training import check_before_data
@@ -29,7 +29,7 @@ STEPS = 10  # optimizer steps that are made
 def pilot(config: Config) -> dict[str, float]:
     """Time a run of this configuration: all that it does but most of its steps, in its run folder. Eager: compiling a few steps would take
     most of the time."""
-    first_step = step_of(Path(config.branch_from).expanduser()) if config.branch_from else 0
+    first_step = step_of(expanded(config.branch_from)) if config.branch_from else 0
     run_steps = config.trainer.max_steps - first_step
     steps = min(STEPS, run_steps)
     pilot_config = replace(

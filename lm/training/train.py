@@ -8,7 +8,7 @@ from pathlib import Path
 from lm.config.tree import Config
 from lm.data.prepare import check_sequences, prepare
 from lm.errors import RunError
-from lm.files import locked_folder, read_json
+from lm.files import expanded, locked_folder, read_json
 from lm.machine import without_collection
 from lm.runs.evaluations import evaluation_files
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, METRICS, TRAINING, is_own, read_config, read_metrics, steps_saved
@@ -53,7 +53,7 @@ def find_checkpoint(config: Config) -> Path | None:
     resumed_path = _resumed(config)
     if resumed_path or not config.branch_from:
         return resumed_path
-    path = Path(config.branch_from).expanduser()
+    path = expanded(config.branch_from)
     path = path / CHECKPOINTS / LAST if path.is_dir() else path
     if not path.is_file():
         names = ", ".join(checkpoint.name for checkpoint in steps_saved(path.parent))
@@ -68,7 +68,7 @@ def _resumed(config: Config) -> Path | None:
     """The checkpoint that `resume` names; None for a new run, or for `auto` where there is none yet."""
     if not config.resume:
         return None
-    path = config.run_folder / CHECKPOINTS / LAST if config.resume == "auto" else Path(config.resume)
+    path = config.run_folder / CHECKPOINTS / LAST if config.resume == "auto" else expanded(config.resume)
     if path.is_file():
         if not is_own(config.run_folder, path):
             remedy = "to start a new run from it: branch_from=... (with its optimizer state) or init_from=... (its weights) instead"
