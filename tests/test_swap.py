@@ -484,6 +484,16 @@ def test_a_phase_changes_the_normalizer_and_nothing_else(tiny):
     assert means["KL divergence"].tolist() == [0.0] * 3
 
 
+def test_swaps_at_other_steps_are_warned_of_once(tiny):
+    folders = []
+    for until in (0.25, 0.5):
+        config = tiny(f"name=until{until}", f"phases=[{{until: {until}, normalizer: softmax}}, {{until: 1, normalizer: ssmax}}]")
+        train(config)
+        folders.append(config.run_folder)
+    warning = compare_runs([read_run(folder) for folder in folders]).warning
+    assert warning.count("They were measured on sequences around the swap after different numbers of tokens") == 1
+
+
 def test_new_runs_start_from_other_weights(trained: Path, tiny, tmp_path: Path, capsys: pytest.CaptureFixture):
     swap(trained, tmp_path / "out")
     config = tiny(

@@ -253,7 +253,7 @@ def _warnings(arms: tuple[ArmRuns, ...], sections: tuple[Section, ...], diff: Ma
             warnings.append(
                 f"They were measured on {section.example_series.shown.measured_on} after different numbers of tokens: {tokens}."
             )
-    return warnings
+    return list(dict.fromkeys(warnings))  # sections of one kind say the same
 
 
 # ---------------------------------------------------------------- arms
