@@ -417,7 +417,7 @@ def reference(schema: type, path: str = "", described_options: set[type] | None 
         key_path, default, blocks = _join(path, spec.name), _default(spec), {}
         table, block = spec.metadata.get("table"), spec.metadata.get("schema")
         if container := spec.metadata.get("many"):
-            kind, default_text = _MANY[container, table is not None], _yaml_flow(_plain(default))
+            kind, default_text = _MANY[container, table is not None], yaml_flow(_plain(default))
             blocks = {"[]": block} if block else {}
         elif table is not None:
             kind, default_text = " | ".join(table), spec.metadata["default"]
@@ -443,12 +443,12 @@ _MANY = {  # types of several blocks, by whether a name picks each
 }
 
 
-def _yaml_flow(value: Plain) -> str:
+def yaml_flow(value: Plain) -> str:
     """A value as YAML on one line; a block that has only a name is written as that name."""
     if isinstance(value, list):
-        return f"[{', '.join(map(_yaml_flow, value))}]"
+        return f"[{', '.join(map(yaml_flow, value))}]"
     if isinstance(value, dict):
-        text = ", ".join(f"{name}: {_yaml_flow(item)}" for name, item in value.items())
+        text = ", ".join(f"{name}: {yaml_flow(item)}" for name, item in value.items())
         return value["name"] if list(value) == ["name"] else "{" + text + "}"
     return yaml_scalar(value)
 

@@ -154,6 +154,16 @@ def test_an_inference_setting_may_set_those_options_of_normalizers_that_training
             load(arguments)
 
 
+def test_a_temperature_of_rope_is_refused_where_the_normalizer_would_undo_it():
+    def inference(temperature: str) -> list[str]:
+        setting = f"eval.long_context.inference=[{{rope: {{name: yarn, temperature: {temperature}}}}}]"
+        return ["name=x", "data.source={name: files, paths: [a.txt]}", "model.n_layer=2", "model.normalizer=[softmax, cosine]", setting]
+
+    assert load(inference("false")).eval.long_context.inference[0].label == "yarn, temperature 0"
+    with pytest.raises(ConfigError, match=r"inference\[0\]\.rope\.temperature = true: cosine has no logits that a temperature"):
+        load(inference("true"))
+
+
 def test_a_renamed_block_drops_the_options_of_the_old_name():
     base = {"model": {"normalizer": {"name": "ssmax", "init": 0.4}}}
     assert merge(base, {"model": {"normalizer": "softmax"}}) == {"model": {"normalizer": {"name": "softmax"}}}

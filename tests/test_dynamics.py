@@ -80,7 +80,7 @@ def test_the_logit_scale_is_that_of_the_normalizer_at_three_lengths_with_its_lin
     assert (values["logit_scale/slope/layer1/head1"], values["logit_scale/intercept/layer1/head1"]) == (0, 2)
 
 
-@pytest.mark.parametrize("name", ["relu2", "cosine", "qassmax", "forget", "entmax15", "linear"])
+@pytest.mark.parametrize("name", ["sigmoid", "cosine", "qassmax", "forget", "asentmax", "linear"])
 def test_a_normalizer_whose_scores_are_no_multiple_of_the_logits_has_no_logit_scale(tiny, name: str):
     assert transferred(logit_scales(decoder(tiny, name))) == {}
 

@@ -208,5 +208,13 @@ def test_what_can_not_be_computed_is_refused(tmp_path: Path):
         lm.huggingface.add_parameters(
             transformers.BloomForCausalLM._from_config(transformers.BloomConfig(**sizes), attn_implementation="lm_ssmax")
         )
+    alone = transformers.BloomForCausalLM._from_config(transformers.BloomConfig(**sizes), attn_implementation="lm_log_n")
+    with pytest.raises(ValueError, match="BloomForCausalLM computes attention by itself"):  # and no mask, if it got none
+        alone(tokens())
+    padded = torch.arange(T).expand(2, -1) >= torch.tensor([[0], [9]])
+    angles = llama(tmp_path, "lm_qassmax", "random").eval()
+    with pytest.raises(ValueError, match="qassmax depends on positions: position_ids must count from each sequence's first token"):
+        angles(tokens(), attention_mask=padded.long())
+    angles(tokens(), attention_mask=padded.long(), position_ids=padded.long().cumsum(-1).sub(1).clamp(min=0))
     with pytest.raises(ConfigError, match="did you mean 'ssmax'"):
         lm.huggingface.register({"lm_typo": "ssmaxx"})

@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -83,7 +84,7 @@ def test_match_keeps_the_mean_factor_on_the_logits_of_every_pair(old: object, ne
         torch.testing.assert_close(factors, expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("options", [*OLD, SSMAX_BIAS, opt.PN(), opt.LogN(clip=True), opt.SSMax(n="sample")])
+@pytest.mark.parametrize("options", [*OLD, SSMAX_BIAS, opt.PN(), opt.LogN(clip=True), opt.SSMax(n="sample"), opt.Relu2(), opt.Sink()])
 def test_score_factors_are_those_of_the_scores(tiny, options: object):
     model = decoder(tiny, options)
     factors = score_factors(model, [1, 16, 32])
@@ -96,8 +97,20 @@ def test_score_factors_are_those_of_the_scores(tiny, options: object):
             torch.testing.assert_close(scores, factors[place, layer].unsqueeze(-1) * plain, atol=1e-5, rtol=1e-4)
 
 
-def test_there_are_no_score_factors_where_some_layer_has_other_scores(tiny):
-    assert score_factors(decoder(tiny, opt.Cosine()), [16]) is None
+def test_layers_with_other_scores_have_no_score_factors_and_the_others_are_still_compared(tiny):
+    old = decoder(tiny, opt.Layers([opt.Cosine(), opt.Window(4)]))
+    assert score_factors(old, [16]).isnan().tolist() == [[[True, True], [False, False]]]
+    lines, warning = swap_module._factors(old, swapped(old, opt.Layers([opt.Cosine(), opt.SSMax(init=0.9)])))
+    assert lines[-1] == "factor on the scores at n = 32, layers 1: 1 -> 3.12"
+    assert "3.1 times the old one at n = 32" in warning
+    assert swap_module._factors(old, swapped(old, opt.Cosine())) == ([], "")
+
+
+def test_normalizers_are_matched_by_the_swap_that_their_options_name(tiny):
+    normalizers = [opt.Window(2), opt.SSMax(bias=True, init=0.3, n="fixed:64"), opt.Softmax(), opt.Relu2(form="1/n^2")]
+    name, override = shlex.split(opt.Layers(normalizers).swap_arguments())
+    expected = [*normalizers[:1], opt.SSMax(bias=True, n="fixed:64"), *normalizers[2:]]
+    assert (name, tiny("model.n_layer=4", "model.normalizer.name=layers", override).model.normalizer) == ("layers", opt.Layers(expected))
 
 
 def test_softmax_becomes_affine_ssmax_without_any_change(tiny):
@@ -341,6 +354,14 @@ def test_a_swap_prints_its_factors_and_warns_where_they_are_far_from_the_old(
     assert len(warnings) == ("unit" in options)
     if warnings:
         assert "is 2.8 times the old one at n = 16, 3.5 times the old one at n = 32: " in warnings[0]
+
+
+def test_a_swap_says_in_which_layers_other_keys_are_seen(trained: Path, tmp_path: Path):
+    changes = "model.normalizer.of=[{name: window, size: 64}, {name: window, size: 8}]"
+    result = command("swap", str(trained), "--to", "layers", changes, "-o", str(tmp_path / "out"))
+    assert "layers 1 see other keys at the training length than before" in result.stdout
+    assert "factor on the scores at n = 32: 1 -> 1" in result.stdout.splitlines()
+    assert "other keys" not in command("swap", str(trained), "--to", "ssmax", "-o", str(tmp_path / "ssmax")).stdout
 
 
 def test_the_farthest_factor_of_a_head_is_warned_of(tiny):

@@ -5,6 +5,7 @@ them as its `schema`. A new one is these two and its options' name here. Nothing
 """
 
 import inspect
+import shlex
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
@@ -20,7 +21,7 @@ from lm.attention.sparse import ASEntmax, Entmax15, Softpick, Sparsemax
 from lm.attention.stick_breaking import StickBreaking
 from lm.errors import Problem
 from lm.plugins import PLUGINS, Kind, Table
-from lm.schema import Plain, Unavailable, build, reference, variants
+from lm.schema import Plain, Unavailable, build, reference, variants, yaml_flow
 
 ENTRIES: dict[str, type[Options]] = {
     options.name: options
@@ -83,7 +84,8 @@ class Layers(Options):
         return _listed(options.label() for options in self.of)
 
     def swap_arguments(self) -> str:
-        return f"layers 'model.normalizer.of=[{', '.join(options.name for options in self.of)}]'"
+        entries = [{"name": options.name, **options.beyond_initial_values()} for options in self.of]
+        return f"layers {shlex.quote(f'model.normalizer.of={yaml_flow(entries)}')}"
 
 
 def _listed(labels: Iterable[str]) -> str:

@@ -25,6 +25,10 @@ class ElementwiseNormalizer(DividedNormalizer):
         """b as fp32, broadcastable to (B, H, T); None for 0."""
         return None
 
+    @property
+    def scores_are_logits(self) -> bool:
+        return type(self).shift is ElementwiseNormalizer.shift
+
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         z, shift = logits(q, k), self.shift(layout)
         return z if shift is None else z + shift.unsqueeze(-1).to(z.dtype)

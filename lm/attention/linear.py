@@ -17,6 +17,7 @@ CHUNK = 128  # tokens whose weights are formed at a time
 @dataclass
 class Linear(Options):
     name = "linear"
+    scales_with_q = False
     full_formula = "phi(q / D^(1/4)).phi(k / D^(1/4)) (g^t) / sum, or / n"
     source = "Katharopoulos et al. 2020, arXiv 2006.16236; Sun et al. 2023, arXiv 2307.08621"
     known = "can't concentrate: S >= .80 with identity features and Gaussian keys (Su, kexue.fm 9889)"

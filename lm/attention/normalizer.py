@@ -97,7 +97,12 @@ class Normalizer(ABC, Module):
     def scale_by_position(self) -> Tensor | None:
         """The factor c of the scores c q.k / sqrt(D) at each position of a training sequence: (H, L) float64; None: the
         scores are no such multiple."""
-        return None
+        return torch.ones(self.layer.n_head, self.layer.train_length, dtype=torch.float64) if self.scores_are_logits else None
+
+    @property
+    def scores_are_logits(self) -> bool:
+        """Whether scores are z itself: `define_scores` is the default, and nothing is appended to q and k."""
+        return all(getattr(type(self), name) is getattr(Normalizer, name) for name in ("define_scores", "query_features", "key_features"))
 
     def row_length(self, layout: AttentionLayout) -> Tensor:
         """n of each query by the option `n`, fp32, broadcastable to (B, H, T)."""

@@ -26,6 +26,7 @@ class Options:
     known: ClassVar[str] = ""  # published figures, with their source
     sums_to_one: ClassVar[bool] = True  # each row of weights sums to 1, whatever the options
     over_sum: ClassVar[bool] = False  # `n` may be `sum`: each row is divided by its sum
+    scales_with_q: ClassVar[bool] = True  # a factor on q is the same factor on the logits q.k
     fixed_by_training: ClassVar[Mapping[str, str]] = {}  # why an option can't be changed in a trained model, by its name
 
     @property
@@ -73,13 +74,17 @@ class Options:
         """The options that aren't their defaults."""
         return {spec.name: getattr(self, spec.name) for spec in fields(self) if getattr(self, spec.name) != spec.default}
 
+    def beyond_initial_values(self) -> dict[str, Plain]:
+        """The options that aren't their defaults, without initial values."""
+        return {option: value for option, value in self.non_defaults().items() if option != "init"}
+
     def label(self) -> str:
         """The name with the options that aren't their defaults: `ssmax (init=1.0)`."""
         return labelled(self.name, self.non_defaults())
 
     def swap_arguments(self) -> str:
         """The options as `lm swap --to` takes them: `ssmax model.normalizer.bias=true`; initial values left out."""
-        overrides = {option: value for option, value in self.non_defaults().items() if option != "init"}
+        overrides = self.beyond_initial_values()
         return " ".join([self.name, *(f"model.normalizer.{option}={yaml_scalar(value)}" for option, value in overrides.items())])
 
 

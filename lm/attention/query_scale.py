@@ -307,6 +307,7 @@ class InfoScaleNormalizer(ScaleFromBase):
 @dataclass
 class Cosine(Options):
     name = "cosine"
+    scales_with_q = False
     full_formula = "softmax(g cos(q, k)) or softmax(g ln n cos(q, k))"
     learned = "g per layer and head"
     source = "Henry et al. 2020, arXiv 2010.04245; Su, kexue.fm 9859"
@@ -382,6 +383,7 @@ class PNNormalizer(QueryScale):
 @dataclass
 class QASSMax(Options):
     name = "qassmax"
+    scales_with_q = False
     full_formula = "softmax(z), q times B(ln n) (1 + tanh G(q))"
     learned = "MLPs B (1 to H x D) and G (D to D) per layer, 64 hidden, GELU"
     source = "TabICLv2's code"

@@ -350,7 +350,9 @@ class LimitsConfig:
     sample_size: int = key(
         144, "values in each sample of the tests for the critical number of keys: heads of the paper's model", ge=2, le=10**5
     )
-    temperatures: list[float] = key([0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0], "T of Lemma 2, ascending; of logits q.k / T", gt=0, le=10**6)
+    temperatures: list[float] = key(
+        [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0], "T of Lemma 2, ascending; divides the scores, times sqrt(D)", gt=0, le=10**6
+    )
     steps: list[float] = key([0.001, 0.1, 10.0], "lengths of the steps of Lemma 2's finite differences", gt=0, le=10**6)
     directions: int = key(16, "random directions of the finite differences; the paper has one", ge=1, le=10**4)
 

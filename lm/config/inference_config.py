@@ -125,6 +125,10 @@ class InferenceSetting:
             Problem(f"{path}.{name}", self.normalizer[name], "no normalizer of this model has this option", "drop it")
             for name in self.missing_options(trained_normalizers)
         ]
+        layers = (layer for options in trained_normalizers for layer in options.layer_options())
+        if getattr(self.rope, "temperature", False) and (scaleless := next((layer for layer in layers if not layer.scales_with_q), None)):
+            reason = f"{scaleless.name} has no logits that a temperature of its queries could multiply"
+            problems.append(Problem(f"{path.removesuffix('normalizer')}rope.temperature", True, reason, "set it to false"))
         return normalizers, list({problem.path: problem for problem in problems}.values())
 
     def missing_options(self, normalizers: list[Options]) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lm.attention.catalogue import OPTIONS
+from lm.attention.layout import AttentionLayout
 from lm.config.data_config import FullLength
 from lm.config.eval_config import Timing
 from lm.config.load import merge, overrides_in, parse, to_yaml
@@ -239,6 +240,11 @@ def swap_run(
         models.append(f"not measured: {words} tokens (eval.swap_lengths), {reason}")
     if not evaluation.series:
         models.append("nothing measured")
+    if changed_layers := _layers_of_other_keys(old, new):
+        reach = (
+            "see other keys at the training length than before, which changes the loss, too; --to layers keeps single layers' normalizers"
+        )
+        models.append(f"layers {', '.join(map(str, changed_layers))} {reach}")
     notes = [f"{destination}: weights alone; go on with: lm eval {destination}, or lm train CONFIG init_from={destination} name=..."]
     if facts["init"] == "match" and not factors:
         remedy = "parameters have their initial values; --init fit chooses them"
@@ -267,15 +273,18 @@ def _over_heads(values: Tensor) -> str:
 def _factors(old: Decoder, new: Decoder) -> tuple[list[str], str]:
     """The factor on the scores before and after, at short lengths and at the training length, and a warning if they are far apart.
 
-    No lines if the scores are not a multiple of q.k / sqrt(D).
+    Of the layers whose scores are a multiple of q.k / sqrt(D) before and after; no lines if there are none.
     """
     lengths = sorted({min(length, old.seq_len) for length in (*SHORT_LENGTHS, old.seq_len)})
     old_factors, new_factors = score_factors(old, lengths), score_factors(new, lengths)
-    if old_factors is None or new_factors is None:
+    layers = (old_factors + new_factors).isfinite().all(-1).all(0).nonzero().flatten().tolist()
+    if not layers:
         return [], ""
+    old_factors, new_factors = old_factors[:, layers], new_factors[:, layers]
+    of_layers = f", layers {', '.join(map(str, layers))}" if len(layers) < len(old.normalizers()) else ""
     places = list(enumerate(lengths))
     lines = [
-        f"factor on the scores at n = {length:,}: {_over_heads(old_factors[place])} -> {_over_heads(new_factors[place])}"
+        f"factor on the scores at n = {length:,}{of_layers}: {_over_heads(old_factors[place])} -> {_over_heads(new_factors[place])}"
         for place, length in places
     ]
     ratios = (new_factors / old_factors).flatten(1)  # of each layer and head
@@ -286,6 +295,14 @@ def _factors(old: Decoder, new: Decoder) -> tuple[list[str], str]:
     remedy = "measure them by eval.swap_lengths; docs/swapping.md says which options keep the factor"
     warning = f"warning: the factor on the scores is {', '.join(deviations)}: documents of such lengths may get much worse; {remedy}"
     return lines, warning if deviations else ""
+
+
+def _layers_of_other_keys(old: Decoder, new: Decoder) -> list[int]:
+    """The layers in which the last query of a training sequence sees other keys before and after, such as those of a window."""
+    length = old.seq_len
+    layout = AttentionLayout.full(length).select(slice(length - 1, length), length)
+    pairs = enumerate(zip(old.normalizers(), new.normalizers(), strict=True))
+    return [layer for layer, pair in pairs if not torch.equal(*(normalizer.visible(layout) for normalizer in pair))]
 
 
 def _text_config(model: Loaded, files: Sequence[Path], overrides: list[str]) -> Config:

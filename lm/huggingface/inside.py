@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -33,6 +33,8 @@ LENGTH = "lm_train_length"  # field of the configuration
 HOLDER = "lm_normalizer"  # of a layer's parameters, within its attention; and the field of the configuration that names the normalizer
 UNREGISTERED = ("forget", "asentmax", "p_n")  # the first two read the layer's input, the last has a table for all layers
 REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias")  # arguments of attention functions that change what is computed
+BY_ANGLE = ("qassmax", "linear")  # which treat single dimensions of q apart, so that scores depend on RoPE's absolute positions
+OWN_ATTENTION = "{} computes attention by itself, whatever attn_implementation says"
 WEIGHTS = ["*.safetensors", INDEX]
 
 
@@ -47,7 +49,7 @@ def register(normalizers: Mapping[str, Named] | None = None) -> None:
     for name, normalizer in (normalizers or {f"lm_{name}": name for name in ENTRIES if name not in UNREGISTERED}).items():
         functional.parameters(normalizer, 1, 2, 2)
         ALL_ATTENTION_FUNCTIONS.register(name, partial(_attend, normalizer))
-        ALL_MASK_ATTENTION_FUNCTIONS.register(name, sdpa_mask)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, _mask)
 
 
 def add_parameters(model: PreTrainedModel, train_length: int | None = None) -> None:
@@ -71,7 +73,7 @@ def add_parameters(model: PreTrainedModel, train_length: int | None = None) -> N
         raise ValueError(f"{config._name_or_path} was saved with {entry}, attn_implementation {config._attn_implementation} is {options}")
     layers = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")]
     if not (model.is_backend_compatible() and layers):
-        raise ValueError(f"{type(model).__name__} computes attention by itself, whatever attn_implementation says")
+        raise ValueError(OWN_ATTENTION.format(type(model).__name__))
     if any(hasattr(module, HOLDER) for module in layers):
         raise ValueError("the model has these parameters already: call lm.huggingface.add_parameters once")
     setattr(config, HOLDER, options)
@@ -114,6 +116,14 @@ def _read_saved(model: PreTrainedModel) -> None:
             parameter.data.copy_(tensors.read(name))
 
 
+def _mask(*sizes: object, config: PreTrainedConfig | None = None, **kwargs: object) -> Tensor | None:
+    """The mask of `sdpa_mask`. Raises ValueError: models of this configuration compute attention by themselves, with another kind of mask."""
+    model_type = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else None
+    if model_type and not model_type.is_backend_compatible():
+        raise ValueError(OWN_ATTENTION.format(model_type.__name__))
+    return sdpa_mask(*sizes, config=config, **kwargs)
+
+
 def _attend(
     normalizer: Named, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, position_ids: Tensor | None = None, **kwargs: object,
@@ -135,6 +145,9 @@ def _attend(
     if attention_mask is None and 1 < query.size(2) < key.size(2):  # an empty cache of fixed size
         key, value = key[:, :, : query.size(2)], value[:, :, : query.size(2)]
     layout = _layout(query, key, attention_mask, position_ids)
+    name = normalizer if isinstance(normalizer, str) else normalizer["name"]
+    if name in BY_ANGLE and position_ids is not None and bool(((layout.positions != position_ids) & (layout.positions > 0)).any()):
+        raise ValueError(f"{name} depends on positions: position_ids must count from each sequence's first token, padding left out")
     parameters = holder.by_name() if holder is not None else {}
     output = functional.attention(normalizer, query, key, value, parameters, positions=layout, train_length=_train_length(config))
     return output.transpose(1, 2).contiguous(), None

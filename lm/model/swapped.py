@@ -1,6 +1,7 @@
 """A trained decoder whose normalizers are replaced, or that is used under another inference setting."""
 
 import copy
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -47,23 +48,21 @@ def swapped(old: Decoder, normalizer: Options) -> Decoder:
 
 
 @torch.no_grad()
-def score_factors(decoder: Decoder, lengths: Sequence[int]) -> Tensor | None:
+def score_factors(decoder: Decoder, lengths: Sequence[int]) -> Tensor:
     """The factor c of the scores c q.k / sqrt(D) that the last token of a document of each length has: (lengths, layers, H) on the CPU.
 
-    None if the scores of some layer are no such multiple (`Normalizer.scale_by_position`).
+    NaN in layers whose scores are no such multiple (`Normalizer.scale_by_position`).
     """
     normalizers = decoder.normalizers()
-    if any(normalizer.scale_by_position() is None for normalizer in normalizers):
-        return None
     heads, size, device = normalizers[0].layer.n_head, normalizers[0].layer.head_size, decoder.embedding.weight.device
     q = torch.full((1, heads, 1, size), size**-0.25, device=device)  # q.q / sqrt(D) = 1: scores are the factor
     layouts = [AttentionLayout.full(length, device).select(slice(length - 1, length), length) for length in lengths]
-    return torch.stack(
-        [
-            torch.stack([n.scores(q, q, replace(layout, key_positions=layout.positions))[0, :, 0, 0].cpu() for n in normalizers])
-            for layout in layouts
-        ]
-    )
+    factors = torch.full((len(lengths), len(normalizers), heads), math.nan)
+    for layer, normalizer in enumerate(normalizers):
+        if normalizer.scale_by_position() is not None:
+            scores = [normalizer.scores(q, q, replace(layout, key_positions=layout.positions)) for layout in layouts]
+            factors[:, layer] = torch.cat(scores)[:, :, 0, 0].cpu()
+    return factors
 
 
 def fit(old: Decoder, new: Decoder, batches: list[Batch]) -> tuple[float, float]:
