@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from fabricated import FINGERPRINT, finish_all, keep
 from trials import TWO_ARMS, written
 
 from lm.config.load import to_yaml
-from lm.experiments.experiment import Experiment
+from lm.experiments.experiment import Experiment, TuningRun
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import PLAN, departures, open_experiment, plan_of
 from lm.experiments.procedure import Procedure
@@ -123,6 +124,33 @@ def test_an_arm_that_is_left_out_makes_all_exploratory(tmp_path, overrides):
     assert any("arm log_n is left out" in note for note in procedure.notes())
 
 
+def test_arms_that_start_from_a_changed_arm_are_exploratory(tmp_path, overrides):
+    def arms(steps: int) -> dict[str, object]:
+        late = {"from": "ssmax", "swap": {"to": "log_n"}, "trainer.max_steps": steps}
+        later = {"from": "late", "swap": {"to": "ssmax"}, "trainer.max_steps": 8}
+        return TWO_ARMS["arms"] | {"late": late, "later": later}
+
+    started(tmp_path, overrides, arms=arms(6))
+    procedure = open_experiment(written(tmp_path, **SEEDS | {"arms": arms(7)}), overrides)
+    assert [procedure.exploratory("", arm) for arm in ("ssmax", "late", "later")] == [False, True, True]
+    assert any("arm later starts from an arm that has another configuration since" in note for note in procedure.notes())
+
+
+def test_other_rows_of_a_tuning_table_are_said(tmp_path, overrides):
+    experiment = started(tmp_path, overrides).experiment
+    first, second = (replace(experiment, table=(TuningRun("", "ssmax", "optim.lr", rate, 11, 5.0, None, ""),)) for rate in (1e-3, 2e-3))
+    assert departures(first, {PLAN: plan_of(first)}) == ()
+    (departure,) = departures(second, {PLAN: plan_of(first)})
+    assert departure.words.startswith("tune.rows of table was ")
+
+
+def test_arms_that_have_seen_other_numbers_of_tokens_are_named(tmp_path, overrides):
+    base = {"base": TWO_ARMS["base"], "optim.batch_tokens": 64}
+    arms = TWO_ARMS["arms"] | {"longer": {"trainer.max_steps": 12}}
+    (note,) = started(tmp_path, overrides, base=base, arms=arms).notes()
+    assert note == "arms have seen different numbers of tokens, those of their sources included: softmax, ssmax: 512; longer: 768"
+
+
 def test_without_the_file_of_the_first_start_what_was_planned_is_not_known(tmp_path, overrides):
     experiment = started(tmp_path, overrides).experiment
     (experiment.folder / RESOLVED).unlink()
@@ -179,6 +207,14 @@ def edited(key: str, value: object) -> Callable[[Path], None]:
     return change
 
 
+def from_others(folder: Path) -> None:
+    """Make a run and the baseline's start from one path whose weights changed in between."""
+    for path, weights in ((folder, "b2"), *((path, "a1") for path in folder.parent.glob("softmax-*"))):
+        write_json(
+            path / ENVIRONMENT, read_json(path / ENVIRONMENT) | {"started_from": {"path": "runs/x", "tokens": 0, "weights": weights}}
+        )
+
+
 def other_code(folder: Path) -> None:
     for path in evaluation_files(folder).values():
         keep(folder, Evaluation.from_plain(read_evaluation(path) | {"code": {"lm": "other"}}))
@@ -198,6 +234,7 @@ def old(folder: Path) -> None:
         (edited("versions", {"torch": "2.14"}), "runs differ in torch: 2.13 (softmax); 2.14 (ssmax)"),
         (edited("device", "H100"), "runs differ in device: cpu (softmax); H100 (ssmax)"),
         (edited("precision", "bf16-mixed"), "runs differ in precision: 32 (softmax); bf16-mixed (ssmax)"),
+        (from_others, "runs started from different weights of runs/x: a1 (softmax); b2 (ssmax); they are not comparable"),
         (edited("compile", True), "runs differ in compile: False (softmax); True (ssmax)"),
         (other_code, "runs were measured by different code of lm: "),
         (old, "3 runs' evaluations carry no digest (made by an earlier version)"),

@@ -241,9 +241,7 @@ def swap_run(
     if not evaluation.series:
         models.append("nothing measured")
     if changed_layers := _layers_of_other_keys(old, new):
-        reach = (
-            "see other keys at the training length than before, which changes the loss, too; --to layers keeps single layers' normalizers"
-        )
+        reach = "see other keys at the training length than before, which changes the loss, too; --to layers keeps those of single layers"
         models.append(f"layers {', '.join(map(str, changed_layers))} {reach}")
     notes = [f"{destination}: weights alone; go on with: lm eval {destination}, or lm train CONFIG init_from={destination} name=..."]
     if facts["init"] == "match" and not factors:

@@ -14,7 +14,7 @@ from lm.errors import DataError, RunError
 from lm.experiments.engine import LOCK, Cluster, Engine, Jobs, RunsFailed, failures, holder_words, read_options, retry, working_on
 from lm.experiments.experiment import Experiment
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.experiment_folder import open_experiment, other_runs, start
+from lm.experiments.experiment_folder import is_measured, open_experiment, other_runs, start
 from lm.experiments.judging import INTERVALS
 from lm.experiments.live_table import live_table
 from lm.experiments.page import experiment_files, write_page
@@ -202,7 +202,9 @@ def _conclude(procedure: Procedure) -> list[dict[str, Plain]]:
     """
     experiment = procedure.experiment
     if not any(run.outcome.ended for run in procedure.known_runs()):
-        reason, remedy = "no run has ended yet", other_runs(procedure) or "leave --report-only out to train"
+        measured = is_measured(experiment)
+        reason = "none of the runs that the file now asks for has ended" if measured else "no run has ended yet"
+        remedy = other_runs(procedure) or "leave --report-only out to train"
         if failed_runs := failures(procedure):
             reason, remedy = f"no run has a result; {len(failed_runs)} failed, the first with {failed_runs[0][1]}", "--retry tries again"
         raise RunError(f"{experiment.folder}: {reason}; {remedy}")

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from lm.experiments.experiment import SHARED, Arm, Departure, Experiment, config
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.plan import Times, cost
 from lm.experiments.procedure import Procedure, next_look
-from lm.files import json_bytes, read_json, write_json, write_new
+from lm.files import json_bytes, plain_sha256, read_json, write_json, write_new
 from lm.machine import threads_each
 from lm.runs.folder import CHECKPOINTS, CONFIG, EVALUATIONS, RESOLVED, step_path
 from lm.schema import Plain, build, convert, to_plain
@@ -217,7 +217,7 @@ def plan_of(experiment: Experiment) -> dict[str, Plain]:
     timestamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     primary = {key: value for key, value in vars(experiment.primary).items() if key != "spread"}  # only the plan's power depends on it
     evaluation_options = {size: _measured(experiment, size) for size in experiment.sizes}
-    tune = dict(vars(experiment.tune))
+    tune = dict(vars(experiment.tune)) | ({"rows of table": plain_sha256([*map(str, experiment.table)])} if experiment.table else {})
     plan = {"at": timestamp, "primary": primary, "measured": evaluation_options, "tune": tune, "looks": experiment.looks, "arms": arms}
     first_seeds = [seed for seed in experiment.seeds if seed not in experiment.more_seeds]
     return plan | ({"first look": first_seeds} if experiment.more_seeds else {})
@@ -287,7 +287,7 @@ def departures(experiment: Experiment, settings: dict[str, Plain] | None) -> tup
             changes.append(Departure(words))
         if (first := plan.get("first look")) not in (None, now := current_plan.get("first look")) and now is not None:
             changes.append(Departure(f"the first look had seeds {first} when it was settled ({plan_time}), it has {now}"))
-        return tuple(changes + _changed_arms(plan["arms"], current_plan["arms"], experiment.arms[0].name, plan_time))
+        return tuple(changes + _changed_arms(plan["arms"], current_plan["arms"], experiment.arms, plan_time))
     except (KeyError, TypeError, AttributeError):
         raise RunError(f"{experiment.folder / RESOLVED}: its `{PLAN}` is damaged; bring it back") from None
 
@@ -301,21 +301,24 @@ def _extends(value: Plain, planned_value: Plain) -> bool:
 
 
 def _changed_arms(
-    planned_arms: dict[str, dict[str, str]], current_arms: dict[str, dict[str, str]], baseline: str, plan_time: str
+    planned_arms: dict[str, dict[str, str]], current_arms: dict[str, dict[str, str]], arms: Sequence[Arm], plan_time: str
 ) -> list[Departure]:
     """Departures for arms that were added, left out, or changed. A change of the baseline, or a smaller family of comparisons, concerns all
-    arms."""
-    changes = []
-    places = {(size, arm): None for arms_by_size in (planned_arms, current_arms) for size, arms in arms_by_size.items() for arm in arms}
-    for size, arm in places:
+    arms, and a change of another arm concerns those that start from its weights."""
+    changes, baseline, sources = [], arms[0].name, {arm.name: arm.start for arm in arms}
+
+    def change(size: str, arm: str) -> str:
         planned_hash, current_hash = planned_arms.get(size, {}).get(arm), current_arms.get(size, {}).get(arm)
         if planned_hash != current_hash:
-            change = "was added" if planned_hash is None else "is left out" if current_hash is None else "has another configuration"
-            concerns_all = current_hash is None or arm == baseline
+            return "was added" if planned_hash is None else "is left out" if current_hash is None else "has another configuration"
+        return f"starts from an arm that {words}" if sources.get(arm) and (words := change(size, sources[arm])) else ""
+
+    places = {(size, arm): None for arms_by_size in (planned_arms, current_arms) for size, arms in arms_by_size.items() for arm in arms}
+    for size, arm in places:
+        if words := change(size, arm):
+            place = None if words == "is left out" or arm == baseline else (size, arm)
             name = ", ".join(filter(None, (arm, size)))
-            changes.append(
-                Departure(f"arm {name} {change} since the arms were settled ({plan_time})", place=None if concerns_all else (size, arm))
-            )
+            changes.append(Departure(f"arm {name} {words} since the arms were settled ({plan_time})", place=place))
     if _baseline(planned_arms) not in ("", baseline):
         changes.append(Departure(f"the baseline is another since the arms were settled ({plan_time})"))
     return changes

@@ -278,19 +278,23 @@ class Procedure:
         notes += [f"exploratory: {departure.words}" if departure.exploratory else departure.words for departure in experiment.departures]
         notes += run_differences((run.arm, run.outcome) for run in self.known_runs())
         for size in experiment.sizes:
-            choice, seeds = self.choice(size), {arm.name: [] for arm in experiment.arms}
+            choice, seeds, tokens = self.choice(size), {arm.name: [] for arm in experiment.arms}, {}
             for arm, arm_rates in choice.crossed.items():
                 name, rates = ", ".join(filter(None, (arm, size))), " and ".join(map(rate_words, sorted(arm_rates)))
                 verdict_words = f"; judged at {rate_words(choice.rates[arm])}" if choice.settled and choice.rates else ""
                 notes.append(f"{name}: final seeds are trained at {rates}, as tuning chose different rates for the arms{verdict_words}")
             for run in self.final_runs(size):
-                seeds[run.arm] += [str(run.seed)] if run.outcome.state == "finished" else []
+                if run.outcome.state == "finished":
+                    seeds[run.arm].append(str(run.seed))
+                    tokens.setdefault(run.outcome.total_tokens, {})[run.arm] = None
+            prefix = f"{size}: " if size else ""
+            if len(tokens) > 1:
+                token_words = "; ".join(f"{', '.join(names)}: {count:,}" for count, names in sorted(tokens.items()))
+                notes.append(f"{prefix}arms have seen different numbers of tokens, those of their sources included: {token_words}")
             if len({*map(tuple, filter(None, seeds.values()))}) > 1:
                 by_seeds = {tuple(arm_seeds): [name for name in seeds if seeds[name] == arm_seeds] for arm_seeds in seeds.values()}
                 seed_words = "; ".join(f"{', '.join(names)}: {', '.join(arm_seeds) or 'none'}" for arm_seeds, names in by_seeds.items())
-                notes.append(
-                    f"{size + ': ' if size else ''}arms have finished different seeds, means are over those in common: {seed_words}"
-                )
+                notes.append(f"{prefix}arms have finished different seeds, means are over those in common: {seed_words}")
         return notes
 
     def exploratory(self, size: str, arm: str) -> bool:

@@ -44,6 +44,13 @@ class Outcome:
         """The record of the run folder, without reading its evaluations again. Raises RunError: a file can't be read."""
         return read_run(self.folder, self.log, self._measured_last[0])
 
+    @property
+    def total_tokens(self) -> int:
+        """Tokens seen by the last step, those of the weights that the run started from included; 0 without evaluations."""
+        path = self.folder / ENVIRONMENT
+        origin = (read_json(path).get("started_from") if path.is_file() else None) or {}
+        return (self.evaluations[0].tokens_seen if self.evaluations else 0) + origin.get("tokens", 0)
+
     @cached_property
     def state(self) -> RunStatus:
         """How far the run came: `finished` once its last checkpoint, both metrics and the evaluations at the end are there, unless it
@@ -201,6 +208,10 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
         for name, key in _FACTS.items():
             if words := _differing([(arm, start_setting(environment, key)) for arm, environment, _ in records]):
                 sentences.append(f"runs differ in {name}: {words}")
+        origins = [(arm, environment["started_from"]) for arm, environment, _ in records if environment.get("started_from")]
+        for path in dict.fromkeys(origin["path"] for _, origin in origins):
+            if words := _differing([(arm, origin["weights"]) for arm, origin in origins if origin["path"] == path and "weights" in origin]):
+                sentences.append(f"runs started from different weights of {path}: {words}; they are not comparable")
         trees = [start_setting(environment, "git_dirty") for _, environment, _ in records if start_setting(environment, "git_commit")]
         if dirty_count := sum(tree is not False for tree in trees):
             sentences.append(
@@ -212,7 +223,7 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
             versions = [(arm, start_setting(environment, f"versions.{name}")) for arm, environment, _ in records]
             if words := _differing([(arm, version) for arm, version in versions if version and version.startswith("source sha256")]):
                 sentences.append(f"runs started with different code of {name}: {words}; what it trained is no longer comparable")
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise RunError(f"{records[0][2].folder.parent}: an {ENVIRONMENT} is damaged: {error}") from None
     if unsealed_count := sum(not run.sealed for _, run in finished_runs):
         sentences.append(f"{unsealed_count} runs' evaluations carry no digest (made by an earlier version)")

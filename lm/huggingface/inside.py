@@ -117,8 +117,8 @@ def _read_saved(model: PreTrainedModel) -> None:
 
 
 def _mask(*sizes: object, config: PreTrainedConfig | None = None, **kwargs: object) -> Tensor | None:
-    """The mask of `sdpa_mask`. Raises ValueError: models of this configuration compute attention by themselves, with another kind of mask."""
-    model_type = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else None
+    """The mask of `sdpa_mask`. Raises ValueError: models of this configuration compute attention by themselves, with other masks."""
+    model_type = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_type and not model_type.is_backend_compatible():
         raise ValueError(OWN_ATTENTION.format(model_type.__name__))
     return sdpa_mask(*sizes, config=config, **kwargs)

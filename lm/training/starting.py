@@ -143,7 +143,8 @@ def start_new_run(config: Config, store: Store, source: Loaded | None = None) ->
 def initialize_from(config: Config, store: Store, decoder: Decoder, loaded_model: Loaded) -> tuple[dict[str, Plain], list[str]]:
     """Give `decoder` the weights of `loaded_model`, whose own decoder is left without numbers; returns their origin, and notes on it.
 
-    The origin: `path`, `step`, `tokens`, `normalizer`, and the `arm` and `seeds` of the run (lm/runs/record.py).
+    The origin: `path`, `step`, `tokens`, `normalizer`, 12 digits of the digest of its `weights`, and the `arm` and `seeds` of the run
+    (lm/runs/record.py).
 
     Raises ConfigError: another tokenizer than that of the weights, with what to do.
     """
@@ -156,10 +157,11 @@ def initialize_from(config: Config, store: Store, decoder: Decoder, loaded_model
         "step": loaded_model.stamp["step"],
         "tokens": loaded_model.stamp["tokens_seen"],
         "normalizer": loaded_model.decoder.config.normalizer.label(),
+        "weights": weights_sha256(decoder)[:12],
     }
     unknown_note = "note: what those weights were trained on is not known: what is held out here they may have seen"
     if loaded_model.config is None:
-        return {**origin, "arm": weights_sha256(decoder)[:12], "seeds": []}, [f"weights from {loaded_model.path}", unknown_note]
+        return {**origin, "arm": origin["weights"], "seeds": []}, [f"weights from {loaded_model.path}", unknown_note]
     source = to_plain(loaded_model.config), loaded_model.environment
     notes = [f"weights from {loaded_model.path} (step {origin['step']:,}, {origin['tokens']:,} tokens)"]
     if origin["tokens"] == 0:  # a swap of a model without a training run
