@@ -69,7 +69,9 @@ def test_overrides_that_are_forgotten_are_said_with_the_command_that_has_them(tm
     assert f"note: {count} ended runs here" in planning.stdout, planning.stderr
     assert lm("compare", str(path), *command(planning.stdout), "--report-only").returncode == 0
     monkeypatch.setattr("lm.experiments.engine.Jobs.work", lambda _: None)
-    assert "no run has ended yet; " in lm("compare", str(path), *data, "--anew").stderr, "worked, and nothing came of it"
+    assert "none of the runs that the file now asks for has ended; " in lm("compare", str(path), *data, "--anew").stderr, (
+        "worked, and nothing came of it"
+    )
 
 
 def test_another_rate_is_another_configuration_where_none_is_tuned(tmp_path, arguments, runs):
