@@ -178,8 +178,10 @@ def notes(comparison: RunComparison) -> list[str]:
         subjects_by_arms: dict[tuple[str, ...], list[str]] = {}  # by the names of the arms whose differences have this note
         for subject in dict.fromkeys(difference.subject for difference in group):
             subjects_by_arms.setdefault(tuple(difference.arm for difference in group if difference.subject == subject), []).append(subject)
-        given = "" if group[0].interval else " is not given"
-        lines += [f"difference of {', '.join(arms)} in {'; '.join(subjects)}{given}: {note}" for arms, subjects in subjects_by_arms.items()]
+        absence = "" if group[0].interval else " is not given"
+        lines += [
+            f"difference of {', '.join(arms)} in {'; '.join(subjects)}{absence}: {note}" for arms, subjects in subjects_by_arms.items()
+        ]
     return [*lines, *comparison.missing]
 
 
