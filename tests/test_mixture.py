@@ -312,9 +312,12 @@ def test_a_source_of_weight_0_has_a_loss_of_its_own_alone(tmp_path: Path):
     assert 1 <= bytes_per_token < 6
 
 
-@pytest.mark.parametrize(("weight", "levels"), [(0.25, 1), (1, 0)])
-def test_the_loss_of_text_that_is_not_trained_on_has_no_level_to_be_below(tmp_path: Path, weight: float, levels: int):
+@pytest.mark.parametrize(("weight", "letters", "level"), [(0.25, 0.12, True), (0.25, 0.5, False), (1, 0.12, False)])
+def test_the_loss_has_a_level_to_be_below_where_text_is_trained_on_as_the_store_has_it(
+    tmp_path: Path, weight: float, letters: float, level: bool
+):
     sources = mixture(tmp_path, {"letters": LETTERS, "texts": TEXTS})
+    sources.source.of[0].weight, sources.source.of[1].weight = letters, 1 - letters
     tasks = f"data.tasks=[{{weight: {weight}, task: needle}}]"
     base = load([str(ROOT / "tests" / "tiny.yaml"), "data.source=package", tasks])
     config = dataclasses.replace(
@@ -324,4 +327,4 @@ def test_the_loss_of_text_that_is_not_trained_on_has_no_level_to_be_below(tmp_pa
     validated = Validation(config, store).measure(
         Decoder(config.model, store.vocab_size, 32), Device(torch.device("cpu"), bf16=False), print
     )
-    assert len(validated[0].references) == levels
+    assert validated[0].references == ({"unigram cross-entropy": store.val.unigram_cross_entropy} if level else {})

@@ -243,6 +243,19 @@ def lengths_axis(lengths: Iterable[int]) -> Axis:
 # ---------------------------------------------------------------- loss
 
 
+LEVEL_ERROR = 0.002  # nats per token: the most by which weights unlike the store may raise the unigram cross-entropy of its text
+
+
+def trained_level(store: Store, data: DataConfig) -> float | None:
+    """The unigram cross-entropy of what is trained on; None if the weights of sources or tasks are not their fractions of the store."""
+    weights = np.array([weighted.weight for weighted in (data.tasks if data.symbolic else data.sources)])
+    if not weights.all() or not (data.symbolic or data.text_weight):  # text not trained on has none
+        return None
+    fractions = np.array([source.n_tokens for source in store.train.sources]) / store.train.n_tokens
+    is_alike = fractions @ np.log(fractions / weights) <= LEVEL_ERROR  # the relative entropy
+    return store.val.unigram_cross_entropy if is_alike else None
+
+
 class Validation(Measurement):
     """Loss at the training length: nats per token, bits per byte, and each sequence's mean loss for paired comparison."""
 
@@ -273,9 +286,7 @@ class Validation(Measurement):
         bits = None if data.symbolic else bits_per_byte(nll, held_out, trained)
         (loss, _), (_, sample) = held_out.means(nll, trained), held_out.means(nll)
         sample = sample if isinstance(trained, slice) else sample.part(trained)
-        has_level = data.symbolic or (data.text_weight and isinstance(trained, slice))  # text not trained on has none
-        level = self.store.val.unigram_cross_entropy if has_level else None
-        series = validation_series(loss, bits, level, held_out.length, sample, self.fingerprint)
+        series = validation_series(loss, bits, trained_level(self.store, data), held_out.length, sample, self.fingerprint)
         labels = (
             task_names([to_plain(task.task) for task in data.tasks])
             if data.symbolic

@@ -20,7 +20,7 @@ from lm.config.tree import Config
 from lm.data.batches import train_sequences
 from lm.data.store import Store
 from lm.errors import one_line
-from lm.evaluation.held_out import validation_sequences
+from lm.evaluation.held_out import trained_level, validation_sequences
 from lm.model.decoder import Decoder
 from lm.model.device import Machine
 from lm.model.spec import count_parameters, flops_per_token
@@ -242,7 +242,7 @@ def environment(config: Config, store: Store, start: PhaseStart, machine: Machin
             "train_documents": store.train.n_documents,
             "val_documents": store.val.n_documents,
         },
-        "unigram_cross_entropy": {"train": store.train.unigram_cross_entropy, "val": store.val.unigram_cross_entropy},
+        "unigram_cross_entropy": {"train": store.train.unigram_cross_entropy, "val": trained_level(store, config.data)},
         "parameters": count_parameters(start.decoder),
         "flops_per_token": flops_per_token(start.decoder),
         "peak_flops": machine.peak_flops,
