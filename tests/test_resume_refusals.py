@@ -179,6 +179,24 @@ def test_resuming_with_another_configuration_lists_every_difference(tiny):
     assert {problem.path for problem in error.value.problems} == {"model.n_embd", "optim.lr", "seed"}
 
 
+@pytest.mark.parametrize("goes_on", ["name=text", "name=branch branch_from={}"])
+def test_a_run_goes_on_without_its_text_and_not_on_another(tiny, corpus: Path, tmp_path: Path, goes_on: str):
+    texts = shutil.copytree(corpus, tmp_path / "texts")
+    options = [f"data.source.paths=[{texts}]", f"data.root={tmp_path / 'stores'}", "optim.schedule=constant"]
+    train(config := tiny("name=text", *options))
+    resumed = [*goes_on.format(config.run_folder).split(), "resume=auto", *options]
+    (texts / "13.txt").write_text("another text " * 2000)
+    assert train(tiny(*resumed, "trainer.max_steps=9")) == 0
+    shutil.rmtree(texts)
+    with pytest.raises(ConfigError, match=r"data\.source\.paths"):
+        train(tiny(*resumed, "trainer.max_steps=10", f"data.source.paths=[{corpus}]"))
+    assert train(tiny(*resumed, "trainer.max_steps=10")) == 0
+    shutil.rmtree(tmp_path / "stores")
+    (shutil.copytree(corpus, texts) / "00.txt").unlink()
+    with pytest.raises(ConfigError, match="bring that text and tokenizer back"):
+        train(tiny(*resumed, "trainer.max_steps=11"))
+
+
 def test_a_log_that_was_altered_is_refused(tiny):
     train(tiny("name=altered"))
     log = tiny().run_folder.parent / "altered" / METRICS

@@ -12,6 +12,7 @@ from lm.files import expanded, locked_folder, read_json
 from lm.machine import without_collection
 from lm.runs.evaluations import evaluation_files
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, METRICS, TRAINING, is_own, read_config, read_metrics, steps_saved
+from lm.runs.metadata import load_metadata
 from lm.training.launcher import end_with_parent, this_process
 
 
@@ -35,7 +36,8 @@ def train(config: Config) -> int:
                 from lm.training.before_training import check_before_data
 
             config, source = check_before_data(config, checkpoint)
-            store = prepare(config.data, progress=main)
+            trained_on = load_metadata(checkpoint)["data_fingerprint"] if checkpoint else ""
+            store = prepare(config.data, progress=main, store_fingerprint=trained_on)
             check_sequences(store, config)
             config = with_steps(config, store.vocab_size)
             with without_collection():
