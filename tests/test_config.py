@@ -14,6 +14,7 @@ from lm.attention import catalogue
 from lm.config.data_config import Files
 from lm.config.load import load, merge, parse, reference_markdown, to_yaml
 from lm.config.tree import Config
+from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, Problem
 from lm.experiments.experiment_file import read_experiment
 from lm.schema import fields, reference, to_plain
@@ -90,6 +91,8 @@ def test_a_text_in_place_of_a_block_without_a_name_is_refused_by_the_key_that_wa
         ("optim.lr=nan", "optim.lr"),
         ("optim.lr=true", "optim.lr"),
         ("trainer.max_steps=1.5", "trainer.max_steps"),
+        ("optim.warmup_steps=0100", "optim.warmup_steps"),
+        ("eval.swap_lengths=[1, 010]", "eval.swap_lengths"),
         ("model.bias=1", "model.bias"),
         ("trainer.precision=16", "trainer.precision"),
         ("model.position.fraction=0", "model.position.fraction"),
@@ -162,6 +165,12 @@ def test_a_temperature_of_rope_is_refused_where_the_normalizer_would_undo_it():
     assert load(inference("false")).eval.long_context.inference[0].label == "yarn, temperature 0"
     with pytest.raises(ConfigError, match=r"inference\[0\]\.rope\.temperature = true: cosine has no logits that a temperature"):
         load(inference("true"))
+
+
+@pytest.mark.parametrize("name", ["010", "-07", "0_1", "08", "0"])
+def test_a_name_with_leading_zeros_stays_as_it_is(name: str):
+    config = load([f"name='{name}'", "data.source={name: files, paths: [a.txt]}"])
+    assert config.name == name == parse(parse_yaml(to_yaml(config), "it")).name == yaml.safe_load(to_yaml(config))["name"]
 
 
 def test_a_renamed_block_drops_the_options_of_the_old_name():

@@ -29,7 +29,7 @@ _FLOAT = re.compile(
     re.VERBOSE,
 )
 _BREAKS = re.compile("[\x85\u2028\u2029]")
-_INT = re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$")
+_INT = re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)$")  # in YAML 1.1, 010 is 8
 
 
 class _Loader(yaml.SafeLoader):
