@@ -91,6 +91,9 @@ def test_suffixes_name_what_is_read_as_text_in_any_case_and_the_rest_is_counted(
     source = Files([str(tmp_path)], suffixes=[".txt", ".md"])
     assert sorted(documents(source)) == ["a", "b", "c", "f"]
     assert description(source) == "4 files read, 3 ignored (.csv 2, no suffix 1); data.source.suffixes names what is read as text"
+    write_texts(tmp_path / ".git" / "objects", ["a", "b", "c"])
+    (tmp_path / ".g.txt").touch()
+    assert description(source).startswith("4 files read, 7 ignored (hidden 4, .csv 2, no suffix 1); ")
     assert "data.source.suffixes" in one_line_error(Files([str(tmp_path / "d.csv")]))
 
 

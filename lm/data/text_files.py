@@ -202,17 +202,23 @@ def _counted(ignored_counts: Counter[str]) -> str:
 
 
 def _ignored(folder: Path, source: Files) -> Counter[str]:
-    return Counter(file.suffix.lower() or "no suffix" for file in files_in(folder) if not _format(file, source))
+    hidden: list[Path] = []
+    counts = Counter(file.suffix.lower() or "no suffix" for file in files_in(folder, hidden) if not _format(file, source))
+    return counts + Counter(hidden=sum(sum(len(names) for *_, names in os.walk(path)) if path.is_dir() else 1 for path in hidden))
 
 
-def files_in(folder: Path) -> Iterator[Path]:
+def files_in(folder: Path, hidden: list[Path] | None = None) -> Iterator[Path]:
     """All files below a folder that are not hidden, files in linked folders and links to nothing included; each folder is entered once.
+
+    hidden: a list to which hidden files and folders are appended.
 
     Raises DataError: a folder can't be read; its files would be missing without a word.
     """
     entered_paths: set[str] = set()
     for path, folders, names in os.walk(folder, onerror=_unreadable_folder, followlinks=True):
         real_path = os.path.realpath(path)
+        if hidden is not None and real_path not in entered_paths:
+            hidden += [Path(path, name) for name in (*folders, *names) if name.startswith(".")]
         folders[:] = [] if real_path in entered_paths else sorted(name for name in folders if not name.startswith("."))
         if real_path not in entered_paths:
             files = (Path(path, name) for name in names if not name.startswith("."))
