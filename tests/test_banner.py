@@ -122,3 +122,9 @@ def test_the_commit_is_that_of_the_package_s_own_checkout(tmp_path, monkeypatch:
     assert git_state() == ((git("rev-parse", "HEAD"), False) if tracked else (None, None))
     monkeypatch.setenv("LM_COMMIT", "abc")  # as an image sets it, which holds no checkout
     assert git_state() == ((git("rev-parse", "HEAD"), False) if tracked else ("abc", None))
+
+
+def test_validation_on_next_to_nothing_is_warned_of(printed):
+    assert "validation sequences" not in printed("eval.sequences=1000")["note"]
+    note = printed("eval.sequences=1000", "data.seq_len=1024", "optim.batch_tokens=8192", "eval.long_context.length_factor=0")["note"]
+    assert re.search(r"held-out text of \d+ validation sequences, eval\.sequences asks for 1,000: raise data\.val_fraction", note)

@@ -42,6 +42,7 @@ FEW = (
 MOST_EPOCHS = 16
 MANY = f"text is read more than {MOST_EPOCHS} times: up to 4 are about as good as new text, the value of more decays (arXiv 2305.16264)"
 UNDIVIDED = "too few held-out documents to choose best.ckpt on some of them and report others: all of them choose it; hold out more text"
+FEWEST_SEQUENCES = 32  # below it, validation on less than was asked for is warned of
 COUNTED_SEQUENCES = 8  # sequences of each task beside text whose answers are counted
 _IN_OTHER_LINES = ("n_layer", "block", "n_head", "n_kv_head", "head_size", "n_embd", "n_mlp", "mlp", "position", "normalizer", "transfer")
 
@@ -67,6 +68,9 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     if warmup < optim.warmup_steps:
         notes.append(f"optim.warmup_steps = {optim.warmup_steps} is more than the run's {warmup} steps: all of them are warm-up")
     notes += bool(selecting(store.fingerprint, documents).all()) * [UNDIVIDED]
+    if len(documents) < min(config.eval.sequences, FEWEST_SEQUENCES):
+        remedy = "raise data.val_fraction, or split files into documents by data.source.separator"
+        notes.append(f"held-out text of {len(documents)} validation sequences, eval.sequences asks for {config.eval.sequences:,}: {remedy}")
     lines = {
         "run": f"{config.run_folder}  (lm {lm.__version__})",
         "model": f"{parameters['total']:,} parameters, {parameters['non_embedding']:,} without embedding and head, "
