@@ -268,9 +268,12 @@ def test_lm_eval_refuses_what_would_measure_another_model(tiny, tmp_path):
     assert (result.returncode, result.stderr) == (2, "error: eval.sequences = 0: must be >= 1 and <= 1000000\n")
 
 
-def test_a_run_is_evaluated_on_the_store_it_was_trained_on_whatever_became_of_its_sources(tiny, corpus: Path, tmp_path: Path):
+def test_a_run_is_evaluated_on_the_store_it_was_trained_on_whatever_became_of_its_sources(
+    tiny, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
     shutil.copytree(corpus, tmp_path / "texts")
-    config = tiny("name=moved", f"data.source.paths=[{tmp_path / 'texts'}]", f"data.root={tmp_path / 'stores'}")
+    config = tiny("name=moved", "data.source.paths=[texts]", "data.root=stores")
     train(config)
     (tmp_path / "texts" / "00.txt").write_text("something else")
     first = evaluate_runs([config.run_folder], overrides=["eval.sequences=5"])
@@ -278,9 +281,11 @@ def test_a_run_is_evaluated_on_the_store_it_was_trained_on_whatever_became_of_it
     second = evaluate_runs([config.run_folder], overrides=["eval.sequences=6"])
     assert [result.evaluation.data_fingerprint for result in second] == [result.evaluation.data_fingerprint for result in first]
     shutil.rmtree(tmp_path / "stores")
+    with pytest.raises(RunError, match=rf"no store in {tmp_path}/stores, and .*no such file or .*: set data\.root to where"):
+        evaluate_runs([config.run_folder])
     shutil.copytree(corpus, tmp_path / "texts")
     (tmp_path / "texts" / "00.txt").write_text("something else")
-    with pytest.raises(RunError, match=r"set data\.root to where the store is, or bring the sources back"):
+    with pytest.raises(RunError, match=r"set data\.root to where the store is, start where .*, or bring the sources back"):
         evaluate_runs([config.run_folder])
 
 

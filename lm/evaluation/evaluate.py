@@ -12,9 +12,9 @@ from lm.config.load import merge, overrides_in, parse, read_yaml
 from lm.config.training_config import OptimConfig, TrainerConfig
 from lm.config.tree import Config
 from lm.config.yaml_text import interpolated
-from lm.data.prepare import check_sequences, prepare
+from lm.data.prepare import check_sequences, prepare, store_of
 from lm.data.store import Store
-from lm.errors import ConfigError, Problem, RunError
+from lm.errors import ConfigError, DataError, Problem, RunError
 from lm.evaluation.evaluation_kind import measurements, weights_sha256
 from lm.machine import threads_each
 from lm.model.device import Device, resolve_device, resolve_precision
@@ -107,14 +107,19 @@ def _measured(config: Config, folder: Path, model: Loaded, store: Store, device:
 
 
 def open_store(config: Config, model: Loaded) -> Store:
-    """The token store a model was trained on: the one of its fingerprint, else a new one. Raises RunError if that has other tokens."""
+    """The token store a model was trained on: the one of its fingerprint, else a new one. Raises RunError: that can't be made or has other
+    tokens."""
     fingerprint = model.metadata["data_fingerprint"]
-    store = prepare(config.data, progress=True, store_fingerprint=fingerprint)
+    absence = f"{model.path}: was trained on tokens {fingerprint[:16]}, of which there is no store in {config.data.folder.resolve()}"
+    remedy = "set data.root to where the store is, start where the run was trained, or bring the sources back"
+    try:
+        store = prepare(config.data, progress=True, store_fingerprint=fingerprint)
+    except DataError as error:
+        if store_of(config.data, fingerprint):  # raises the error of a damaged one
+            raise
+        raise RunError(f"{absence}, and none can be made ({error}): {remedy}") from None
     if store.fingerprint != fingerprint:
-        raise RunError(
-            f"{model.path}: was trained on tokens {fingerprint[:16]}, of which there is no store in {config.data.root}; its sources now "
-            f"give {store.fingerprint[:16]} ({store.path}): set data.root to where the store is, or bring the sources back"
-        )
+        raise RunError(f"{absence}; its sources now give {store.fingerprint[:16]} ({store.path}): {remedy}")
     return store
 
 
