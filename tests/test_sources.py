@@ -164,7 +164,9 @@ def test_names_of_files_need_not_be_unicode(tmp_path: Path):
 
 
 BAD_FILES = {
-    "latin.txt": ("héllo".encode("latin-1"), ["latin.txt", "not UTF-8 at byte 1", "iconv"]),
+    "latin.txt": ("héllo".encode("latin-1"), ["latin.txt", "not UTF-8 at byte 1", "iconv -f latin1"]),
+    "utf16.txt": ("héllo".encode("utf-16"), ["not UTF-8 at byte 0", "iconv -f utf-16 -t utf-8"]),
+    "big.jsonl": ('\ufeff{"text": "é"}'.encode("utf-16-be"), ["line 1: not UTF-8 at byte 0", "iconv -f utf-16 -t utf-8"]),
     "late.txt": (b"x" * (1 << 20) + b"\xff", [f"not UTF-8 at byte {1 << 20}"]),
     "cut.txt": ("é".encode()[:1], ["not UTF-8 at byte 0"]),
     "latin.jsonl": ('{"text": "a"}\n{"text": "é"}'.encode("latin-1"), ["line 2", "not UTF-8 at byte 24", "iconv"]),

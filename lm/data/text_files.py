@@ -341,7 +341,9 @@ def _decoded(content: bytes | bytearray, begin: int, location: str) -> str:
     try:
         return str(memoryview(content)[mark:], "utf-8")
     except UnicodeDecodeError as error:
-        raise Unreadable(f"{location}: not UTF-8 at byte {begin + mark + error.start}; {TO_UTF8}") from None
+        is_utf16 = begin == 0 and content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        remedy = TO_UTF8.replace("latin1", "utf-16") if is_utf16 else TO_UTF8
+        raise Unreadable(f"{location}: not UTF-8 at byte {begin + mark + error.start}; {remedy}") from None
 
 
 def _jsonl(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator[str | np.ndarray]:
