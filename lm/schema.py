@@ -7,6 +7,7 @@ values within `limits`, or blocks of one `schema` or of a `table`, `many` in a l
 `build` checks plain data against it and collects every problem instead of stopping at the first.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -350,12 +351,22 @@ def _type_remedy(hint: type, value: Plain, meaning: str) -> str:
     """The remedy for a value of the wrong type; `meaning`: the key's help, which is the remedy for yes or no in place of a text."""
     literals = _literals(hint)
     unknown_texts = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str) and item not in literals]
+    if unknown_texts and convert(hint, [_number(item) for item in value] if isinstance(value, list) else _number(value)) is not MISSING:
+        return "write numbers without quotes and leading zeros, or ${oc.decode:...}"
     if unknown_texts and literals:
         words = [yaml_scalar(arg) for arg in literals]
         return f"write {unknown_texts[0]} without quotes" if unknown_texts[0] in words else suggest(unknown_texts[0], words)
     if hint is not str:
         return ""
     return meaning if isinstance(value, bool) else "quote it in the YAML"
+
+
+def _number(value: Plain) -> Plain:
+    """The number that a text reads as; any other value as it is."""
+    for kind in (int, float) if isinstance(value, str) else ():
+        with contextlib.suppress(ValueError):
+            return kind(value)
+    return value
 
 
 def _literals(hint: type) -> tuple:

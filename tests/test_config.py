@@ -75,7 +75,10 @@ def test_choices_that_are_no_words_are_suggested_too():
     messages = problems("trainer.precision=half", "trainer.compile=yess", "optim.lr=1")
     assert messages["trainer.precision"].endswith("choose from: auto, 32, bf16-mixed")
     assert messages["trainer.compile"].endswith("choose from: auto, true, false")
-    assert problems("trainer.precision='32'")["trainer.precision"].endswith("write 32 without quotes")
+    assert problems("trainer.precision='32'")["trainer.precision"].endswith(
+        "; write numbers without quotes and leading zeros, or ${oc.decode:...}"
+    )
+    assert problems("trainer.compile='true'")["trainer.compile"].endswith("write true without quotes")
 
 
 def test_a_text_in_place_of_a_block_without_a_name_is_refused_by_the_key_that_was_given():
@@ -278,13 +281,17 @@ def test_paths_that_name_no_file_are_errors_of_one_line(tmp_path: Path):
         ("data.lengths={.nan: 32}", "data.lengths = {nan: 32}: must be"),
         (r'name="a\nb"', "must be the name of a folder"),
         ("name=" + "a" * 1000, "must be the name of a folder"),
-        ("name=${runs}${nothing.here}", "Interpolation key 'nothing.here' not found"),
+        ("name=${runs}${nothing.here}", "Interpolation key 'nothing.here' not found; ${...} sees given keys only"),
         ("name=${name}", "Recursive interpolation detected"),
         ("name=${runs", "no viable alternative at input"),
         ("name=${phases.3}", "Interpolation key 'phases.3' not found"),
         ("name=${optim.lr.x}", "node `optim.lr` is not a container"),
         ("name=" + "${" * 1000 + "}" * 1000, "more than 16 interpolations"),
         ("name=${oc.env:LM_TEST_NOT_SET}", "name: Environment variable 'LM_TEST_NOT_SET' not found"),
+        ("seed=${oc.env:LM_TEST_NOT_SET, '7'}", "seed = '7': must be an integer; write numbers without quotes and leading zeros, or ${oc."),
+        ("trainer.threads=010", "must be an integer or null; write numbers without quotes and leading zeros, or ${oc.decode:...}"),
+        ("eval.long_context.length_factor='4'", "; write numbers without quotes and leading zeros, or ${oc.decode:...}"),
+        ("eval.swap_lengths=[1, '1e1']", "must be a list (a number each); write numbers without quotes and leading zeros"),
     ],
     ids=lambda value: value[:32],
 )

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from lm.errors import ConfigError, abbreviated, as_written, one_line
 from lm.schema import Plain, single_values
@@ -179,7 +179,8 @@ def interpolated(plain: dict[str, Plain]) -> dict[str, Plain]:
         raise ConfigError(f"{abbreviated(texts[0], 80)}: an interpolation refers to itself") from None
     except OmegaConfBaseException as error:
         reason = one_line(error).partition(" full_key: ")[0].rpartition(" raised while resolving interpolation: ")[2].strip('"')
-        raise ConfigError(f"{error.full_key or texts[0]}: {reason}") from None
+        remedy = "; ${...} sees given keys only" if isinstance(error, InterpolationKeyError) else ""
+        raise ConfigError(f"{error.full_key or texts[0]}: {reason}{remedy}") from None
     except ValueError as error:
         raise ConfigError(one_line(error)) from None
     if sum(1 for _ in single_values(result)) > MAX_NODES:
