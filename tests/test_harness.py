@@ -22,13 +22,15 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 
 import lm  # noqa: E402
 from lm.attention import catalogue as opt  # noqa: E402
+from lm.config.data_config import TokenizerFile  # noqa: E402
 from lm.config.load import to_yaml  # noqa: E402
 from lm.config.model_config import Learned  # noqa: E402
 from lm.data.prepare import prepare  # noqa: E402
+from lm.data.tokenizer import identity  # noqa: E402
 from lm.errors import ConfigError, RunError  # noqa: E402
 from lm.evaluation.evaluate import evaluate_runs  # noqa: E402
 from lm.evaluation.generation import Sampling, generate, pieces  # noqa: E402
-from lm.evaluation.harness import HarnessLM  # noqa: E402
+from lm.evaluation.harness import Downstream, HarnessLM  # noqa: E402
 from lm.experiments.run_outcome import Outcome  # noqa: E402
 from lm.model.decoder import Decoder  # noqa: E402
 from lm.model.device import Device  # noqa: E402
@@ -42,7 +44,7 @@ CHOICES = [("the cat sat", [" on", " under", " over the"]), ("it is", [" a", " b
 TEXTS = ["a dab of a fad. " * 12, "bad", "a cab ", "ab cd " * 5]
 
 
-def made(tiny, normalizer: object = None, max_length: int | None = None) -> HarnessLM:
+def made(tiny, normalizer: object = None, max_length: int | None = None, end_tokens: tuple[str, ...] = ()) -> HarnessLM:
     """The tiny model as initialised, with attention sharp enough to tell contexts apart."""
     config = tiny()
     store = prepare(config.data)
@@ -52,7 +54,8 @@ def made(tiny, normalizer: object = None, max_length: int | None = None) -> Harn
         for block in decoder.blocks:
             block.attention.qkv.weight.mul_(8)
         decoder.embedding.weight.mul_(20)
-    return HarnessLM(Loaded(decoder, ModelSpec.from_decoder(decoder), store.tokenizer(), store.path), max_length, CPU)
+    spec = ModelSpec.from_decoder(decoder, end_tokens=end_tokens)
+    return HarnessLM(Loaded(decoder, spec, store.tokenizer(), store.path), max_length, CPU)
 
 
 def ask(kind: str, *arguments: tuple) -> list[Instance]:
@@ -114,8 +117,8 @@ def test_tokens_of_context_and_continuation_spell_both(tiny):
     @settings(max_examples=150, deadline=None)
     def check(context: str, continuation: str):
         before, after = model.encode_pair(context, continuation)
-        assert before[0] == model.eot_token_id
-        assert model.eot_token_id not in before[1:] + after
+        assert before[0] == model.prefix_token_id
+        assert model.prefix_token_id not in before[1:] + after
         assert model.tokenizer.decode(before[1:]) == context.rstrip()
         assert model.tokenizer.decode(before[1:] + after) == context + continuation
         assert (not after) == (not continuation and context == context.rstrip())
@@ -128,7 +131,7 @@ def test_an_empty_context_is_the_start_of_a_document(tiny):
     whole, first, second = model.loglikelihood(ask("loglikelihood", ("", "a bad cab"), ("", "a bad"), ("a bad", " cab")))
     assert whole[0] == pytest.approx(first[0] + second[0], abs=1e-5)
     assert whole[0] == pytest.approx(
-        log_p(model, [model.eot_token_id, *model.tok_encode("a bad cab")], len(model.tok_encode("a bad cab")))[0]
+        log_p(model, [model.prefix_token_id, *model.tok_encode("a bad cab")], len(model.tok_encode("a bad cab")))[0]
     )
     assert model.loglikelihood(ask("loglikelihood", ("", ""), ("a", ""))) == [(0.0, True)] * 2
     assert not model.cut
@@ -174,6 +177,20 @@ def test_text_is_written_as_lm_generate_does_up_to_the_first_stop(tiny):
     assert not model.cut
 
 
+def test_text_ends_at_the_tokens_that_end_documents(tiny, monkeypatch):
+    model = made(tiny, end_tokens=("<|endoftext|>", "~"))
+    drawn_ids = iter([*model.tok_encode("a cab"), model.tokenizer.token_to_id("~"), *model.tok_encode("bad")])
+    monkeypatch.setattr("lm.evaluation.harness.Continuation.draw", lambda self: [next(drawn_ids)])
+    assert model.generate_until(ask("generate_until", ("a bad", {"max_gen_toks": 12}))) == ["a cab"]
+    config, models = tiny("eval.downstream.tasks=[]"), []
+    store = prepare(config.data)
+    config.data.tokenizer = TokenizerFile(str(store.path / "tokenizer.json"), end_tokens=["~"])
+    assert identity(config.data.tokenizer) == identity(TokenizerFile(config.data.tokenizer.path))  # the tokens are the same
+    monkeypatch.setattr("lm.evaluation.harness._evaluate", lambda model, *_: models.append(model) or {"samples": {}})
+    Downstream(config, store).measure(model.decoder, CPU, lambda units: None)
+    assert models[0].end_ids == model.end_ids[1:]
+
+
 @pytest.mark.parametrize("normalizer", NORMALIZERS, ids=str)
 def test_texts_written_together_are_those_written_alone(tiny, normalizer):
     model = made(tiny, normalizer, max_length=64)
@@ -198,7 +215,7 @@ def alone(model: HarnessLM, context: str, options: dict, seed: int = 0) -> str:
     ids = [model.prefix_token_id, *model.tok_encode(context)]
     sampling = bool(options.get("do_sample"))
     tokens = generate(model.decoder, ids, options["max_gen_toks"], Sampling(1.0 if sampling else 0.0, options.get("top_k"), None, seed))
-    text = "".join(list(pieces(model.tokenizer, ids, model.eot_token_id, tokens))[1:])
+    text = "".join(list(pieces(model.tokenizer, ids, model.end_ids, tokens))[1:])
     return text[: min([text.index(stop) for stop in options.get("until", ()) if stop in text], default=len(text))]
 
 
@@ -355,7 +372,7 @@ def test_scores_are_those_of_our_own_functions(tiny, include, monkeypatch):
     total = 0.0
     for text in TEXTS:
         tokens = model.tok_encode(text)
-        total += sum(log_p(model, *row)[0] for row in model.parts([model.eot_token_id], tokens))
+        total += sum(log_p(model, *row)[0] for row in model.parts([model.prefix_token_id], tokens))
     perplexity = math.exp(-total / sum(len(text.encode()) for text in TEXTS))
     assert result["our_rolling/byte_perplexity"] == pytest.approx(perplexity, rel=1e-5)
     assert result["our_write/exact_match"] == (0.5 if texts[0] != texts[1] else 1.0)

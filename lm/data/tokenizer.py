@@ -59,7 +59,7 @@ def identity(spec: AnyTokenizer) -> dict[str, Plain]:
     if isinstance(spec, PretrainedTokenizer):  # from the hub or a folder
         content, _ = pretrained(spec)
         return {"name": spec.name, "end_of_text": spec.end_of_text, "sha256": hashlib.sha256(content.encode()).hexdigest()}
-    plain = to_plain(spec)
+    plain = {name: value for name, value in to_plain(spec).items() if name != "end_tokens"}  # at which generation stops
     return plain | {name: hashlib.sha256(read(Path(plain[name]), f"data.tokenizer.{name}")).hexdigest() for name in spec.files}
 
 

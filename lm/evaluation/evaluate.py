@@ -153,7 +153,7 @@ def text_config(model: Loaded, files: list[Path]) -> Config:
     if base.data.symbolic:
         reason = f"its sequences are symbols, which {model.path} does not know"
         raise ConfigError([Problem("data.tasks", str(files[-1]), reason, "name a configuration of text")])
-    tokenizer = TokenizerFile(path=str(model.folder / TOKENIZER), end_of_text=spec.end_of_text)
+    tokenizer = TokenizerFile(path=str(model.folder / TOKENIZER), end_of_text=spec.end_of_text, end_tokens=spec.end_tokens)
     data = replace(base.data, seq_len=spec.seq_len, tokenizer=tokenizer, tasks=[], lengths=DataConfig().lengths)
     trainer_keys = [field.name for field in fields(TrainerConfig) if "eval" in effect(Config, f"trainer.{field.name}").acts_in]
     folder = model.folder.resolve()

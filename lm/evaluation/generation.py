@@ -105,7 +105,7 @@ def generate_text(source: Path, checkpoint: str, prompt: str, max_new_tokens: in
     if model.spec.model.position.has_last and len(ids) + max_new_tokens > model.decoder.seq_len:
         room = model.decoder.seq_len - len(ids)
         raise ConfigError([Problem("--max-new-tokens", max_new_tokens, f"learned positions leave room for {room} after the prompt")])
-    return pieces(tokenizer, ids[1:], start, generate(model.decoder, ids, max_new_tokens, sampling))
+    return pieces(tokenizer, ids[1:], model.end_ids, generate(model.decoder, ids, max_new_tokens, sampling))
 
 
 class Writing:
@@ -128,12 +128,12 @@ class Writing:
         return piece
 
 
-def pieces(tokenizer: Tokenizer, ids: list[int], stop: int, new_tokens: Iterator[int]) -> Iterator[str]:
-    """The text so far and what each token adds to it; ends at `stop`."""
+def pieces(tokenizer: Tokenizer, ids: list[int], end_ids: list[int], new_tokens: Iterator[int]) -> Iterator[str]:
+    """The text so far and what each token adds to it; ends at one of `end_ids`."""
     writing = Writing(tokenizer, ids)
     yield writing.shown
     for token in new_tokens:
-        if token == stop:
+        if token in end_ids:
             return
         if piece := writing.add(token):
             yield piece

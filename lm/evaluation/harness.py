@@ -74,7 +74,7 @@ class HarnessLM(LM):
         self.device_and_precision = device or Device(torch.device("cuda" if torch.cuda.is_available() else "cpu"), bf16=False)
         self._device = self.device_and_precision.device
         self.decoder = decoder.to(self._device).eval()
-        self.eot_token_id = self.prefix_token_id = start
+        self.prefix_token_id, self.end_ids = start, model.end_ids
         self.cut: Counter[str] = Counter()  # requests that lost tokens on the left, by task
         self.shortened: Counter[str] = Counter()  # requests that may write fewer tokens than they ask for, for want of room, by task
 
@@ -164,7 +164,8 @@ class HarnessLM(LM):
         return result
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """For each (context, options): the text that the model writes, up to a text of `until`, the end of text, or the most tokens.
+        """For each (context, options): the text that the model writes, up to a text of `until`, a token that ends documents, or the most
+        tokens.
 
         Contexts of one length with the same number of new tokens are continued together. `max_length` holds context and new tokens. The
         context loses tokens on the left to make room, but keeps half of `max_length`; then there are fewer new tokens. The i-th request
@@ -219,7 +220,7 @@ class HarnessLM(LM):
                 tokens = continuation.draw()
             places = []
             for place, (index, token) in enumerate(zip(active_indices, tokens, strict=True)):
-                if token == self.eot_token_id:
+                if token in self.end_ids:
                     continue
                 writings[index].add(token)
                 text = writings[index].shown[starts[index] :]
@@ -319,7 +320,7 @@ class Downstream(Measurement):
         return not self.asked.include_path and super().cacheable(series)  # what files of one's own read is not known
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
-        spec = ModelSpec.from_decoder(decoder, self.store.manifest["end_of_text"]["token"])
+        spec = ModelSpec.from_decoder(decoder, self.store.manifest["end_of_text"]["token"], self.config.data.tokenizer.end_tokens)
         with eval_mode(decoder), _own_random_state():
             model = HarnessLM(Loaded(decoder, spec, self.store.tokenizer(), self.store.path), self.asked.max_length, device)
             results: dict[str, Plain] = {}

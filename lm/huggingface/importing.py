@@ -11,12 +11,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lm.config.data_config import LONGEST
-from lm.data.tokenizer import downloaded, named_tokenizer, read_tokenizer
+from lm.data.tokenizer import TOKENIZER_CONFIG, downloaded, named_tokenizer, read_tokenizer
 from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.files import check_new, read_json
 from lm.huggingface.architectures import ARCHITECTURES, HEAD, Architecture, Part
 from lm.huggingface.fields import Fields
-from lm.huggingface.tokenizer_files import checked_vocabulary_size, start_token, tokenizer_settings
+from lm.huggingface.tokenizer_files import checked_vocabulary_size, eos_tokens, optional_json, start_token
 from lm.model.spec import ModelSpec
 from lm.runs.checkpoints import Described
 from lm.runs.folder import TOKENIZER
@@ -117,6 +117,7 @@ class Source:
     tokenizer: str | None  # content of a tokenizer.json; None: there is none
     tokenizer_path: Path  # the path of the tokenizer, which errors name
     tokenizer_config: dict[str, Plain]  # content of the tokenizer's tokenizer_config.json
+    generation_config: dict[str, Plain]  # content of the model's generation_config.json
     origin: dict[str, Plain]  # facts on the source of the model, beside its architecture
 
 
@@ -163,7 +164,8 @@ def import_model(
     if model.tokenizer is not None:
         start = start_token(model.tokenizer, model.config, model.tokenizer_config, end_of_text, model.tokenizer_path)
         token_count = checked_vocabulary_size(model.tokenizer, start, spec.vocab_size, model.tokenizer_path)
-        spec.end_of_text = start
+        end_tokens = eos_tokens(model.tokenizer, start, model.tokenizer_config, model.config, model.generation_config)
+        spec.end_of_text, spec.end_tokens = start, [] if end_tokens == [start] else end_tokens
     spec.seq_len = length or positions
     try:
         spec = ModelSpec.read(to_plain(spec))  # within the bounds of our keys, and without contradictions
@@ -190,7 +192,8 @@ def open_source(source: str, revision: str | None, tokenizer: Path | None) -> So
 
         file = GGUF(path)
         content = named_tokenizer(tokenizer) if tokenizer else file.tokenizer()
-        return Source(path, file.config, file, content, tokenizer or path, file.tokenizer_config, {**origin, "tensor_types": file.types})
+        origin["tensor_types"] = file.types
+        return Source(path, file.config, file, content, tokenizer or path, file.tokenizer_config, {}, origin)
     if not path.is_dir():
         path = downloaded(source, revision, ["*.json", "*.safetensors", "*.txt", "*.model"])
         origin["commit"] = path.name
@@ -198,8 +201,10 @@ def open_source(source: str, revision: str | None, tokenizer: Path | None) -> So
         raise RunError(f"{path}: not a model in the format of transformers: it has no {CONFIG}")
     config = read_json(path / CONFIG)
     place = tokenizer or path
-    content, settings = named_tokenizer(tokenizer) if tokenizer else read_tokenizer(path), tokenizer_settings(place)
-    return Source(path / CONFIG, config, Shards(path), content, place / TOKENIZER if place.is_dir() else place, settings, origin)
+    content = named_tokenizer(tokenizer) if tokenizer else read_tokenizer(path)
+    settings, generation = optional_json(place / TOKENIZER_CONFIG), optional_json(path / "generation_config.json")
+    place = place / TOKENIZER if place.is_dir() else place
+    return Source(path / CONFIG, config, Shards(path), content, place, settings, generation, origin)
 
 
 def _parts(architecture: Architecture, spec: ModelSpec, fields: Fields, tensors: "Shards | GGUF") -> list[Part]:
@@ -240,7 +245,8 @@ def _weights(parts: list[Part], tensors: "Shards | GGUF") -> Iterator[tuple[str,
 def _print(folder: Path, kind: str, spec: ModelSpec, tokens: int, parameters: int) -> None:
     print(f"{folder}: {kind}, {parameters:,} parameters, {spec.model.position.label}, training length {spec.seq_len:,}")
     if tokens:
+        end_note = f", end with {' or '.join(spec.end_tokens)}" if spec.end_tokens else ""
         room_note = f" (the model has room for {spec.vocab_size:,})" if tokens < spec.vocab_size else ""
-        print(f"tokenizer: {tokens:,} tokens{room_note}; documents start with {spec.end_of_text}")
+        print(f"tokenizer: {tokens:,} tokens{room_note}; documents start with {spec.end_of_text}{end_note}")
     else:
         print("no tokenizer: the model neither reads nor writes text; name one with --tokenizer")

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from lm.config.data_config import END_OF_TEXT
-from lm.data.tokenizer import NO_TOKENIZER, TOKENIZER_CONFIG, library_errors, parse_tokenizer, vocab_size
+from lm.data.tokenizer import NO_TOKENIZER, library_errors, parse_tokenizer, vocab_size
 from lm.errors import DataError, RunError, one_line
 from lm.files import read_json
 from lm.schema import Plain
@@ -25,15 +25,26 @@ def start_token(content: str, config: dict[str, Plain], tokenizer_config: dict[s
     if END_OF_TEXT in tokens.values():
         return END_OF_TEXT
     for kind in ("bos", "eos"):
-        configured_token = tokenizer_config.get(f"{kind}_token")
-        configured_token = configured_token.get("content") if isinstance(configured_token, dict) else configured_token
-        ids = config.get(f"{kind}_token_id")
-        index = ids[0] if isinstance(ids, list) and ids else ids
-        for token in (configured_token, tokens.get(index) if isinstance(index, int) else None):
-            if isinstance(token, str) and token in tokens.values():
-                return token
+        if configured_tokens := _configured(kind, tokens, tokenizer_config, config):
+            return configured_tokens[0]
     special_text = f"its special tokens: {', '.join(map(str, [*tokens.values()][:8]))}" if tokens else "it has no special tokens"
     raise RunError(f"{path}: no token that starts a document is known ({special_text}); name one: --end-of-text TOKEN")
+
+
+def eos_tokens(content: str, end_of_text: str, *configurations: dict[str, Plain]) -> list[str]:
+    """The tokens that end a document by tokenizer_config.json, config.json and generation_config.json."""
+    added_tokens = parse_tokenizer(content, end_of_text).get_added_tokens_decoder()
+    return _configured("eos", {index: token.content for index, token in added_tokens.items()}, *configurations)
+
+
+def _configured(kind: str, tokens: dict[int, str], *configurations: dict[str, Plain]) -> list[str]:
+    """The tokens of a kind, `bos` or `eos`, that configurations name or give the ids of, among `tokens` by id."""
+    named_tokens: list[Plain] = []
+    for fields in configurations:
+        token, ids = fields.get(f"{kind}_token"), fields.get(f"{kind}_token_id")
+        named_tokens.append(token.get("content") if isinstance(token, dict) else token)
+        named_tokens += [tokens.get(index) for index in (ids if isinstance(ids, list) else [ids]) if isinstance(index, int)]
+    return [*dict.fromkeys(token for token in named_tokens if isinstance(token, str) and token in tokens.values())]
 
 
 def checked_vocabulary_size(content: str, end_of_text: str, vocabulary: int, path: Path) -> int:
@@ -66,6 +77,6 @@ def starting_documents(content: str, end_of_text: str) -> str:
     return parse_tokenizer(json.dumps(fields), end_of_text).to_str()
 
 
-def tokenizer_settings(folder: Path) -> dict[str, Plain]:
-    """The content of tokenizer_config.json; {} if there is none."""
-    return read_json(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).is_file() else {}
+def optional_json(file: Path) -> dict[str, Plain]:
+    """The content of a file of settings; {} if there is none."""
+    return read_json(file) if file.is_file() else {}

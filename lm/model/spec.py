@@ -1,7 +1,7 @@
 """The description of a model apart from its weights, with or without a training run behind it; and its costs: parameters, FLOPs, steps."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -24,25 +24,27 @@ class ModelSpec:
     vocab_size: int = key(256, "tokens that the model knows", ge=1)
     seq_len: int = key(256, "training length, tokens", ge=1)
     end_of_text: str = key(END_OF_TEXT, "the token that starts every document of text")
+    end_tokens: list[str] = key([], "the tokens that end a document; []: the token that starts the next one", omit_default=True)
     plugins: dict[str, str] = key({}, "version of each normalizer from outside")
 
     @classmethod
-    def from_decoder(cls, decoder: Decoder, end_of_text: str = END_OF_TEXT) -> "ModelSpec":
+    def from_decoder(cls, decoder: Decoder, end_of_text: str = END_OF_TEXT, end_tokens: Sequence[str] = ()) -> "ModelSpec":
         """The spec of a decoder."""
         versions = PLUGINS.versions(options.name for options in decoder.config.normalizer.layer_options())
-        return cls(decoder.config, decoder.vocab_size, decoder.seq_len, end_of_text, versions)
+        return cls(decoder.config, decoder.vocab_size, decoder.seq_len, end_of_text, [*end_tokens], versions)
 
     @classmethod
     def from_training(cls, config: Config, metadata: Mapping[str, Plain]) -> "ModelSpec":
         """The spec of a model from its configuration and what its checkpoint says: `phase`, `vocab_size`, `plugins`."""
-        model, versions = config.model_in(metadata["phase"]), metadata.get("plugins", {})
-        return cls(model, metadata["vocab_size"], config.data.seq_len, config.data.tokenizer.end_of_text, versions)
+        model, versions, tokenizer = config.model_in(metadata["phase"]), metadata.get("plugins", {}), config.data.tokenizer
+        return cls(model, metadata["vocab_size"], config.data.seq_len, tokenizer.end_of_text, [*tokenizer.end_tokens], versions)
 
     @classmethod
     def read(cls, plain: Plain) -> "ModelSpec":
         """The spec that plain data (`lm.schema.to_plain`) describe; imports no code that they name. Raises ConfigError."""
         problems: list[Problem] = []
-        missing_names = [spec.name for spec in fields(cls) if spec.name not in plain] if isinstance(plain, Mapping) else []
+        names = {spec.name for spec in fields(cls) if not spec.metadata.get("omit_default")}
+        missing_names = sorted(names - plain.keys()) if isinstance(plain, Mapping) else []
         problems += [Problem(name, None, "is missing") for name in missing_names]
         spec = build(cls, plain, "", problems)
         if problems := problems or own_problems(spec):

@@ -110,7 +110,7 @@ def _untrained(folder: Path) -> tuple[Keys, Keys] | None:
     if (folder / DESCRIPTION).is_file():
         description = read_sealed(folder / DESCRIPTION)
         spec = description["spec"]
-        return None if description.get("training") is not None else _taken(folder, spec["model"], spec["seq_len"], spec["end_of_text"])
+        return None if description.get("training") is not None else _taken(folder, spec["model"], spec["seq_len"], spec)
     if not (folder / ENVIRONMENT).is_file() or not (folder / CONFIG).is_file():
         return None
     environment = read_json(folder / ENVIRONMENT)
@@ -118,20 +118,22 @@ def _untrained(folder: Path) -> tuple[Keys, Keys] | None:
         return None
     config = read_yaml(folder / CONFIG)
     try:
-        return _taken(folder, config["model"], config["data"]["seq_len"], config["data"]["tokenizer"]["end_of_text"])
+        return _taken(folder, config["model"], config["data"]["seq_len"], config["data"]["tokenizer"])
     except (KeyError, TypeError):
         raise RunError(f"{folder / CONFIG}: cut short: it does not say what the model is; swap the model again") from None
 
 
-def _taken(folder: Path, model: Keys, seq_len: int, end_of_text: str) -> tuple[Keys, Keys]:
+def _taken(folder: Path, model: Keys, seq_len: int, tokens: Keys) -> tuple[Keys, Keys]:
     """The keys that a run takes from a model of this description: the normalizer, if it is one of lm's own; and shape, tokenizer, and
-    number of learned positions."""
+    number of learned positions. The run's documents end where the next one starts: it stops there, too, when it writes."""
     normalizer = model["normalizer"]
     # A configuration may import the normalizers that it names. A model folder may not: a normalizer from outside is not taken from it.
     is_builtin = all(entry["name"] in ENTRIES for entry in (normalizer["of"] if normalizer["name"] == Layers.name else [normalizer]))
     shape: Keys = {"model": {name: value for name, value in model.items() if name not in TRAINED_OTHERWISE}, "data": {}}
     if (folder / TOKENIZER).is_file():
-        shape["data"]["tokenizer"] = {"name": "file", "path": str(folder / TOKENIZER), "end_of_text": end_of_text}
+        start, end_tokens = tokens["end_of_text"], tokens.get("end_tokens", [])
+        end_tokens = [*end_tokens, *{start}.difference(end_tokens)] if end_tokens else []
+        shape["data"]["tokenizer"] = {"name": "file", "path": str(folder / TOKENIZER), "end_of_text": start, "end_tokens": end_tokens}
     if model["position"]["name"] == "learned":
         shape["data"]["seq_len"] = seq_len
     return {"model": {"normalizer": normalizer}} if is_builtin else {}, shape
@@ -167,6 +169,11 @@ class Loaded:
         if self.tokenizer is None:
             raise RunError(f"{self.folder}: no tokenizer.json beside the weights, so that text can't be read or written")
         return self.tokenizer, self.tokenizer.token_to_id(self.spec.end_of_text)
+
+    @property
+    def end_ids(self) -> list[int]:
+        """The ids of the tokens that end a document, of a model with a tokenizer."""
+        return [self.tokenizer.token_to_id(token) for token in self.spec.end_tokens or [self.spec.end_of_text]]
 
     @property
     def stamp(self) -> dict[str, Plain]:
