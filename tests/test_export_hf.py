@@ -26,6 +26,7 @@ from lm.config.model_config import GAUBlock, Learned, LinearScaling, ModelConfig
 from lm.data.batches import Batch
 from lm.data.tokenizer import train_tokenizer
 from lm.evaluation.generation import Sampling, generate
+from lm.files import read_sealed, write_sealed
 from lm.huggingface.exporting import COMPUTED
 from lm.huggingface.modeling_lm import ELEMENTWISE, FACTORS, eager_attention
 from lm.huggingface.tokenizer_files import starting_documents
@@ -100,6 +101,25 @@ def test_a_run_is_exported_with_its_tokenizer_and_a_card(tiny, tmp_path: Path):
         "normalizer:",
     ):
         assert phrase in card, card
+
+
+@pytest.mark.parametrize("end_tokens", [["</s>"], ["<end>", "</s>"], []])
+@pytest.mark.parametrize("normalizer", ["softmax", "ssmax"])
+def test_transformers_stops_at_the_tokens_that_end_documents(normalizer: str, end_tokens: list[str], tmp_path: Path):
+    tokenizer = train_tokenizer(iter(["some words of text"] * 3), TrainedTokenizer(vocab_size=260))
+    tokenizer.add_special_tokens(["</s>", "<end>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    shape = replace(SHAPES["gpt2"], normalizer={"softmax": opt.Softmax, "ssmax": opt.SSMax}[normalizer]())
+    ours = save_model(Decoder(shape, V, 64, seed=3), tmp_path / "ours", tmp_path / "tokenizer.json")
+    description = read_sealed(ours / "lm.json")
+    write_sealed(ours / "lm.json", {**description, "spec": {**description["spec"], "end_tokens": end_tokens}})
+    out = exported(ours, tmp_path / "hf")
+    tokenizer_read = AutoTokenizer.from_pretrained(out)
+    ids = [tokenizer.token_to_id(token) for token in end_tokens or ["<|endoftext|>"]]
+    assert (tokenizer_read.eos_token_id, tokenizer_read.bos_token, tokenizer_read.pad_token) == (ids[0], "<|endoftext|>", "<|endoftext|>")
+    assert AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).generation_config.eos_token_id == (ids if ids[1:] else ids[0])
+    if normalizer == "softmax":
+        assert imported(out, tmp_path / "again").spec.end_tokens == end_tokens
 
 
 def test_a_model_like_qwen_2_with_words_of_its_own_is_exported_with_code_of_its_own(tiny, tmp_path: Path):

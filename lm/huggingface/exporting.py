@@ -171,20 +171,20 @@ def _tensors(architecture: Architecture, config: dict[str, Plain], loaded_model:
 
 
 def _tokens(loaded_model: Loaded) -> dict[str, Plain]:
-    """Ids of the token that starts, and so ends, documents."""
+    """Ids of the tokens that start and end documents: one, or a list of several, which transformers takes over for generation."""
     if loaded_model.tokenizer is None:
         return {"bos_token_id": None, "eos_token_id": None}
     _, start = loaded_model.tokenizer_and_start()
-    return {"bos_token_id": start, "eos_token_id": start}
+    end_ids = loaded_model.end_ids
+    return {"bos_token_id": start, "eos_token_id": end_ids if len(end_ids) > 1 else end_ids[0]}
 
 
 def _tokenizer_config(spec: ModelSpec) -> dict[str, Plain]:
-    end = spec.end_of_text
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": end,
-        "eos_token": end,
-        "pad_token": end,
+        "bos_token": spec.end_of_text,
+        "eos_token": (spec.end_tokens or [spec.end_of_text])[0],
+        "pad_token": spec.end_of_text,
         "padding_side": "left",
         "model_max_length": spec.seq_len,
         "clean_up_tokenization_spaces": False,
