@@ -129,7 +129,7 @@ def test_a_run_from_a_model_has_phases(saved: Path, base: Path, phases: str, err
         assert load(tmp_path / "run").spec.model.normalizer.label() == "ssmax (bias=true)"
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "swap"])
+@pytest.mark.parametrize("command", ["train", "eval", "eval on text", "diagnose on text", "swap"])
 @pytest.mark.parametrize("what", ["folder", "model.gguf"])
 def test_a_model_that_was_not_imported_is_said_to_be_one(command: str, what: str, base: Path, tmp_path: Path):
     path = tmp_path / what
@@ -138,8 +138,9 @@ def test_a_model_that_was_not_imported_is_said_to_be_one(command: str, what: str
     else:
         path.mkdir()
         (path / "config.json").write_text("{}")
-    arguments = {"train": [base, f"init_from={path}"], "eval": [path], "swap": [path, "--to", "ssmax", "-o", tmp_path / "out"]}[command]
-    result = lm(command, *map(str, arguments))
+    arguments = {"train": [base, f"init_from={path}"], "eval": [path], "swap": [path, "--to", "ssmax", "-o", tmp_path / "out"]}
+    command, _, on_text = command.partition(" ")
+    result = lm(command, *map(str, [path, base] if on_text else arguments[command]))
     expected = f"error: {path}: a model that was not imported; run lm import {path} -o OUT, and name OUT here\n"
     assert (result.returncode, result.stderr) == (1, expected)
 

@@ -419,7 +419,7 @@ def check_source(source: Path) -> None:
     """Raises RunError if there is nothing at `source`, or something that is no model."""
     if not source.exists():
         raise RunError(f"{source}: no such run folder, checkpoint or export")
-    if source.is_dir() and not any((source / name).exists() for name in (CONFIG, DESCRIPTION, CHECKPOINTS)):
+    if source.suffix == ".gguf" or (source.is_dir() and not any((source / name).exists() for name in (CONFIG, DESCRIPTION, CHECKPOINTS))):
         require_run(source, CONFIG)
     if source.suffix in (".yaml", ".yml"):
         raise RunError(f"{source}: a configuration, not a model: train it (lm train {source}), and name its run folder")

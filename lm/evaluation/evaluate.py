@@ -20,7 +20,7 @@ from lm.machine import threads_each
 from lm.model.device import Device, resolve_device, resolve_precision
 from lm.progress import Progress
 from lm.report.evaluation_tables import EvaluationResult
-from lm.runs.folder import CONFIG, ENVIRONMENT, TOKENIZER, read_config
+from lm.runs.folder import CONFIG, ENVIRONMENT, TOKENIZER, read_config, require_run
 from lm.runs.loading import DESCRIPTION, Loaded, find_checkpoint, load
 from lm.runs.same_run import check_config, check_environment
 from lm.schema import Plain, effect, to_plain
@@ -47,6 +47,7 @@ def evaluate_runs(
         raise ConfigError(f"{files[0]}: a configuration, not a model: name the run folders or model folders to measure, too")
     models = {folder: load(folder, checkpoint) for folder in folders if (folder / DESCRIPTION).is_file()}
     if files and (runs := [folder for folder in folders if folder not in models]):
+        require_run(runs[0], CONFIG)
         raise RunError(f"{runs[0]}: a run folder: it is measured on its own held-out text, not on that of {files[0]}; leave that out")
     if models and not files:
         remedy = f"name a configuration, e.g. lm eval {folders[0]} configs/sotu.yaml, or the run folder it was exported from"
