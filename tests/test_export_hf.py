@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import yaml
 from conftest import ROOT, lm
 from huggingface_hub import HfApi
 from test_import import CASES, T, V, imported, save
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -28,6 +29,7 @@ from lm.data.tokenizer import train_tokenizer
 from lm.evaluation.generation import Sampling, generate
 from lm.files import read_sealed, write_sealed
 from lm.huggingface.exporting import COMPUTED
+from lm.huggingface.gguf_file import CUTS, _byte_level
 from lm.huggingface.modeling_lm import ELEMENTWISE, FACTORS, eager_attention
 from lm.huggingface.tokenizer_files import starting_documents
 from lm.model.decoder import Decoder
@@ -130,6 +132,27 @@ def test_a_model_like_qwen_2_with_words_of_its_own_is_exported_with_code_of_its_
     assert json.loads((out / "config.json").read_text())["model_type"] == "lm_decoder"
     text = "12345 words of cafe\u0301"
     assert AutoTokenizer.from_pretrained(out, trust_remote_code=True)(text).input_ids[1:] == source.tokenizer.encode(text).ids
+
+
+@pytest.mark.parametrize(
+    ("change", "is_plain"),
+    [
+        (lambda fields: None, True),
+        (lambda fields: fields["pre_tokenizer"]["pretokenizers"][1].update(trim_offsets=False), True),
+        (lambda fields: fields["model"].update(ignore_merges=True), False),
+        (lambda fields: fields["pre_tokenizer"]["pretokenizers"][1].update(use_regex=True), False),
+        (lambda fields: fields["pre_tokenizer"]["pretokenizers"].insert(1, {"type": "Digits", "individual_digits": False}), False),
+    ],
+)
+def test_a_model_is_qwen_2_if_its_tokenizer_is_in_all_that_autotokenizer_would_replace(change: Callable, is_plain: bool, tmp_path: Path):
+    tokenizer = _byte_level({"tokens": sorted(pre_tokenizers.ByteLevel.alphabet()), "merges": []}, CUTS["qwen2"], "qwen2")
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    fields = json.loads(tokenizer.to_str())
+    change(fields)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    save_model(Decoder(SHAPES["qwen2"], V, 64, seed=3), tmp_path / "ours", tmp_path / "tokenizer.json")
+    out = exported(tmp_path / "ours", tmp_path / "hf")
+    assert json.loads((out / "config.json").read_text())["model_type"] == ("qwen2" if is_plain else "lm_decoder")
 
 
 @pytest.mark.parametrize("start", ["<|endoftext|>", "<|end of text|>", "[START:1]", "\n", "$A"])

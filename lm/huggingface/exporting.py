@@ -157,8 +157,11 @@ def _has_words_of_qwen2(loaded_model: Loaded) -> bool:
     if loaded_model.tokenizer is None:
         return True
     fields = json.loads((loaded_model.folder / TOKENIZER).read_text(encoding="utf-8"))
-    first_step = ((fields["pre_tokenizer"] or {}).get("pretokenizers") or [{}])[0]
-    return (fields["normalizer"] or {}).get("type") == "NFC" and first_step.get("pattern") == {"Regex": CUTS["qwen2"]}
+    steps = (fields["pre_tokenizer"] or {}).get("pretokenizers") or []
+    cuts = {"type": "Split", "pattern": {"Regex": CUTS["qwen2"]}, "behavior": "Isolated", "invert": False}
+    words = [cuts, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]
+    cuts_alike = [{name: value for name, value in step.items() if name != "trim_offsets"} for step in steps] == words
+    return cuts_alike and (fields["normalizer"] or {}).get("type") == "NFC" and not fields["model"].get("ignore_merges")
 
 
 def _tensors(architecture: Architecture, config: dict[str, Plain], loaded_model: Loaded) -> dict[str, Tensor]:
