@@ -257,6 +257,19 @@ def test_code_of_its_own_computes_our_logits_whole_packed_padded_and_cached(case
         near(torch.cat(parts, 1), logits)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@torch.no_grad()
+def test_a_vocabulary_grows_with_its_tables_of_values(tied: bool, tmp_path: Path):
+    _, folder = moved(shape(opt.SSMax(), value_residual="embedding", tied=tied), 64, tmp_path)
+    model, sample = of_transformers(folder), tokens()[:, :50]
+    expected = model(sample).logits
+    model.resize_token_embeddings(V + 5)
+    torch.testing.assert_close(model(sample).logits[..., :V], expected)
+    model.save_pretrained(tmp_path / "larger")
+    sample[:, -1] = V + 4
+    torch.testing.assert_close(of_transformers(tmp_path / "larger")(sample).logits, model(sample).logits)
+
+
 def test_each_normalizer_that_the_code_computes_is_tested_and_each_other_one_refused():
     assert (
         set(COMPUTED)

@@ -422,6 +422,13 @@ class LmPreTrainedModel(PreTrainedModel):
     _keep_in_fp32_modules_strict = ("normalizer",)
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
 
+    def resize_token_embeddings(self, *arguments: object, **options: object) -> nn.Embedding:
+        """The embedding, resized with the head and with each layer's table of values by token."""
+        embedding = super().resize_token_embeddings(*arguments, **options)
+        for table in self.base_model.value_embedding or ():
+            self._get_resized_embeddings(table, embedding.num_embeddings)
+        return embedding
+
 
 class LmModel(LmPreTrainedModel):
     """The decoder without its head."""
