@@ -86,10 +86,12 @@ def test_a_file_computes_what_transformers_computes_from_it(case: str, tmp_path:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_absent_metadata_has_the_default_of_gguf(kind: str, tmp_path: Path):
-    """As many heads of keys as of queries, which share the width: not what transformers takes absent fields for."""
+    """As many heads of keys as of queries, which share the width: not what transformers takes absent fields for. So has what says it."""
     model = save(tmp_path / "hf", kind, CASES["smollm2"][1] | {"num_key_value_heads": 4})
     absent = {f"{kind}.{name}": None for name in ("attention.head_count_kv", "attention.key_length", "vocab_size")}
-    model_read = imported(write(tmp_path / "model.gguf", model, kind, absent), tmp_path / "out")
+    stated = {"attention.causal": True, "rope.scaling.finetuned": True, "rope.scaling.yarn_ext_factor": 1.0}
+    metadata = absent | {f"{kind}.{name}": value for name, value in stated.items()}
+    model_read = imported(write(tmp_path / "model.gguf", model, kind, metadata), tmp_path / "out")
     assert model_read.spec == imported(tmp_path / "hf", tmp_path / "same").spec
 
 
@@ -143,6 +145,7 @@ def test_the_rescaled_rope_of_llama3_is_known_by_its_divisors(changes: dict[str,
 MALFORMED = {
     "another architecture": ({"general.architecture": "mamba"}, "general.architecture = 'mamba': only llama, qwen2, qwen3 are read"),
     "unknown metadata": ({"llama.logit_scale": 2.0}, "llama.logit_scale = 2.0: metadata that is not known here"),
+    "attention to both sides": ({"llama.attention.causal": False}, "llama.attention.causal = False: metadata that is not known here"),
     "part of a head": ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count = 8: is not the size of a head, 16"),
     "rope": ({"llama.rope.scaling.type": "longrope"}, "rope_type = 'longrope': its frequencies depend on the length"),
     "tokenizer": ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model = 't5', pre = None: not a tokenizer that is read from GGUF"),

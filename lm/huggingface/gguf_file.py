@@ -91,6 +91,8 @@ FIELDS = {
 }
 OPTIONAL = ("attention.head_count_kv", "attention.key_length", "rope.freq_base", "vocab_size")  # the others every file has
 SCALING = {"type": "rope_type", "factor": "factor", "original_context_length": "original_max_position_embeddings"}  # after rope.scaling.
+# Metadata after `ARCHITECTURE.` that say what is computed here; None: any value does.
+DEFAULTS = {"attention.causal": True, "rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.finetuned": None}
 ABOUT = ("general.", "tokenizer.", "GGUF.", "quantize.", "split.")  # metadata that is not about the model's function
 # Tensors of a layer, and the names of transformers after `model.layers.N.`.
 LAYER = {
@@ -173,9 +175,9 @@ class GGUF:
         head_sizes = {}  # what must equal the head's size
         for name, value in self._metadata.items():
             key = name.removeprefix(f"{kind}.")
-            if name.startswith(ABOUT):
-                continue
             value = _shortest(value)
+            if name.startswith(ABOUT) or (key in DEFAULTS and DEFAULTS[key] in (None, value)):
+                continue
             if key in FIELDS:
                 config[FIELDS[key]] = value
             elif key.removeprefix("rope.scaling.") in SCALING and key.startswith("rope.scaling."):
