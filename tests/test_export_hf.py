@@ -86,7 +86,7 @@ def test_a_run_is_exported_with_its_tokenizer_and_a_card(tiny, tmp_path: Path):
     train(config)
     source, out = load(config.run_folder), exported(config.run_folder, tmp_path / "hf")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out).eval(), AutoTokenizer.from_pretrained(out)
-    text, start = "some words of text ", source.tokenizer_and_start()[1]
+    text, start = "some words<|endoftext|>of text ", source.tokenizer_and_start()[1]
     assert tokenizer(text).input_ids == [start, *source.tokenizer.encode(text).ids]
     assert tokenizer(text, add_special_tokens=False).input_ids == source.tokenizer.encode(text).ids
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, model.config.bos_token_id) == (start, start, start)
@@ -153,6 +153,8 @@ def test_a_model_is_qwen_2_if_its_tokenizer_is_in_all_that_autotokenizer_would_r
     save_model(Decoder(SHAPES["qwen2"], V, 64, seed=3), tmp_path / "ours", tmp_path / "tokenizer.json")
     out = exported(tmp_path / "ours", tmp_path / "hf")
     assert json.loads((out / "config.json").read_text())["model_type"] == ("qwen2" if is_plain else "lm_decoder")
+    ids = AutoTokenizer.from_pretrained(out, trust_remote_code=True)("cafe\u0301 12<|endoftext|>!").input_ids
+    assert ids[1:] == load(tmp_path / "ours").tokenizer.encode("cafe\u0301 12<|endoftext|>!").ids
 
 
 @pytest.mark.parametrize("start", ["<|endoftext|>", "<|end of text|>", "[START:1]", "\n", "$A"])

@@ -189,6 +189,7 @@ def _tokenizer_config(spec: ModelSpec) -> dict[str, Plain]:
         "eos_token": (spec.end_tokens or [spec.end_of_text])[0],
         "pad_token": spec.end_of_text,
         "padding_side": "left",
+        "split_special_tokens": True,  # text becomes no special token, as in lm
         "model_max_length": spec.seq_len,
         "clean_up_tokenization_spaces": False,
     }
