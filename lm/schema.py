@@ -351,7 +351,7 @@ def _type_remedy(hint: type, value: Plain, meaning: str) -> str:
     """The remedy for a value of the wrong type; `meaning`: the key's help, which is the remedy for yes or no in place of a text."""
     literals = _literals(hint)
     unknown_texts = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str) and item not in literals]
-    if unknown_texts and convert(hint, [_number(item) for item in value] if isinstance(value, list) else _number(value)) is not MISSING:
+    if (unknown_texts or isinstance(value, dict)) and convert(hint, _numbers(value)) is not MISSING:
         return "write numbers without quotes and leading zeros, or ${oc.decode:...}"
     if unknown_texts and literals:
         words = [yaml_scalar(arg) for arg in literals]
@@ -361,8 +361,12 @@ def _type_remedy(hint: type, value: Plain, meaning: str) -> str:
     return meaning if isinstance(value, bool) else "quote it in the YAML"
 
 
-def _number(value: Plain) -> Plain:
-    """The number that a text reads as; any other value as it is."""
+def _numbers(value: Plain) -> Plain:
+    """A value with the numbers that texts in it read as in place of these texts."""
+    if isinstance(value, dict):
+        return {_numbers(name): _numbers(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [*map(_numbers, value)]
     for kind in (int, float) if isinstance(value, str) else ():
         with contextlib.suppress(ValueError):
             return kind(value)

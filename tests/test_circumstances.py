@@ -138,10 +138,11 @@ def test_arms_that_start_from_a_changed_arm_are_exploratory(tmp_path, overrides)
 
 def test_other_rows_of_a_tuning_table_are_said(tmp_path, overrides):
     experiment = started(tmp_path, overrides).experiment
-    first, second = (replace(experiment, table=(TuningRun("", "ssmax", "optim.lr", rate, 11, 5.0, None, ""),)) for rate in (1e-3, 2e-3))
-    assert departures(first, {PLAN: plan_of(first)}) == ()
+    rows = [TuningRun("", "ssmax", "optim.lr", rate, 11, 5.0, None, "") for rate in (1e-3, 2e-3, 4e-3)]
+    first, second = (replace(experiment, table=tuple(table)) for table in (rows[:2], rows[1:]))
+    assert departures(replace(first, table=first.table[::-1]), {PLAN: plan_of(first)}) == ()
     (departure,) = departures(second, {PLAN: plan_of(first)})
-    assert departure.words.startswith("tune.rows of table was ")
+    assert departure.words.startswith("tune.digest of table was ")
 
 
 def test_arms_that_have_seen_other_numbers_of_tokens_are_named(tmp_path, overrides):

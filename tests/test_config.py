@@ -17,6 +17,8 @@ from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, Problem
 from lm.experiments.experiment_file import read_experiment
+from lm.model.decoder import Decoder
+from lm.model.swapped import for_inference
 from lm.schema import fields, reference, to_plain
 
 ROOT = Path(__file__).parent.parent
@@ -166,8 +168,14 @@ def test_a_temperature_of_rope_is_refused_where_the_normalizer_would_undo_it():
         return ["name=x", "data.source={name: files, paths: [a.txt]}", "model.n_layer=2", "model.normalizer=[softmax, cosine]", setting]
 
     assert load(inference("false")).eval.long_context.inference[0].label == "yarn, temperature 0"
-    with pytest.raises(ConfigError, match=r"inference\[0\]\.rope\.temperature = true: cosine has no logits that a temperature"):
+    with pytest.raises(ConfigError, match=r"inference\[0\]\.rope\.temperature = true: is a factor on queries, and none on"):
         load(inference("true"))
+    linear = "model.normalizer={name: linear, features: identity, n: visible}"  # a factor on q is one on its scores
+    assert load([*inference("true"), linear]).eval.long_context.inference[0].label == "yarn"
+    trained = to_plain(load(inference("false")))
+    trained["eval"]["long_context"]["inference"][0]["rope"]["temperature"] = True
+    with pytest.raises(ConfigError, match=r"inference\.rope\.temperature = true: .* scores of cosine; set it to false"):  # an older run
+        for_inference(Decoder((config := parse(trained)).model, 300, 32), config.eval.long_context.inference[0])
 
 
 @pytest.mark.parametrize("name", ["010", "-07", "0_1", "08", "0"])
@@ -291,6 +299,7 @@ def test_paths_that_name_no_file_are_errors_of_one_line(tmp_path: Path):
         ("seed=${oc.env:LM_TEST_NOT_SET, '7'}", "seed = '7': must be an integer; write numbers without quotes and leading zeros, or ${oc."),
         ("trainer.threads=010", "must be an integer or null; write numbers without quotes and leading zeros, or ${oc.decode:...}"),
         ("eval.long_context.length_factor='4'", "; write numbers without quotes and leading zeros, or ${oc.decode:...}"),
+        ("data.lengths={name: mixed, weights: {064: 0.5, 128: 0.5}}", "(an integer: a number); write numbers without quotes and leading"),
         ("eval.swap_lengths=[1, '1e1']", "must be a list (a number each); write numbers without quotes and leading zeros"),
     ],
     ids=lambda value: value[:32],

@@ -187,8 +187,12 @@ def test_text_ends_at_the_tokens_that_end_documents(tiny, monkeypatch):
     config.data.tokenizer = TokenizerFile(str(store.path / "tokenizer.json"), end_tokens=["~"])
     assert identity(config.data.tokenizer) == identity(TokenizerFile(config.data.tokenizer.path))  # the tokens are the same
     monkeypatch.setattr("lm.evaluation.harness._evaluate", lambda model, *_: models.append(model) or {"samples": {}})
-    Downstream(config, store).measure(model.decoder, CPU, lambda units: None)
+    measurement = Downstream(config, store)
+    measurement.measure(model.decoder, CPU, lambda units: None)
     assert models[0].end_ids == model.end_ids[1:]
+    assert measurement.options["end_tokens"] == ["~"]  # other ones are measured again
+    with pytest.raises(RunError, match=r"its tokenizer has no token </typo> \(end_tokens\)"):
+        made(tiny, end_tokens=("</typo>",))
 
 
 @pytest.mark.parametrize("normalizer", NORMALIZERS, ids=str)

@@ -139,6 +139,9 @@ def test_runs_from_weights_of_one_arm_are_paired_by_seed(tiny, tmp_path, monkeyp
     assert [source["seeds"] for source in sources] == [[1], [2], [1], [2]]
     assert len({source["arm"] for source in sources}) == 2
     assert sources[0]["arm"] == record.arm(to_plain(read_config(runs / "base-1")), read_json(runs / "base-1" / "environment.json"))
+    assert train(tiny("name=third", f"init_from={folders[0]}", "trainer.max_steps=2")) == 0
+    third = record.read_run(runs / "third")
+    assert third.tokens_before == 2 * third.tokens_seen, "those that the weights it started from had started with, too"
     monkeypatch.setattr("lm.evaluation.swap.FIT_BATCHES", 1)
     swap_run(runs / "base-1", "last", "ssmax", "fit", runs / "fit", overrides)
     assert arms(runs / "swapped-1", runs / "swapped-2", runs / "fit") == [["swapped-1", "swapped-2"], ["fit"]]

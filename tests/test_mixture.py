@@ -327,4 +327,6 @@ def test_the_loss_has_a_level_to_be_below_where_text_is_trained_on_as_the_store_
     validated = Validation(config, store).measure(
         Decoder(config.model, store.vocab_size, 32), Device(torch.device("cpu"), bf16=False), print
     )
-    assert validated[0].references == ({"unigram cross-entropy": store.val.unigram_cross_entropy} if level else {})
+    names = ["unigram cross-entropy" + ", at most" * (letters == 0.5)] * (weight < 1)
+    assert [*validated[0].references] == names
+    assert all((value == store.val.unigram_cross_entropy) is level for value in validated[0].references.values())

@@ -356,6 +356,13 @@ def test_a_swap_prints_its_factors_and_warns_where_they_are_far_from_the_old(
         assert "is 2.8 times the old one at n = 16, 3.5 times the old one at n = 32: " in warnings[0]
 
 
+def test_layers_that_could_not_be_matched_are_named(tiny):
+    config = tiny("name=mixed", "model.normalizer=[cosine, softmax]", "trainer.max_steps=1")
+    train(config)
+    result = command("swap", str(config.run_folder), "--to", "ssmax", "-o", str(config.run_folder.parent / "out"))
+    assert "has no factor on q.k in layers 0 that ssmax could match" in result.stdout + result.stderr
+
+
 def test_a_swap_says_in_which_layers_other_keys_are_seen(trained: Path, tmp_path: Path):
     changes = "model.normalizer.of=[{name: window, size: 64}, {name: window, size: 8}]"
     result = command("swap", str(trained), "--to", "layers", changes, "-o", str(tmp_path / "out"))

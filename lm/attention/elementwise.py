@@ -27,7 +27,7 @@ class ElementwiseNormalizer(DividedNormalizer):
 
     @property
     def scores_are_logits(self) -> bool:
-        return type(self).shift is ElementwiseNormalizer.shift
+        return all(getattr(type(self), name) is getattr(ElementwiseNormalizer, name) for name in ("shift", "define_scores"))
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         z, shift = logits(q, k), self.shift(layout)

@@ -17,7 +17,6 @@ CHUNK = 128  # tokens whose weights are formed at a time
 @dataclass
 class Linear(Options):
     name = "linear"
-    scales_with_q = False
     full_formula = "phi(q / D^(1/4)).phi(k / D^(1/4)) (g^t) / sum, or / n"
     source = "Katharopoulos et al. 2020, arXiv 2006.16236; Sun et al. 2023, arXiv 2307.08621"
     known = "can't concentrate: S >= .80 with identity features and Gaussian keys (Su, kexue.fm 9889)"
@@ -28,6 +27,10 @@ class Linear(Options):
     )
     decay: bool = key(False, "weights fade by 1 - 2^(-5 - h) a token for heads h = 0, 1 ... (RetNet's rates)")
     n: str = key("sum", "divide each row by its `sum`, or by n: `visible`, `sample` or `fixed:N`")
+
+    @property
+    def scales_with_q(self) -> bool:
+        return self.features == "identity"
 
     def problems(self) -> list[Problem]:
         problems = super().problems()

@@ -125,11 +125,15 @@ class InferenceSetting:
             Problem(f"{path}.{name}", self.normalizer[name], "no normalizer of this model has this option", "drop it")
             for name in self.missing_options(trained_normalizers)
         ]
-        layers = (layer for options in trained_normalizers for layer in options.layer_options())
-        if getattr(self.rope, "temperature", False) and (scaleless := next((layer for layer in layers if not layer.scales_with_q), None)):
-            reason = f"{scaleless.name} has no logits that a temperature of its queries could multiply"
-            problems.append(Problem(f"{path.removesuffix('normalizer')}rope.temperature", True, reason, "set it to false"))
         return normalizers, list({problem.path: problem for problem in problems}.values())
+
+    def undone_temperature(self, normalizers: list[Options], path: str) -> list[Problem]:
+        """A problem if RoPE's temperature, a factor on q, is no factor on the scores of a normalizer; `path`: the path of the setting."""
+        layers = [layer for options in normalizers for layer in options.layer_options() if not layer.scales_with_q]
+        if not layers or not getattr(self.rope, "temperature", False):
+            return []
+        reason = f"is a factor on queries, and none on the scores of {layers[0].name}"
+        return [Problem(f"{path}.rope.temperature", True, reason, "set it to false")]
 
     def missing_options(self, normalizers: list[Options]) -> list[str]:
         """The options that it sets and that none of the normalizers has."""

@@ -216,7 +216,16 @@ def load(arguments: list[str], with_weights: WithWeights | None = None) -> Confi
     has_weights = with_weights and weights and isinstance(weights, str)
     tree = with_weights(weights, tree, changes) if has_weights else merge(tree, changes)
     with PLUGINS.trusted():
-        return parse(interpolated({**tree, "name": tree.get("name") or name or "run"}))
+        config = parse(interpolated({**tree, "name": tree.get("name") or name or "run"}))
+    normalizers = [phase.normalizer for phase in config.plan]
+    if problems := [  # not in `parse`, which reads configurations of trained models, too
+        problem
+        for kind, options in config.eval.kinds.items()
+        for index, setting in enumerate(getattr(options, "inference", []))
+        for problem in setting.undone_temperature(normalizers, f"eval.{kind}.inference[{index}]")
+    ]:
+        raise ConfigError(problems)
+    return config
 
 
 def load_normalizer(name: str, overrides: list[str]) -> Options:

@@ -310,7 +310,9 @@ class Downstream(Measurement):
 
     @property
     def options(self) -> dict[str, Plain]:
-        return {"seq_len": self.config.data.seq_len, **self.asked_plain, "lm_eval": importlib.metadata.version("lm_eval")}
+        options = {"seq_len": self.config.data.seq_len, **self.asked_plain, "lm_eval": importlib.metadata.version("lm_eval")}
+        end_tokens = self.config.data.tokenizer.end_tokens
+        return options | ({"end_tokens": [*end_tokens]} if end_tokens else {})
 
     @property
     def work(self) -> int:

@@ -25,7 +25,7 @@ from lm.model.cross_entropy import token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode
 from lm.model.swapped import applicable, for_inference
-from lm.runs.evaluations import KIND, LOSS, Axis, Sample, Series, Shown, selects, validation_series
+from lm.runs.evaluations import KIND, LOSS, UNIGRAM, UNIGRAM_BOUND, Axis, Sample, Series, Shown, selects, validation_series
 from lm.schema import Plain, to_plain
 
 NATS = "nats per token"
@@ -246,14 +246,20 @@ def lengths_axis(lengths: Iterable[int]) -> Axis:
 LEVEL_ERROR = 0.002  # nats per token: the most by which weights unlike the store may raise the unigram cross-entropy of its text
 
 
-def trained_level(store: Store, data: DataConfig) -> float | None:
-    """The unigram cross-entropy of what is trained on; None if the weights of sources or tasks are not their fractions of the store."""
+def trained_level(store: Store, data: DataConfig) -> tuple[float | None, str]:
+    """The unigram cross-entropy of what is trained on, and what it is: UNIGRAM, or UNIGRAM_BOUND.
+
+    It is a bound where the weights of sources or tasks are not their fractions of the store: a token's probability in the mixture is at
+    least the one in the store times the least weight / fraction. None: one of them, or all text, has weight 0.
+    """
     weights = np.array([weighted.weight for weighted in (data.tasks if data.symbolic else data.sources)])
-    if not weights.all() or not (data.symbolic or data.text_weight):  # text not trained on has none
-        return None
+    if not weights.all() or not (data.symbolic or data.text_weight):
+        return None, UNIGRAM
     fractions = np.array([source.n_tokens for source in store.train.sources]) / store.train.n_tokens
-    is_alike = fractions @ np.log(fractions / weights) <= LEVEL_ERROR  # the relative entropy
-    return store.val.unigram_cross_entropy if is_alike else None
+    log_ratios = np.log(fractions / weights)
+    if fractions @ log_ratios <= LEVEL_ERROR:  # the relative entropy
+        return store.val.unigram_cross_entropy, UNIGRAM
+    return store.val.unigram_cross_entropy + float(log_ratios.max()), UNIGRAM_BOUND
 
 
 class Validation(Measurement):
@@ -286,7 +292,8 @@ class Validation(Measurement):
         bits = None if data.symbolic else bits_per_byte(nll, held_out, trained)
         (loss, _), (_, sample) = held_out.means(nll, trained), held_out.means(nll)
         sample = sample if isinstance(trained, slice) else sample.part(trained)
-        series = validation_series(loss, bits, trained_level(self.store, data), held_out.length, sample, self.fingerprint)
+        level, level_name = trained_level(self.store, data)
+        series = validation_series(loss, bits, level, held_out.length, sample, self.fingerprint, level_name)
         labels = (
             task_names([to_plain(task.task) for task in data.tasks])
             if data.symbolic

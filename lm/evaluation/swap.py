@@ -244,9 +244,11 @@ def swap_run(
         reach = "see other keys at the training length than before, which changes the loss, too; --to layers keeps those of single layers"
         models.append(f"layers {', '.join(map(str, changed_layers))} {reach}")
     notes = [f"{destination}: weights alone; go on with: lm eval {destination}, or lm train CONFIG init_from={destination} name=..."]
-    if facts["init"] == "match" and not factors:
+    unmatched_layers = [str(layer) for layer, normalizer in enumerate(old.normalizers()) if normalizer.scale_by_position() is None]
+    if facts["init"] == "match" and unmatched_layers:
         remedy = "parameters have their initial values; --init fit chooses them"
-        notes.insert(0, f"note: {facts['normalizer']} has no factor on q.k that {label} could match: {remedy}")
+        place = f" in layers {', '.join(unmatched_layers)}" if len(unmatched_layers) < len(old.normalizers()) else ""
+        notes.insert(0, f"note: {facts['normalizer']} has no factor on q.k{place} that {label} could match: {remedy}")
     if init == "fit":
         notes.insert(0, f"fit: KL {facts['fit_kl_before']:.5f} -> {facts['fit_kl_after']:.5f} nats on training sequences")
     return SwapResult(evaluation, path, models, notes, warning)

@@ -217,7 +217,10 @@ def plan_of(experiment: Experiment) -> dict[str, Plain]:
     timestamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     primary = {key: value for key, value in vars(experiment.primary).items() if key != "spread"}  # only the plan's power depends on it
     evaluation_options = {size: _measured(experiment, size) for size in experiment.sizes}
-    tune = dict(vars(experiment.tune)) | ({"rows of table": plain_sha256([*map(str, experiment.table)])} if experiment.table else {})
+    tune = dict(vars(experiment.tune))
+    if experiment.table:
+        rows = sorted(f"{run.size} {run.arm} {run.key} {run.rate} {run.seed} {run.selection} {run.primary}" for run in experiment.table)
+        tune["digest of table"] = plain_sha256(rows)[:8]
     plan = {"at": timestamp, "primary": primary, "measured": evaluation_options, "tune": tune, "looks": experiment.looks, "arms": arms}
     first_seeds = [seed for seed in experiment.seeds if seed not in experiment.more_seeds]
     return plan | ({"first look": first_seeds} if experiment.more_seeds else {})

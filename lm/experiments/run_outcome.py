@@ -49,7 +49,8 @@ class Outcome:
         """Tokens seen by the last step, those of the weights that the run started from included; 0 without evaluations."""
         path = self.folder / ENVIRONMENT
         origin = (read_json(path).get("started_from") if path.is_file() else None) or {}
-        return (self.evaluations[0].tokens_seen if self.evaluations else 0) + origin.get("tokens", 0)
+        tokens = self.evaluations[0].tokens_seen if self.evaluations else 0
+        return tokens + origin.get("tokens", 0) + origin.get("tokens_before", 0)
 
     @cached_property
     def state(self) -> RunStatus:

@@ -33,7 +33,7 @@ LENGTH = "lm_train_length"  # field of the configuration
 HOLDER = "lm_normalizer"  # of a layer's parameters, within its attention; and the field of the configuration that names the normalizer
 UNREGISTERED = ("forget", "asentmax", "p_n")  # the first two read the layer's input, the last has a table for all layers
 REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias")  # arguments of attention functions that change what is computed
-BY_ANGLE = ("qassmax", "linear")  # which treat single dimensions of q apart, so that scores depend on RoPE's absolute positions
+BY_ANGLE = ("qassmax", "linear")  # unless features are the identity: they treat dimensions of q apart, whose angles are absolute
 OWN_ATTENTION = "{} computes attention by itself, whatever attn_implementation says"
 WEIGHTS = ["*.safetensors", INDEX]
 
@@ -145,9 +145,11 @@ def _attend(
     if attention_mask is None and 1 < query.size(2) < key.size(2):  # an empty cache of fixed size
         key, value = key[:, :, : query.size(2)], value[:, :, : query.size(2)]
     layout = _layout(query, key, attention_mask, position_ids)
-    name = normalizer if isinstance(normalizer, str) else normalizer["name"]
-    if name in BY_ANGLE and position_ids is not None and bool(((layout.positions != position_ids) & (layout.positions > 0)).any()):
-        raise ValueError(f"{name} depends on positions: position_ids must count from each sequence's first token, padding left out")
+    options = {"name": normalizer} if isinstance(normalizer, str) else normalizer
+    by_angle = options["name"] in BY_ANGLE and options.get("features") != "identity"
+    if by_angle and position_ids is not None and bool(((layout.positions != position_ids) & (layout.positions > 0)).any()):
+        reason = "depends on positions: position_ids must count from each sequence's first token, padding left out"
+        raise ValueError(f"{options['name']} {reason}")
     parameters = holder.by_name() if holder is not None else {}
     output = functional.attention(normalizer, query, key, value, parameters, positions=layout, train_length=_train_length(config))
     return output.transpose(1, 2).contiguous(), None

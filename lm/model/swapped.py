@@ -115,10 +115,10 @@ def applicable(decoder: Decoder, settings: Iterable[InferenceSetting]) -> list[I
 def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:
     """A copy of `decoder` that is used as `setting` says, in the same mode, and shares its parameters; the decoder stays as it is.
 
-    Raises ConfigError: options that none of its normalizers has, or that training has fixed.
+    Raises ConfigError: options that none of its normalizers has, or that training has fixed, or a temperature that one undoes.
     """
     (normalizer,), problems = setting.normalizers([decoder.config.normalizer], "normalizer")
-    if problems:
+    if problems := problems + setting.undone_temperature([decoder.config.normalizer], "inference"):
         raise ConfigError(problems)
     inference_decoder = copy.deepcopy(decoder, {id(tensor): tensor for tensor in (*decoder.parameters(), *decoder.buffers())})
     inference_decoder.rope_scaling, inference_decoder.config = setting.rope, replace(decoder.config, normalizer=normalizer)

@@ -365,6 +365,7 @@ def json_value(value: object) -> Plain:
 
 KIND, LOSS = "validation", "val loss"
 UNIGRAM = "unigram cross-entropy"  # the level to compare the loss with
+UNIGRAM_BOUND = f"{UNIGRAM}, at most"  # an upper bound of it
 
 
 def validation_series(
@@ -374,6 +375,7 @@ def validation_series(
     seq_len: int,
     sample: Sample | None = None,
     data_fingerprint: str = "",
+    level: str = UNIGRAM,
 ) -> list[Series]:
     """The series of the loss (nats per token) and, for text, of bits per byte on held-out sequences of the training length.
 
@@ -381,6 +383,7 @@ def validation_series(
         bits_per_byte: bits per byte of the text; None: the tokens are symbols, which are no bytes.
         unigram_cross_entropy: loss by token frequencies of the training text, nats per token; None: not known.
         sample: loss by sequence, (sequences, 1); None: only the means are known.
+        level: UNIGRAM, or UNIGRAM_BOUND if `unigram_cross_entropy` is an upper bound.
     """
     token = "" if bits_per_byte is not None else ", nats per token of the answers"
     amount = "" if sample is None else f"{len(sample.values):,} of {seq_len:,} tokens{token}"
@@ -389,7 +392,7 @@ def validation_series(
     series = [
         Series(
             metric=LOSS, unit="nats per token", means=np.array([loss], float), logged=("val/loss",),
-            references={} if unigram_cross_entropy is None else {UNIGRAM: unigram_cross_entropy},
+            references={} if unigram_cross_entropy is None else {level: unigram_cross_entropy},
             samples=() if sample is None else (sample,), interval="none" if sample is None else "documents",
             data_fingerprint=data_fingerprint, **common_fields,
         )

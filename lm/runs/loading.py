@@ -132,7 +132,7 @@ def _taken(folder: Path, model: Keys, seq_len: int, tokens: Keys) -> tuple[Keys,
     shape: Keys = {"model": {name: value for name, value in model.items() if name not in TRAINED_OTHERWISE}, "data": {}}
     if (folder / TOKENIZER).is_file():
         start, end_tokens = tokens["end_of_text"], tokens.get("end_tokens", [])
-        end_tokens = [*end_tokens, *{start}.difference(end_tokens)] if end_tokens else []
+        end_tokens = [*dict.fromkeys([*end_tokens, start])] if end_tokens else []
         shape["data"]["tokenizer"] = {"name": "file", "path": str(folder / TOKENIZER), "end_of_text": start, "end_tokens": end_tokens}
     if model["position"]["name"] == "learned":
         shape["data"]["seq_len"] = seq_len
@@ -172,8 +172,11 @@ class Loaded:
 
     @property
     def end_ids(self) -> list[int]:
-        """The ids of the tokens that end a document, of a model with a tokenizer."""
-        return [self.tokenizer.token_to_id(token) for token in self.spec.end_tokens or [self.spec.end_of_text]]
+        """The ids of the tokens that end a document, of a model with a tokenizer. Raises RunError: it has no such token."""
+        ids = {token: self.tokenizer.token_to_id(token) for token in self.spec.end_tokens or [self.spec.end_of_text]}
+        if unknown_tokens := [token for token, index in ids.items() if index is None]:
+            raise RunError(f"{self.folder}: its tokenizer has no token {unknown_tokens[0]} (end_tokens)")
+        return [*ids.values()]
 
     @property
     def stamp(self) -> dict[str, Plain]:

@@ -17,7 +17,7 @@ from lm.config.tree import canonical, is_learned, recorded_per_start
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, RunError, one_line
 from lm.files import read_json
-from lm.runs.evaluations import KIND, UNIGRAM, Evaluation, Series, last_evaluations, validation_series
+from lm.runs.evaluations import KIND, UNIGRAM, UNIGRAM_BOUND, Evaluation, Series, last_evaluations, validation_series
 from lm.runs.folder import CHECKPOINTS, CONFIG, DIVERGED, ENVIRONMENT, LAST, METRICS, Curve, Log, curve, read_metrics, require_run
 from lm.runs.same_run import check_measured
 from lm.schema import Plain, flatten, yaml_scalar
@@ -126,7 +126,8 @@ def divergence(lines: list[dict[str, Plain]], final_series: Series | None) -> st
 
 def not_learned(final_series: Series | None) -> str:
     """Words for a final validation loss above the unigram cross-entropy; empty if the loss is below, or one of the two is not known."""
-    loss, level = (final_series.means[0], final_series.references.get(UNIGRAM, math.inf)) if final_series else (0.0, math.inf)
+    loss, references = (final_series.means[0], final_series.references) if final_series else (0.0, {})
+    level = references.get(UNIGRAM, references.get(UNIGRAM_BOUND, math.inf))
     return f"final loss above the unigram cross-entropy ({loss:.4f} > {level:.4f})" if loss > level else ""
 
 
@@ -202,8 +203,8 @@ class RunRecord:
 
     @property
     def tokens_before(self) -> int:
-        """Tokens that the weights it started from had seen (`init_from`); 0 for a run from scratch."""
-        return self.environment_entry("started_from.tokens") or 0
+        """Tokens that the weights it started from had seen (`init_from`), and theirs; 0 for a run from scratch."""
+        return sum(self.environment_entry(f"started_from.{name}") or 0 for name in ("tokens", "tokens_before"))
 
     def setting(self, name: str) -> Plain:
         """The setting that its starts used, e.g. of `precision`, in words where starts differ; None if environment.json does not say."""

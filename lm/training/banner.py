@@ -25,7 +25,7 @@ from lm.model.decoder import Decoder
 from lm.model.device import Machine
 from lm.model.spec import count_parameters, flops_per_token
 from lm.plugins import PLUGINS
-from lm.runs.evaluations import selecting
+from lm.runs.evaluations import UNIGRAM, selecting
 from lm.runs.folder import command_line
 from lm.schema import Plain
 from lm.training.memory import estimated_memory
@@ -235,6 +235,7 @@ def environment(config: Config, store: Store, start: PhaseStart, machine: Machin
         "on_nonfinite": config.optim.on_nonfinite,
         "command": command_line(),
     }
+    level, level_name = trained_level(store, config.data)
     return {
         **facts,
         "data_fingerprint": store.fingerprint,
@@ -246,7 +247,7 @@ def environment(config: Config, store: Store, start: PhaseStart, machine: Machin
             "train_documents": store.train.n_documents,
             "val_documents": store.val.n_documents,
         },
-        "unigram_cross_entropy": {"train": store.train.unigram_cross_entropy, "val": trained_level(store, config.data)},
+        "unigram_cross_entropy": {"train": store.train.unigram_cross_entropy, "val": level if level_name == UNIGRAM else None},
         "parameters": count_parameters(start.decoder),
         "flops_per_token": flops_per_token(start.decoder),
         "peak_flops": machine.peak_flops,

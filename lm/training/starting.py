@@ -143,8 +143,8 @@ def start_new_run(config: Config, store: Store, source: Loaded | None = None) ->
 def initialize_from(config: Config, store: Store, decoder: Decoder, loaded_model: Loaded) -> tuple[dict[str, Plain], list[str]]:
     """Give `decoder` the weights of `loaded_model`, whose own decoder is left without numbers; returns their origin, and notes on it.
 
-    The origin: `path`, `step`, `tokens`, `normalizer`, 12 digits of the digest of its `weights`, and the `arm` and `seeds` of the run
-    (lm/runs/record.py).
+    The origin: `path`, `step`, `tokens`, `tokens_before` of the weights that it started from, if any, `normalizer`, 12 digits of the
+    digest of its `weights`, and the `arm` and `seeds` of the run (lm/runs/record.py).
 
     Raises ConfigError: another tokenizer than that of the weights, with what to do.
     """
@@ -159,6 +159,9 @@ def initialize_from(config: Config, store: Store, decoder: Decoder, loaded_model
         "normalizer": loaded_model.decoder.config.normalizer.label(),
         "weights": weights_sha256(decoder)[:12],
     }
+    earlier = loaded_model.environment.get("started_from") or {}
+    if tokens_before := earlier.get("tokens", 0) + earlier.get("tokens_before", 0):
+        origin["tokens_before"] = tokens_before
     unknown_note = "note: what those weights were trained on is not known: what is held out here they may have seen"
     if loaded_model.config is None:
         return {**origin, "arm": origin["weights"], "seeds": []}, [f"weights from {loaded_model.path}", unknown_note]
