@@ -1,4 +1,4 @@
-"""A model by itself: saved without a training run behind it, read back and used."""
+"""A model by itself: saved with or without a training run behind it, read back and used."""
 
 from pathlib import Path
 
@@ -152,3 +152,26 @@ def test_training_and_spec_of_an_export_are_of_one_model(tiny, tmp_path: Path):
     write_sealed(folder / DESCRIPTION, description)
     with pytest.raises(RunError, match="its `training` is of another model than its `spec`"):
         lm.load(folder)
+
+
+@pytest.mark.parametrize(("tied", "normalizer"), [(False, "{name: ssmax, bias: true}"), (True, "{name: softmax, temperature: 0.5}")])
+def test_a_run_a_checkpoint_and_an_export_give_the_same_model(tiny, tmp_path: Path, tied: bool, normalizer: str):
+    config = tiny("name=given", f"model.tied={str(tied).lower()}", f"model.normalizer={normalizer}")
+    train(config)
+    folder = config.run_folder
+    result = command("export", str(folder), "-o", str(tmp_path / "exported"))
+    assert result.returncode == 0, result.stderr
+    assert sorted(path.name for path in (tmp_path / "exported").iterdir()) == ["lm.json", "model.safetensors", "tokenizer.json"]
+    tokens = torch.arange(40)[None]
+    models = [lm.load(path) for path in (folder, folder / "checkpoints" / "step-000008.ckpt", str(tmp_path / "exported"))]
+    for model in models:
+        assert not model.decoder.training
+        assert torch.equal(model.decoder.logits(tokens), models[0].decoder.logits(tokens))
+        assert model.tokenizer.decode(model.tokenizer.encode("a few words").ids) == "a few words"
+        assert (model.metadata["step"], model.config) == (8, models[0].config)
+    assert command("export", str(folder), "-o", str(tmp_path / "exported")).returncode == 1
+    (tmp_path / "exported" / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(RunError, match=r"model.safetensors: not readable"):
+        lm.load(tmp_path / "exported")
+    with pytest.raises(RunError, match="neither a run folder"):
+        lm.load(tmp_path)

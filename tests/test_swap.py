@@ -11,7 +11,6 @@ import torch
 from conftest import lm as command
 from folders import curve, same, series, weights
 
-import lm
 import lm.evaluation.swap as swap_module
 from lm.attention import catalogue
 from lm.attention import catalogue as opt
@@ -282,7 +281,7 @@ def test_of_a_task_only_answers_count_at_every_length_and_in_a_fit(tiny):
     assert fit(old, new, [batch])[0] == pytest.approx(float(divergence), rel=1e-3)
 
 
-# ---------------------------------------------------------------- lm swap, lm export, lm.load
+# ---------------------------------------------------------------- lm swap
 
 
 @pytest.fixture(scope="module")
@@ -466,29 +465,6 @@ def test_a_swap_that_makes_no_sense_is_one_line(
     assert "model.normalizer.init = 'much': must be match | unit or a number" in refused("--to", "ssmax", "--init", "much")
     assert "model.n_head = '4': can't be changed in lm swap" in refused("--to", "ssmax", "model.n_head=4")
     assert "no such checkpoint; steps saved" in refused("--to", "ssmax", "--checkpoint", "7")
-
-
-@pytest.mark.parametrize(("tied", "normalizer"), [(False, "{name: ssmax, bias: true}"), (True, "{name: softmax, temperature: 0.5}")])
-def test_a_run_a_checkpoint_and_an_export_give_the_same_model(tiny, tmp_path: Path, tied: bool, normalizer: str):
-    config = tiny("name=given", f"model.tied={str(tied).lower()}", f"model.normalizer={normalizer}")
-    train(config)
-    folder = config.run_folder
-    result = command("export", str(folder), "-o", str(tmp_path / "exported"))
-    assert result.returncode == 0, result.stderr
-    assert sorted(path.name for path in (tmp_path / "exported").iterdir()) == ["lm.json", "model.safetensors", "tokenizer.json"]
-    tokens = torch.arange(40)[None]
-    models = [lm.load(path) for path in (folder, folder / "checkpoints" / "step-000008.ckpt", str(tmp_path / "exported"))]
-    for model in models:
-        assert not model.decoder.training
-        assert torch.equal(model.decoder.logits(tokens), models[0].decoder.logits(tokens))
-        assert model.tokenizer.decode(model.tokenizer.encode("a few words").ids) == "a few words"
-        assert (model.metadata["step"], model.config) == (8, models[0].config)
-    assert command("export", str(folder), "-o", str(tmp_path / "exported")).returncode == 1
-    (tmp_path / "exported" / "model.safetensors").write_bytes(b"x")
-    with pytest.raises(RunError, match=r"model.safetensors: not readable"):
-        lm.load(tmp_path / "exported")
-    with pytest.raises(RunError, match="neither a run folder"):
-        lm.load(tmp_path)
 
 
 # ---------------------------------------------------------------- phases and init_from

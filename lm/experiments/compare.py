@@ -202,8 +202,8 @@ def _conclude(procedure: Procedure) -> list[dict[str, Plain]]:
     """
     experiment = procedure.experiment
     if not any(run.outcome.ended for run in procedure.known_runs()):
-        measured = is_measured(experiment)
-        reason = "none of the runs that the file now asks for has ended" if measured else "no run has ended yet"
+        ended_others = is_measured(experiment)
+        reason = "none of the runs that the file now asks for has ended" if ended_others else "no run has ended yet"
         remedy = other_runs(procedure) or "leave --report-only out to train"
         if failed_runs := failures(procedure):
             reason, remedy = f"no run has a result; {len(failed_runs)} failed, the first with {failed_runs[0][1]}", "--retry tries again"

@@ -319,7 +319,7 @@ def _changed_arms(
     places = {(size, arm): None for arms_by_size in (planned_arms, current_arms) for size, arms in arms_by_size.items() for arm in arms}
     for size, arm in places:
         if words := change(size, arm):
-            place = None if words == "is left out" or arm == baseline else (size, arm)
+            place = None if arm == baseline or arm not in current_arms.get(size, {}) else (size, arm)
             name = ", ".join(filter(None, (arm, size)))
             changes.append(Departure(f"arm {name} {words} since the arms were settled ({plan_time})", place=place))
     if _baseline(planned_arms) not in ("", baseline):

@@ -12,7 +12,7 @@ from lm.files import read_json
 from lm.plugins import PLUGINS
 from lm.runs.evaluations import Evaluation, Series, Units, evaluation_files, evaluation_in, measuring_code
 from lm.runs.folder import CHECKPOINTS, DIVERGED, ENVIRONMENT, METRICS, Log, read_metrics, step_path
-from lm.runs.record import RunRecord, divergence, not_learned, read_run, start_setting
+from lm.runs.record import RunRecord, divergence, not_learned, read_run, start_setting, tokens_before
 from lm.runs.same_run import check_measured
 from lm.schema import Plain
 from lm.statistics.learned import tokens_to_reach
@@ -48,9 +48,8 @@ class Outcome:
     def total_tokens(self) -> int:
         """Tokens seen by the last step, those of the weights that the run started from included; 0 without evaluations."""
         path = self.folder / ENVIRONMENT
-        origin = (read_json(path).get("started_from") if path.is_file() else None) or {}
         tokens = self.evaluations[0].tokens_seen if self.evaluations else 0
-        return tokens + origin.get("tokens", 0) + origin.get("tokens_before", 0)
+        return tokens + (tokens_before(read_json(path)) if path.is_file() else 0)
 
     @cached_property
     def state(self) -> RunStatus:

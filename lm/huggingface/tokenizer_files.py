@@ -25,7 +25,7 @@ def start_token(content: str, config: dict[str, Plain], tokenizer_config: dict[s
     if END_OF_TEXT in tokens.values():
         return END_OF_TEXT
     for kind in ("bos", "eos"):
-        if configured_tokens := _configured(kind, tokens, tokenizer_config, config):
+        if configured_tokens := _configured_tokens(kind, tokens, tokenizer_config, config):
             return configured_tokens[0]
     special_text = f"its special tokens: {', '.join(map(str, [*tokens.values()][:8]))}" if tokens else "it has no special tokens"
     raise RunError(f"{path}: no token that starts a document is known ({special_text}); name one: --end-of-text TOKEN")
@@ -34,10 +34,10 @@ def start_token(content: str, config: dict[str, Plain], tokenizer_config: dict[s
 def eos_tokens(content: str, end_of_text: str, *configurations: dict[str, Plain]) -> list[str]:
     """The tokens that end a document by tokenizer_config.json, config.json and generation_config.json."""
     added_tokens = parse_tokenizer(content, end_of_text).get_added_tokens_decoder()
-    return _configured("eos", {index: token.content for index, token in added_tokens.items()}, *configurations)
+    return _configured_tokens("eos", {index: token.content for index, token in added_tokens.items()}, *configurations)
 
 
-def _configured(kind: str, tokens: dict[int, str], *configurations: dict[str, Plain]) -> list[str]:
+def _configured_tokens(kind: str, tokens: dict[int, str], *configurations: dict[str, Plain]) -> list[str]:
     """The tokens of a kind, `bos` or `eos`, that configurations name or give the ids of, among `tokens` by id."""
     named_tokens: list[Plain] = []
     for fields in configurations:

@@ -124,6 +124,15 @@ def divergence(lines: list[dict[str, Plain]], final_series: Series | None) -> st
     return f"{words}, training loss rose from {losses.min():.4f} to {losses[-1]:.4f}"
 
 
+def tokens_before(environment: Mapping[str, Plain]) -> int:
+    """Tokens that the weights which a run started from had seen, and those that they had started from; 0 for a run from scratch.
+
+    environment: the content of its environment.json.
+    """
+    origin = environment.get("started_from") or {}
+    return origin.get("tokens", 0) + origin.get("tokens_before", 0)
+
+
 def not_learned(final_series: Series | None) -> str:
     """Words for a final validation loss above the unigram cross-entropy; empty if the loss is below, or one of the two is not known."""
     loss, references = (final_series.means[0], final_series.references) if final_series else (0.0, {})
@@ -204,7 +213,7 @@ class RunRecord:
     @property
     def tokens_before(self) -> int:
         """Tokens that the weights it started from had seen (`init_from`), and theirs; 0 for a run from scratch."""
-        return sum(self.environment_entry(f"started_from.{name}") or 0 for name in ("tokens", "tokens_before"))
+        return tokens_before(self.environment)
 
     def setting(self, name: str) -> Plain:
         """The setting that its starts used, e.g. of `precision`, in words where starts differ; None if environment.json does not say."""

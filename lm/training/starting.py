@@ -34,7 +34,7 @@ from lm.runs.folder import (
 )
 from lm.runs.loading import Loaded, check_finite, weights_mismatch
 from lm.runs.metadata import load_metadata
-from lm.runs.record import arm, seeds
+from lm.runs.record import arm, seeds, tokens_before
 from lm.runs.same_run import check_environment, trained_config
 from lm.schema import Plain, to_plain
 from lm.training.optimizers import State, after_swap, freeze, optimizer_mismatch
@@ -159,9 +159,8 @@ def initialize_from(config: Config, store: Store, decoder: Decoder, loaded_model
         "normalizer": loaded_model.decoder.config.normalizer.label(),
         "weights": weights_sha256(decoder)[:12],
     }
-    earlier = loaded_model.environment.get("started_from") or {}
-    if tokens_before := earlier.get("tokens", 0) + earlier.get("tokens_before", 0):
-        origin["tokens_before"] = tokens_before
+    if earlier_tokens := tokens_before(loaded_model.environment):
+        origin["tokens_before"] = earlier_tokens
     unknown_note = "note: what those weights were trained on is not known: what is held out here they may have seen"
     if loaded_model.config is None:
         return {**origin, "arm": origin["weights"], "seeds": []}, [f"weights from {loaded_model.path}", unknown_note]
