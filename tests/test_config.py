@@ -230,7 +230,7 @@ def test_the_order_of_overrides_of_one_block_does_not_matter():
         (b"- 1\n", "must hold keys and values, not [1]"),
         (b"seed\n", "must hold keys and values, not 'seed'"),
         (b"name: caf\xe9\n", "byte 9 is not UTF-8"),
-        (b"optim:\n\tlr: 1\n", "found character '\\t' that cannot start any token (line 2); indent with spaces, not with a tab"),
+        (b"optim:\n\tlr: 1\n", "cannot start any token (line 2): 'lr: 1'; indent with spaces, not with a tab"),
         (b"seed: !!python/object/apply:os.getpid []\n", "could not determine a constructor for the tag"),
         (b"seed: !!timestamp 2020-01-01\n", "could not determine a constructor for the tag"),
         (b"seed: !!int x\n", "invalid literal"),
