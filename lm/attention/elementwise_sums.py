@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from lm.attention.layout import uncompiled
 from lm.attention.routes import SMALLEST_SUM, gradient_of_sums, without_autocast
 
 TILE = 256  # queries and keys of one tile
@@ -208,7 +209,7 @@ def _agree(kind: str, x: list[Tensor], shift: Tensor | None, over_sum: bool, gra
     return all(bool((a - b).abs().max() <= b.abs().max() / 32) for a, b in zip(kernel_results, tile_results, strict=True))
 
 
-@torch.compiler.disable
+@uncompiled
 def elementwise_attention(kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, over_sum: bool = False) -> Tensor:
     """sum_{j <= i} f(q_i.k_j / sqrt(D) + shift_i) v_j, (B, H, T, E) in the dtype of `v`, by the Triton kernel or by tiles (`why_tiles`).
 

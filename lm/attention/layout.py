@@ -2,10 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, wraps
 
 import torch
 from torch import Tensor
+
+
+def uncompiled(function: Callable) -> Callable:
+    """`function` as `torch.compiler.disable` makes it, without importing the compiler, which takes seconds, before a graph is made."""
+    disabled = getattr(torch, "_disable_dynamo", torch.compiler.disable)(function)
+
+    @wraps(function)
+    def call(*arguments: object, **named: object) -> object:
+        return (disabled if torch.compiler.is_compiling() else function)(*arguments, **named)
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,7 @@ class AttentionLayout:
         return torch.full_like(self.positions, int(policy.removeprefix("fixed:")), dtype=torch.float32)
 
 
-@torch.compiler.disable
+@uncompiled
 def by_documents(
     attend: Callable[[Tensor, Tensor, Tensor, AttentionLayout], Tensor], q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout
 ) -> Tensor:

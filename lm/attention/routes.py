@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from lm.attention import cpu_kernel
-from lm.attention.layout import AttentionLayout
+from lm.attention.layout import AttentionLayout, uncompiled
 
 SMALLEST_SUM = 1e-24  # rows that are to be divided by a smaller sum have weights 0
 
@@ -161,7 +161,7 @@ def _short_blocks(q: Tensor, k: Tensor) -> list[tuple[slice, int, int, int]]:
     return [(slice(h, h + heads), a, b, keys - queries + b) for h in range(0, n, heads) for a, b in ends]
 
 
-@torch.compiler.disable  # traced, its blocks would be unrolled: slower to compile, and to run
+@uncompiled  # traced, its blocks would be unrolled: slower to compile, and to run
 def short_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """softmax(scale q.k) v with a causal mask, (B, H, T, E) in the dtype of `v`; q (B, H, T, D), k (B, H, S, D), v (B, H, S, E).
 
@@ -261,7 +261,7 @@ class AsModule(nn.Module):
         return function(self.normalizer, *arguments)
 
 
-@torch.compiler.disable
+@uncompiled
 def by_query_blocks(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
     """A normalizer's dense weights times values, (B, H, T, E), for some queries at a time, holding `block_weights` weights.
 

@@ -23,6 +23,20 @@ from lm.model.rope import Rotation, rotate
 MLP_TOKENS = 8192  # tokens of a sequence that an MLP takes at a time where no backward pass follows
 
 
+class Linear(nn.Linear):
+    """`torch.nn.Linear` whose numbers are unset: `Decoder.initialise` draws them, or they are loaded."""
+
+    def reset_parameters(self) -> None:
+        """Set nothing."""
+
+
+class Embedding(nn.Embedding):
+    """`torch.nn.Embedding` whose numbers are unset, as those of `Linear`."""
+
+    def reset_parameters(self) -> None:
+        """Set nothing."""
+
+
 class _RMSNorm(torch.autograd.Function):
     """x r w of x (..., C), with r = 1 / sqrt(mean x^2 + eps) of each row; its gradients take half as many passes over x as torch's."""
 
@@ -198,13 +212,13 @@ class Attention(AttentionBase):
         self.head_counts = (config.n_head, config.kv_heads, config.kv_heads)
         q, k, v = (n * config.value_dims for n in self.head_counts)
         self.fused = {"qkv": {"q": q, "k": k, "v": v}}
-        self.qkv = nn.Linear(config.n_embd, q + k + v, bias=config.has_qkv_bias)
-        self.out = nn.Linear(q, config.n_embd, bias=config.bias)
+        self.qkv = Linear(config.n_embd, q + k + v, bias=config.has_qkv_bias)
+        self.out = Linear(q, config.n_embd, bias=config.bias)
         self.layer = layer
         mixes = config.value_residual == "embedding" or (config.value_residual == "first_layer" and layer > 0)
         self.value_mix = nn.Parameter(torch.full((1,), 0.5)) if mixes else None
         gate_width = {None: 0, "head": config.n_head, "element": q}[config.output_gate]
-        self.gate = nn.Linear(config.n_embd, gate_width, bias=False) if gate_width else None
+        self.gate = Linear(config.n_embd, gate_width, bias=False) if gate_width else None
         self.difference = MapDifference(config.value_dims, config.norm_eps, layer) if config.differential else None
 
     def values(self, x: Tensor) -> Tensor:
@@ -264,10 +278,10 @@ class GAU(AttentionBase):
         super().__init__(config, seq_len, layer)
         e, s = config.value_dims, config.key_dims
         self.fused = {"uvz": {"u": e, "v": e, "z": s}}
-        self.uvz = nn.Linear(config.n_embd, 2 * e + s, bias=config.bias)
+        self.uvz = Linear(config.n_embd, 2 * e + s, bias=config.bias)
         self.q_gain, self.q_offset = nn.Parameter(torch.ones(s)), nn.Parameter(torch.zeros(s))
         self.k_gain, self.k_offset = nn.Parameter(torch.ones(s)), nn.Parameter(torch.zeros(s))
-        self.out = nn.Linear(e, config.n_embd, bias=config.bias)
+        self.out = Linear(e, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         u, v, z = F.silu(self.uvz(x)).split(list(self.fused["uvz"].values()), -1)
@@ -298,8 +312,8 @@ class MLP(nn.Module):
         hidden, gated = config.mlp_width, config.mlp == "swiglu"
         self.activation = ACTIVATIONS[config.mlp]
         self.fused = {"up": {"gate": hidden, "value": hidden}} if gated else {}
-        self.up = nn.Linear(config.n_embd, 2 * hidden if gated else hidden, bias=config.has_mlp_bias)
-        self.out = nn.Linear(hidden, config.n_embd, bias=config.has_mlp_bias)
+        self.up = Linear(config.n_embd, 2 * hidden if gated else hidden, bias=config.has_mlp_bias)
+        self.out = Linear(hidden, config.n_embd, bias=config.has_mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.activation(self.up(x)))

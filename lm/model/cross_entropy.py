@@ -8,11 +8,12 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from lm.data.batches import IGNORED
+from lm.model.blocks import Linear
 
 # Logits held at a time. A GPU wants large products. On a CPU products of fewer tokens are slower, too, and each adds its part to the
 # gradient of the head's weights; the exponentials of some rows are formed while they are in the cache, which halves their time.
@@ -20,7 +21,7 @@ CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26}
 CACHED_LOGITS = {"cpu": 2**18, "cuda": 2**26}
 
 
-class Head(nn.Linear):
+class Head(Linear):
     """Logits (..., V) of hidden states (..., C).
 
     softcap: c of c tanh(logit / c), in fp32, which bounds logits (Gemma 2, arXiv 2408.00118); None: logits as they are.
