@@ -116,6 +116,7 @@ def test_errors_under_autocast_are_at_most_twice_softmaxs(name: str, length: int
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_errors_do_not_grow_with_the_number_of_blocks_and_tiles(name: str, monkeypatch: pytest.MonkeyPatch):
     """A key's gradient is a sum over blocks of queries: in bf16 it would lose what is small beside what is summed already."""
     exact = results(CASES[name], 512, rope=False, exact=True, size=48)

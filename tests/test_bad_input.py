@@ -51,7 +51,8 @@ def test_a_text_file_that_is_not_utf8_is_named(train, tmp_path: Path):
     refused(tmp_path, train(paths=written(tmp_path, "latin.txt", b"caf\xe9 " * 100)), "latin.txt", "UTF-8")
 
 
-@pytest.mark.parametrize("blocks", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [20, 200])
 def test_a_full_disk_while_preparing_leaves_nothing_half_written(corpus: Path, tmp_path: Path, blocks: int):
     """A file-size limit (in kilobytes) stands in for the full disk."""
     arguments = [str(ROOT / "tests" / "tiny.yaml"), f"data.source.paths=[{corpus}]", f"data.root={tmp_path / 'stores'}"]

@@ -52,16 +52,30 @@ def measured(config: Config, bf16: bool = False, vocab_size: int = 400) -> int:
 
 @pytest.mark.parametrize(
     "options",
-    [[], [RECOMPUTED], GAU, ["trainer.micro_batch=4"], ["model.tied=true", "model.dropout=0.1"], ["model.normalizer=entmax15"], MODERN],
+    [
+        [],
+        [RECOMPUTED],
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                GAU,
+                ["trainer.micro_batch=4"],
+                ["model.tied=true", "model.dropout=0.1"],
+                ["model.normalizer=entmax15"],
+                MODERN,
+            )
+        ),
+    ],
     ids=lambda options: " ".join(options) or "plain",
 )
-@pytest.mark.parametrize("bf16", [False, True], ids=["32", "bf16"])
+@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["32", "bf16"])
 def test_the_memory_of_a_step_is_estimated_within_fifteen_percent(tiny, options: list[str], bf16: bool):
     config = tiny(*LARGER, *options)
     assert estimated_memory(config, 0, 400, bf16, "cpu") == pytest.approx(measured(config, bf16), rel=0.15)
 
 
 @pytest.mark.parametrize("micro_batch", [2, 4], ids=["accumulation", "in one"])
+@pytest.mark.slow
 def test_gradients_are_counted_where_little_else_is(tiny, micro_batch: int):
     shape = ["model.n_embd=128", "model.n_layer=6", "data.seq_len=64", "optim.batch_tokens=256"]
     config = tiny(*shape, RECOMPUTED, f"trainer.micro_batch={micro_batch}")
@@ -73,6 +87,7 @@ def test_gradients_are_counted_where_little_else_is(tiny, micro_batch: int):
     [["optim.optimizer=muon"], ["train_only=normalizer", "model.normalizer=ssmax", "trainer.micro_batch=2"]],
     ids=lambda options: options[0],
 )
+@pytest.mark.slow
 def test_what_the_loss_takes_is_estimated_where_it_is_most_of_a_step(tiny, options: list[str]):
     """With many tokens in the vocabulary and few activations, in bf16, for which the head's weights are copied."""
     config = tiny(*LARGER, RECOMPUTED, *options)
@@ -111,6 +126,7 @@ def test_all_that_a_run_needs_is_counted(tiny):
     assert on_gpu > on_cpu  # which holds fewer logits at a time
 
 
+@pytest.mark.slow
 def test_blocks_of_the_definition_are_counted_as_large_as_the_device_holds_them(tiny, monkeypatch: pytest.MonkeyPatch):
     config = tiny(*LARGER, "model.normalizer=softpick")
     monkeypatch.setattr("lm.attention.routes.block_weights", lambda device: 2**19 if device.type == "cuda" else 2**17)

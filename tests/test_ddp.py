@@ -129,6 +129,7 @@ def test_a_failure_of_the_first_rank_alone_ends_all_in_one_line(arguments: list[
     assert not alive(process.pid)
 
 
+@pytest.mark.slow
 def test_results_that_can_not_be_written_leave_the_ranks_in_step(arguments: list[str], tmp_path: Path):
     runs = tmp_path / "runs" / "unwritten"
     (runs / "checkpoints").mkdir(parents=True)

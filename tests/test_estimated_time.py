@@ -219,7 +219,9 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [*(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGTERM, signal.SIGINT)), signal.SIGKILL]
+)
 def test_pilots_end_with_their_plan(tmp_path, number):
     (tmp_path / "program.py").write_text(WAITING)
     path = tmp_path / "trial.yaml"

@@ -112,6 +112,7 @@ def test_a_wandb_key_without_a_network_is_logged_offline(tiny, capsys: pytest.Ca
 
 
 @pytest.mark.usefixtures("no_network")
+@pytest.mark.slow
 def test_a_process_of_wandb_that_does_not_end_holds_up_no_run(tiny, monkeypatch: pytest.MonkeyPatch):
     end, teardown = threading.Event(), wandb.teardown
     monkeypatch.setattr(wandb, "teardown", lambda: (teardown(), end.wait()))

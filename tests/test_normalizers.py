@@ -169,7 +169,7 @@ def test_the_row_sum_of_sigmoid_does_not_depend_on_n():
         assert sum(sums) / len(sums) == pytest.approx(1.65, abs=0.02)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 64, 4096, 131_072])
+@pytest.mark.parametrize("size", [1, 2, 3, 64, 4096, pytest.param(131_072, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(("options", "p"), [(opt.Sparsemax(), 1), (opt.Entmax15(), 2)], ids=["sparsemax", "entmax15"])
 def test_thresholds_are_found_in_the_steps_they_are_given(size: int, dtype: torch.dtype, options: Options, p: int):

@@ -296,6 +296,7 @@ def test_a_refusal_lists_the_packages_that_are_allowed(powers: Path, arguments: 
     assert refusal.stderr.endswith("; allowed is powders\n")
 
 
+@pytest.mark.slow
 def test_an_experiment_swaps_from_and_to_a_plugin_and_knows_its_code(powers: Path, arguments: list[str], tmp_path: Path):
     arms = {
         "powers": {"model.normalizer": NAME},

@@ -263,7 +263,7 @@ def killed_at_work(large: Path, root: Path, workers: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_killed_prepare_goes_on_where_it_was_to_the_same_bytes(
     large: Path, tmp_path: Path, small_steps: None, capfd: pytest.CaptureFixture, workers: int
 ):
@@ -286,6 +286,7 @@ def test_a_killed_prepare_goes_on_where_it_was_to_the_same_bytes(
     assert not list(root.glob(".*.partial"))
 
 
+@pytest.mark.slow
 def test_what_does_not_agree_with_the_journal_is_made_again(large: Path, tmp_path: Path, small_steps: None):
     data = DataConfig(Files([str(large)]), TrainedTokenizer(300))
     expected = prepare(dataclasses.replace(data, root=str(tmp_path / "whole")))

@@ -135,6 +135,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_step_and_saves_a_checkpoint(arguments, tmp_path):
     command = [sys.executable, "-c", INTERRUPTED, *arguments, "eval.every=100000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -63,9 +63,8 @@ def test_a_signal_leaves_a_checkpoint_from_which_the_run_ends_the_same(
 STOPS = [(signal.SIGTERM, "group"), (signal.SIGINT, "group"), (signal.SIGTERM, "parent"), (signal.SIGUSR1, "parent")]
 
 
-@pytest.mark.parametrize(
-    ("number", "target"), [pytest.param(*stop, marks=[pytest.mark.slow] if index else []) for index, stop in enumerate(STOPS)]
-)
+@pytest.mark.parametrize(("number", "target"), STOPS)
+@pytest.mark.slow
 def test_a_signal_stops_two_ranks_with_a_checkpoint(arguments: list[str], tmp_path: Path, number: signal.Signals, target: str):
     process = start(arguments, *LONG, "trainer.max_steps=100000", "trainer.devices=2", "name=stopped")
     folder = tmp_path / "runs" / "stopped"
