@@ -184,3 +184,25 @@ def test_a_compiled_run_that_was_killed_and_resumed_is_the_same_to_the_bit(tiny,
     torch._dynamo.reset()
     assert train(killed_run) == 0
     assert differences(whole_run.run_folder, killed_run.run_folder) == []
+
+
+WITHOUT_TRAINING = """
+import sys, torch
+from lm.attention.layout import AttentionLayout
+from lm.config.load import load
+from lm.model.decoder import Decoder
+for name in ("ssmax", "entmax15", "sigmoid"):
+    model = load(["name=x", f"model.normalizer={name}", "model.n_layer=1", "model.n_embd=32", "model.n_head=2"]).model
+    for device in ("meta", "cpu"):
+        with torch.device(device):
+            decoder = Decoder(model, 300, 64, seed=None if device == "meta" else 0)
+    decoder(torch.zeros(1, 64, dtype=torch.int64), AttentionLayout.from_document_lengths([40, 24]))
+print("torch._dynamo" in sys.modules)
+"""
+
+
+@pytest.mark.slow
+def test_a_model_that_is_not_compiled_imports_no_compiler():
+    """Which takes as long as all else that `lm generate` imports."""
+    result = subprocess.run([sys.executable, "-c", WITHOUT_TRAINING], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.stdout == "False\n", result.stderr
