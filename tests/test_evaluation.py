@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +30,7 @@ from lm.evaluation.evaluation_kind import Measurement
 from lm.evaluation.held_out import HeldOut, LongContext, bits_per_byte, bucket_edges, long_sequences, nll_by_token, validation_sequences
 from lm.evaluation.swap import swap_sequences
 from lm.model.decoder import Decoder
-from lm.model.device import Device, OutOfTime
+from lm.model.device import Device, OutOfTime, all_reduce_sum, random_state_kept
 from lm.model.swapped import for_inference
 from lm.runs.loading import find_checkpoint, load
 from lm.training.train import train
@@ -85,6 +86,22 @@ def test_what_fails_or_takes_too_long_is_told_to_all_and_leaves_no_trace():
         nll_by_token(decoder, held_out, CPU.with_time_limit(-1.0))
     assert decoder.training
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(("code", "failure"), [(2.0, OutOfTime), (1.0, RunError)])
+def test_all_ranks_know_whether_one_had_no_time_left(monkeypatch: pytest.MonkeyPatch, code: float, failure: type[RunError]):
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda failures, *_: failures.fill_(code))
+    with pytest.raises(RunError) as raised:
+        all_reduce_sum(replace(CPU, world=2), lambda: torch.zeros(1))
+    assert type(raised.value) is failure
+
+
+def test_random_states_of_gpus_of_other_processes_are_left_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.random.fork_rng", lambda devices: devices)
+    assert random_state_kept() == []
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
+    assert random_state_kept() == [3]
 
 
 def test_ranks_split_the_sequences_even_if_there_are_fewer_than_ranks(monkeypatch: pytest.MonkeyPatch):

@@ -121,7 +121,7 @@ def test_the_commands_of_the_readme_work_on_a_machine_with_one_gpu(gpus, per_gpu
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["trainer.devices=3"], "trainer.devices = 3: this machine has 2 GPUs"),
+        (["trainer.devices=3"], "trainer.devices = 3: this process sees 2 GPUs"),
         (["trainer.devices=2", "--jobs", "1"], r"--jobs 1: a run of 2 GPUs \(trainer.devices\) takes 2 slots; raise it, or lower"),
     ],
 )

@@ -131,7 +131,7 @@ def initial_values(options: Options) -> None:
         raise TypeError(f"`forward` gives {type(output).__name__}, not a tensor")
     if not output.isfinite().all():
         raise ValueError("`forward` gives numbers that are not finite; a row without weight is divided by lm.attention.routes.divided")
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([]):
         first, second = (make_normalizer(options, LayerSpec(HEADS, SIZE, WIDTH, TRAIN_LENGTH)) for _ in range(2))
     for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
         require(name.endswith("hidden.weight") or torch.equal(a, b), f"the parameter {name} is drawn")

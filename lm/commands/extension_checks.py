@@ -39,7 +39,7 @@ STEPS = 23  # before and after the state of an optimizer is saved: a prime, whic
 
 
 def _decoder(device: str = "cpu", vocabulary: int = VOCABULARY) -> Decoder:
-    with torch.random.fork_rng(), torch.device(device):
+    with torch.random.fork_rng([]), torch.device(device):
         return Decoder(ModelConfig(2, n_head=2, n_embd=16), vocabulary, LENGTH, seed=0 if device == "cpu" else None)
 
 
@@ -215,7 +215,7 @@ def _measured(options: EvaluationConfig) -> Iterator[tuple[Decoder, list[Plain]]
         decoder = _decoder(vocabulary=store.vocab_size).eval()
         (measurement,) = measurements(config, store, [options.kind])
         for seed in range(2):
-            with torch.random.fork_rng():
+            with torch.random.fork_rng([]):
                 torch.manual_seed(seed)
                 evaluation = measurement.evaluate(decoder, Device(torch.device("cpu"), bf16=False), 0, 0)
             yield decoder, json.loads(json.dumps([series.plain() for series in evaluation.series]))

@@ -28,7 +28,7 @@ from lm.model.attention_stream import attention_blocks
 from lm.model.blocks import DecodingCache
 from lm.model.cross_entropy import argmax_tokens, token_nll, training_loss
 from lm.model.decoder import Decoder
-from lm.model.device import Device, all_reduce_sum, eval_mode
+from lm.model.device import Device, all_reduce_sum, eval_mode, random_state_kept
 from lm.model.swapped import applicable, for_inference
 from lm.model.transfer import Scaling, gradients_to_norm, scalings
 from lm.progress import Progress
@@ -352,7 +352,7 @@ def finetuned(decoder: Decoder, config: NeedleConfig, seq_len: int, text: Text, 
     groups = [{"params": parameters, "lr_factor": scaling.lr, "eps": 1e-8 * scaling.eps} for scaling, parameters in by_scaling.items()]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0)
     task = Needle(needles=config.needles, distractors=config.distractors)
-    with torch.enable_grad(), torch.random.fork_rng():
+    with torch.enable_grad(), random_state_kept():
         torch.manual_seed(FINETUNE_SEED)
         for step in range(options.steps):
             device.check_time()

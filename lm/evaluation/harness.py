@@ -25,7 +25,7 @@ from lm.evaluation.generation import Continuation, Sampling, Writing
 from lm.evaluation.held_out import T, batches
 from lm.model.cross_entropy import argmax_tokens, token_nll
 from lm.model.decoder import Decoder
-from lm.model.device import Device, all_reduce_sum, eval_mode
+from lm.model.device import Device, all_reduce_sum, eval_mode, random_state_kept
 from lm.model.spec import ModelSpec
 from lm.runs.evaluations import Sample, Series, Shown
 from lm.runs.loading import Loaded
@@ -360,7 +360,7 @@ class Downstream(Measurement):
 def _own_random_state() -> Iterator[None]:
     """Keep the random state of Python, numpy and torch, which the harness seeds."""
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 (the harness seeds this one)
-    with torch.random.fork_rng():
+    with random_state_kept():
         yield
     random.setstate(python_state)
     np.random.set_state(numpy_state)  # noqa: NPY002

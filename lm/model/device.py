@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import takewhile
@@ -79,9 +79,10 @@ def gpus_of(config: Config) -> int:
         maximum = max(cores, 2)  # two processes on one core try DDP out
         reason = f"on a CPU each device is a process, and this machine has {cores} core{'s' * (cores > 1)}"
     else:
-        maximum, reason = n_gpus, f"this machine has {n_gpus} GPU{'s' * (n_gpus > 1)}"
+        maximum, reason = n_gpus, f"this process sees {n_gpus} GPU{'s' * (n_gpus > 1)}"
     if config.trainer.devices > maximum:
-        raise ConfigError([Problem("trainer.devices", config.trainer.devices, reason, f"set it to at most {maximum}")])
+        remedy = " or, if the machine has more, run srun without --gpus-per-task and --gpu-bind" if "SLURM_LOCALID" in os.environ else ""
+        raise ConfigError([Problem("trainer.devices", config.trainer.devices, reason, f"set it to at most {maximum}{remedy}")])
     return 0 if accelerator == "cpu" or not n_gpus else config.trainer.devices
 
 
@@ -207,7 +208,7 @@ class Device:
 def all_reduce_sum(device: Device, compute: Callable[[], Tensor]) -> Tensor:
     """The sum over ranks of the tensors that `compute` gives, on the CPU. Collective.
 
-    What `compute` raises on one rank is raised on it, and a RunError on the others: no rank is left waiting.
+    What `compute` raises on one rank is raised on it, and a RunError (OutOfTime, if it is that) on the others: no rank is left waiting.
     """
     if device.world == 1:
         return compute().cpu()
@@ -216,13 +217,18 @@ def all_reduce_sum(device: Device, compute: Callable[[], Tensor]) -> Tensor:
         values = compute()
     except Exception as error:  # the peers must hear of it, whatever it is
         failure = error
-    failures = torch.tensor(float(failure is not None), device=device.device)
-    torch.distributed.all_reduce(failures)
-    if failures:
-        raise failure or RunError("failed on another process")
+    code = torch.tensor(0.0 if failure is None else 2.0 if isinstance(failure, OutOfTime) else 1.0, device=device.device)
+    torch.distributed.all_reduce(code, torch.distributed.ReduceOp.MAX)
+    if code:
+        raise failure or (OutOfTime(OUT_OF_TIME) if code == 2 else RunError("failed on another process"))
     total = values.to(device.device)
     torch.distributed.all_reduce(total)
     return total.cpu()
+
+
+def random_state_kept() -> AbstractContextManager:
+    """A block after which torch's random state is as before, on the CPU and on the GPU that this process uses."""
+    return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else [])
 
 
 @contextmanager
@@ -230,7 +236,7 @@ def eval_mode(*models: nn.Module) -> Iterator[None]:
     """Models in evaluation mode, without gradients; afterwards their modes and the random state are as before."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     try:
-        with torch.random.fork_rng(), torch.no_grad():
+        with random_state_kept(), torch.no_grad():
             for model in models:
                 model.eval()
             yield

@@ -18,6 +18,7 @@ from lm.errors import ConfigError, RunError
 from lm.model.blocks import AttentionBase
 from lm.model.cross_entropy import token_kl
 from lm.model.decoder import Decoder, is_normalizer
+from lm.model.device import random_state_kept
 
 FIT_EPOCHS, FIT_LR = 8, 0.02
 
@@ -130,7 +131,7 @@ def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:
 
 def _with_options(normalizer: Normalizer, options: Options) -> Normalizer:
     """A normalizer with other options and the same parameters."""
-    with torch.random.fork_rng():  # initial values may be drawn
+    with random_state_kept():  # initial values may be drawn
         new_normalizer = make_normalizer(options, normalizer.layer)
     for name, tensor in (*normalizer.named_parameters(), *normalizer.named_buffers()):
         owner, _, leaf = name.rpartition(".")

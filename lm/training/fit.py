@@ -68,8 +68,8 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
     plan = measurements(config, store)
     accelerator, device = resolve_device(config)
     mode = wandb_mode(config.log, bool(config.experiment.name))
+    torch.set_num_threads(config.trainer.threads or threads_each(config.trainer.devices))
     if accelerator == "cpu":
-        torch.set_num_threads(config.trainer.threads or threads_each(config.trainer.devices))
         if config.world_size > 1:  # by this Lightning, which would set another number, leaves it, and the processes that it starts agree
             os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
         keep_freed_memory()
