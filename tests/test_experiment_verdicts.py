@@ -412,6 +412,8 @@ def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(t
     assert low.startswith(
         "LOW POWER: the experiment will more likely than not leave such a difference undecided; probability 0.8 takes 52 seeds"
     )
+    of_two = [*plan(experiment(tmp_path, primary=primary | {"spread": 0.05}, seeds=[1, 2]), None, "unknown")]
+    assert "NO VERDICT: there are 2 seeds, and a verdict takes 3: add seeds" in of_two
     finished = finish_all(experiment(tmp_path, primary=primary | {"spread": 0.005}), noisy)
     spread = np.std([0.05, -0.05, 0.01], ddof=1)
     assert f"by a spread of {spread:.2g} (the seeds that have ended)" in said(finished)[0]

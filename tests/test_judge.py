@@ -126,6 +126,15 @@ def test_rates_are_chosen_by_whole_tuning_runs_whatever_the_index():
         lm.judge(pd.concat([tuning.assign(state=tuning["state"].mask(at_best, "unfinished")), finals]))
     with pytest.raises(RunError, match=r"b at 0\.002 has no run of seed 2, others have"):
         lm.judge(pd.concat([tuning[~at_best], finals]))
+    with pytest.raises(RunError, match=r"no line of c reports, only lines that choose rates"):  # the family would be smaller
+        lm.judge(pd.concat([table, tuning[tuning["arm"] == "b"].assign(arm="c")]))
+
+
+def test_runs_of_an_experiment_are_compared_with_a_baseline_that_is_named():
+    """Their arms are in the order of the folders."""
+    with pytest.raises(RunError, match="name the baseline"):
+        lm.judge(RUNS.assign(experiment="trial"))
+    assert lm.judge(RUNS.assign(experiment="trial"), baseline="b")["arm"].tolist() == ["b", "a"]
 
 
 def test_units_are_averaged_and_paired_over():

@@ -67,7 +67,7 @@ def test_the_long_table_holds_what_the_verdict_follows_from(experiment, tmp_path
     assert lm.compare(file, *overrides, train=False).results["folder"].nunique() == len(runs)
     shutil.rmtree(other)
 
-    row = lm.judge(table, metric="val loss", matters=0.05).set_index("arm").loc["ssmax"]
+    row = lm.judge(table, metric="val loss", baseline="softmax", matters=0.05).set_index("arm").loc["ssmax"]
     assert f"exploratory: {row['verdict']}" == verdict["verdict"], "the long table does not say what was planned"
     numbers = ["mean", "difference", "difference low", "difference high", "p"]
     assert row[numbers].tolist() == pytest.approx(verdict[numbers].tolist(), rel=1e-12)

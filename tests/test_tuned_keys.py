@@ -221,7 +221,9 @@ def test_results_of_arms_that_lack_a_tuned_key_are_judged_as_the_experiment_does
             exact = line["arm"] == ("ssmax" if baseline == "softmax" else "relu2")
             assert row["difference low"] == pytest.approx(low) if exact else row["difference low"] <= low + 1e-9
             assert row["difference high"] == pytest.approx(high) if exact else row["difference high"] >= high - 1e-9
-    smaller_table = lm.judge(frame[frame["arm"] != "ssmax"], metric="val loss", matters=0.02) if baseline == "softmax" else None
+    smaller_table = (
+        lm.judge(frame[frame["arm"] != "ssmax"], metric="val loss", baseline=baseline, matters=0.02) if baseline == "softmax" else None
+    )
     assert smaller_table is None or smaller_table.set_index("arm")["rate"].to_dict() == {"softmax": 2e-2, "relu2": 4e-2}
 
 

@@ -19,6 +19,7 @@ from lm.experiments.plan import Times, cost
 from lm.experiments.procedure import Procedure, next_look
 from lm.files import json_bytes, plain_sha256, read_json, write_json, write_new
 from lm.machine import threads_each
+from lm.plugins import PLUGINS, is_version
 from lm.runs.folder import CHECKPOINTS, CONFIG, EVALUATIONS, RESOLVED, step_path
 from lm.schema import Plain, build, convert, to_plain
 from lm.statistics.tuning import coordinates, rate_of
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from lm.model.device import ResolvedSetting
 
 PLAN = "plan"  # key in RESOLVED: the plan when the file was written; null: the plan was lost
+_CODE = "code"  # key in RESOLVED: version of each code from outside that runs are trained with
 _OVERRIDES = "overrides"  # key in RESOLVED: the overrides of the first start
 
 
@@ -81,16 +83,24 @@ def start(
         print(f"trainer.compile of all runs: {compilation}", flush=True)
         experiment = replace(experiment, base=merge(experiment.base, {"trainer": {"compile": settings["compile"]}}))
     measured, plan = is_measured(experiment), plan_of(experiment)
-    settings |= {"seeds": list(experiment.all_seeds), _OVERRIDES: list(overrides), PLAN: None if measured else plan}
+    code = PLUGINS.versions(
+        {name for run in procedure.known_runs() for key, name in run.config.plugin_names_by_key.items() if not key.startswith("eval.")}
+    )
+    settings |= {"seeds": list(experiment.all_seeds), _OVERRIDES: list(overrides), PLAN: None if measured else plan, _CODE: code}
     if not write_new(settings_file, json_bytes(settings)) and not measured:  # no measurement exists that the plan could be chosen by
         old_settings = read_json(settings_file)
         new_settings = old_settings | ({PLAN: plan} if is_another(old_settings.get(PLAN), plan) else {})
-        new_settings |= {"seeds": settings["seeds"]} if "seeds" in old_settings else {}
+        new_settings |= {name: settings[name] for name in ("seeds", _CODE) if name in old_settings}
         if new_settings != old_settings:
             write_json(settings_file, new_settings)
-    if read_json(settings_file).get("data_fingerprint") != store.fingerprint:
-        reason = "the text is not what the first runs were trained on"
-        raise RunError(f"{settings_file}: {reason}; give the experiment's file another name, or set runs=...")
+    settings, remedy = read_json(settings_file), "give the experiment's file another name, or set runs=..."
+    if settings.get("data_fingerprint") != store.fingerprint:
+        raise RunError(f"{settings_file}: the text is not what the first runs were trained on; {remedy}")
+    for name, version in (settings.get(_CODE) or {}).items():
+        if not is_version(version, code.get(name, version)):
+            raise RunError(
+                f"{settings_file}: {name} was {version} in the first runs, it is {code[name]} now; bring that code back, {remedy}"
+            )
     return open_experiment(path, overrides, jobs, True)
 
 
@@ -177,8 +187,9 @@ def _wrong(settings: dict[str, Plain]) -> str:
     build(TrainerConfig, {name: settings[name] for name in SHARED}, "", problems)
     if "seeds" in settings and convert(list[int], settings["seeds"]) is MISSING:
         problems.append(Problem("seeds", settings["seeds"], "must be a list of seeds"))
-    if not isinstance(settings.get(PLAN), dict | None):
-        problems.append(Problem(PLAN, settings[PLAN], "must be a map"))
+    problems += [
+        Problem(name, settings[name], "must be a map") for name in (PLAN, _CODE) if not isinstance(settings.get(name), dict | None)
+    ]
     return str(problems[0]) if problems else ""
 
 

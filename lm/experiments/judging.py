@@ -256,6 +256,9 @@ class Judgement:
         primary, counts_tokens = self.primary, self.primary.reach is not None
         if primary.learned is not None:
             return
+        if seed_count < FEWEST_SEEDS:
+            yield f"NO VERDICT: there are {seed_count} seeds, and a verdict takes {FEWEST_SEEDS}: add seeds"
+            return
         seed_differences = [comparison.differences for (size, _), comparison in self.comparisons.items() if self.rates[size] is not None]
         seed_differences = [differences for differences in seed_differences if len(differences) > 1 and np.isfinite(differences).all()]
         spread, source = primary.spread, "primary.spread"
@@ -271,7 +274,7 @@ class Judgement:
             return
         margin = math.log1p(primary.matters) if counts_tokens else primary.matters
         effect = f"a factor of {1 + primary.matters:g}" if counts_tokens else f"a difference of {primary.matters:g}"
-        chance = power(seed_count, spread, margin, self.alpha) if seed_count >= FEWEST_SEEDS else 0.0
+        chance = power(seed_count, spread, margin, self.alpha)
         yield f"power: {seed_count} seeds find {effect} with probability {chance:.2f}, by a spread of {spread:.2g} ({source})"
         if chance < 0.5:
             needed_seeds = seeds_needed(spread, margin, self.alpha) or f"more than {MOST_SEEDS}"

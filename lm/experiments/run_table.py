@@ -79,6 +79,11 @@ def judge_table(
     _check_lines(runs, source, [name for name in table.columns if name not in (*RUN_KEY, "value", "weight")])
     selecting_lines, reporting_lines = _parts(runs, source)
     arms = [*dict.fromkeys(reporting_lines["arm"])]
+    if missing_arms := [arm for arm in dict.fromkeys(runs["arm"]) if arm not in arms]:  # without them the family would be smaller
+        reason = f"no line of {', '.join(missing_arms)} reports, only lines that choose rates"
+        raise RunError(f"{source}: {reason}; add its final runs, or leave it out by a condition")
+    if baseline is None and "experiment" in lines and lines["experiment"].notna().any():
+        raise RunError(f"{source}: name the baseline: runs of an experiment are in the order of their folders; {', '.join(arms)}")
     baseline = arms[0] if baseline is None else baseline
     if baseline not in arms or len(arms) < 2:
         reason = f"no arm {baseline}" if baseline not in arms else "a verdict takes two arms"

@@ -149,7 +149,8 @@ def import_model(
     fields = Fields(model.config, model.path)
     kind = fields.take("model_type", str)
     if kind not in ARCHITECTURES:
-        raise fields.refused("model_type", f"only {', '.join(ARCHITECTURES)} are read")
+        reason = "this export of lm has code of its own: export the run without --format hf; " if kind == "lm_decoder" else ""
+        raise fields.refused("model_type", f"{reason}only {', '.join(ARCHITECTURES)} are read")
     architecture = ARCHITECTURES[kind]
     spec = architecture.read(fields)
     positions = spec.seq_len

@@ -296,7 +296,8 @@ def arm_label(run: RunRecord) -> str:
         first_normalizer = {key: value for key, value in first_normalizer.items() if key != "init"}
     names = [catalogue.label(first_normalizer), *(f"{catalogue.label(normalizer)} at step {step}" for step, normalizer in later_phases)]
     original = run.environment_entry("swap.normalizer")
-    return " -> ".join([f"{original}", f"{names[0]} after training (init {run.environment_entry('swap.init')})"] if original else names)
+    init = run.environment_entry("swap.init")
+    return " -> ".join([f"{original}", f"{names[0]} after training{f' (init {init})' if init else ''}"] if original else names)
 
 
 def _config_diff(arms: Sequence[ArmRuns]) -> dict[str, tuple[str, ...]]:

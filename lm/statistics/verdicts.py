@@ -205,7 +205,7 @@ def _verdict(comparison: Comparison, margin: float, amount: str, null: str, comp
         return verdict("incomplete", progress, progress)
     if seeds < FEWEST_SEEDS:
         words = f"a verdict takes {FEWEST_SEEDS} seeds"
-        return verdict("incomplete", f"{seeds} seeds in common: a verdict takes at least {FEWEST_SEEDS}", words)
+        return verdict("incomplete", f"{seeds} seeds in common", words)
     if not comparison.finite:
         reason = "a difference at another of the learning rates, all of which a verdict is on, is not finite"
         return verdict("undecided", reason, "another learning rate has no finite difference")
