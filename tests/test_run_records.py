@@ -5,6 +5,7 @@ import copy
 import json
 from collections.abc import Iterator
 from functools import reduce
+from types import SimpleNamespace
 
 import pytest
 from fabricated import save
@@ -12,7 +13,7 @@ from reported import SEQ_LEN, build_run, edit, write_evaluation, write_report
 
 import lm
 from lm.errors import RunError
-from lm.report.comparison import compare_runs
+from lm.report.comparison import arm_label, compare_runs
 from lm.report.comparison_tables import run_facts
 from lm.runs.evaluations import UNIGRAM, Evaluation, read_evaluation
 from lm.runs.folder import PEAK_MEMORY, peak_memory, training_seconds
@@ -28,6 +29,13 @@ def test_a_run_is_read_whole(pair):
     assert [(curve.setting, curve.samples[0].values.shape[0]) for curve in long] == [("as trained", 24), ("theta x 50", 24)]
     assert len(run.curve("train/loss").tokens) == 100
     assert len(run.curve("val/loss").tokens) == 20
+
+
+@pytest.mark.parametrize(("init", "words"), [("match", " (init match)"), ("", ""), (None, "")])
+def test_the_label_of_a_swapped_run_names_the_init_of_new_parameters_where_there_is_one(init: str | None, words: str):
+    entries = {"swap.normalizer": "softmax", "swap.init": init}
+    run = SimpleNamespace(phases=[(0, {"name": "log_n"})], config={}, environment_entry=entries.get)
+    assert arm_label(run) == f"softmax -> log_n after training{words}"
 
 
 def test_the_last_evaluation_counts(pair):

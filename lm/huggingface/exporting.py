@@ -17,7 +17,7 @@ from lm.files import new_folder, replacing
 from lm.huggingface.architectures import ARCHITECTURES, Architecture
 from lm.huggingface.fields import Fields
 from lm.huggingface.gguf_file import CUTS
-from lm.huggingface.importing import CONFIG, SINGLE
+from lm.huggingface.importing import CONFIG, OWN_TYPE, SINGLE
 from lm.huggingface.tokenizer_files import starting_documents
 from lm.model.rope import AS_TRAINED, frequencies
 from lm.model.spec import ModelSpec
@@ -199,7 +199,7 @@ def _tokenizer_config(spec: ModelSpec) -> dict[str, Plain]:
 
 
 MODELLING = "modeling_lm.py"  # beside this module; copied into the folder
-OWN = {"model_type": "lm_decoder", "architectures": ["LmForCausalLM"]} | {
+OWN = {"model_type": OWN_TYPE, "architectures": ["LmForCausalLM"]} | {
     "auto_map": {
         auto: f"{MODELLING.removesuffix('.py')}.{name}"
         for auto, name in {"AutoConfig": "LmConfig", "AutoModel": "LmModel", "AutoModelForCausalLM": "LmForCausalLM"}.items()

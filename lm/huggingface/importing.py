@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 READ_TYPES = ("F32", "F16", "BF16")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+OWN_TYPE = "lm_decoder"  # model_type of an export with code of its own, as that code (modeling_lm.py) says
 
 
 class Shards:
@@ -149,7 +150,7 @@ def import_model(
     fields = Fields(model.config, model.path)
     kind = fields.take("model_type", str)
     if kind not in ARCHITECTURES:
-        reason = "this export of lm has code of its own: export the run without --format hf; " if kind == "lm_decoder" else ""
+        reason = "this export of lm has code of its own: export the run without --format hf; " if kind == OWN_TYPE else ""
         raise fields.refused("model_type", f"{reason}only {', '.join(ARCHITECTURES)} are read")
     architecture = ARCHITECTURES[kind]
     spec = architecture.read(fields)
