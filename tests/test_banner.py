@@ -1,5 +1,6 @@
 """What a run prints first names all that it is, in derived quantities."""
 
+import os
 import re
 import subprocess
 
@@ -119,7 +120,10 @@ def test_the_commit_is_that_of_the_package_s_own_checkout(tmp_path, monkeypatch:
     git("add", "lm" if tracked else "other")
     git("commit", "-qm", "x")
     monkeypatch.setattr("lm.__file__", str(package / "__init__.py"))
+    os.utime(package / "__init__.py", (1, 1))  # so that git would refresh its index, behind a lock that a killed process leaves
+    index = (tmp_path / ".git" / "index").read_bytes()
     assert git_state() == ((git("rev-parse", "HEAD"), False) if tracked else (None, None))
+    assert (tmp_path / ".git" / "index").read_bytes() == index
     monkeypatch.setenv("LM_COMMIT", "abc")  # as an image sets it, which holds no checkout
     assert git_state() == ((git("rev-parse", "HEAD"), False) if tracked else ("abc", None))
 

@@ -15,7 +15,7 @@ import torch
 from conftest import ROOT, lm
 from folders import alive, curve, losses, same, series, weights
 from jobs import train_poisoned
-from processes import command, ranks, start
+from processes import command, forked, ranks, start, within
 
 from lm.config.training_config import OPTIMIZERS
 from lm.data.batches import MicroBatches, TrainSequences
@@ -127,6 +127,31 @@ def test_a_failure_of_the_first_rank_alone_ends_all_in_one_line(arguments: list[
     assert "Traceback" not in stderr
     assert "evaluations" in stderr
     assert not alive(process.pid)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_the_first_rank_can_not_save_ends_the_others_too(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Without a launcher that ends them: they are told, and don't find out by a connection that is lost (NCCL waits for minutes)."""
+    assert lm("prepare", *arguments).returncode == 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = []
+    for rank in ("0", "1"):
+        for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items():
+            monkeypatch.setenv(name, value)
+        limit = 20_000 if rank == "0" else 10**9  # the model's weights take more
+        options = ["name=unsaved", "trainer.devices=2"]
+        processes.append(forked(tmp_path / f"rank{rank}", within, limit, "train", *arguments, *options))
+    for process in processes:
+        process.join(120)
+        assert process.exitcode == 1
+    assert "can't save the checkpoint: File too large" in (tmp_path / "rank0").read_text()
+    assert "failed on another process" in (tmp_path / "rank1").read_text()
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import run_differences
 from lm.experiments.slots import commands
 from lm.files import read_sealed, write_sealed
-from lm.plugins import PLUGINS, is_version
+from lm.plugins import PLUGINS, _distribution, is_version
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
 from lm.runs.folder import CONFIG, ENVIRONMENT, read_config
 from lm.runs.loading import DESCRIPTION
@@ -389,3 +390,11 @@ def test_a_distribution_that_an_older_run_recorded_without_a_digest_is_the_same(
     assert is_version("powers 1.2", "source sha256 0123456789ab (powers 1.2)")
     assert not is_version("powers 1.1", "source sha256 0123456789ab (powers 1.2)")
     assert not is_version("source sha256 1123456789ab (powers 1.2)", "source sha256 0123456789ab (powers 1.2)")
+
+
+def test_the_distribution_of_a_package_is_found_as_the_standard_library_finds_it():
+    known_packages = metadata.packages_distributions()
+    for package in ("torch", "yaml", "lm", "typing_extensions"):  # with a list of packages, without, edited in place, a single file
+        name = known_packages[package][0]
+        assert _distribution(package) == f"{name} {metadata.version(name)}"
+    assert _distribution("no_such_package") == ""

@@ -265,8 +265,8 @@ def git_state() -> tuple[str | None, bool | None]:
     """
 
     def git(*arguments: str) -> str:
-        folder = Path(lm.__file__).parent
-        return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        command = ["git", "--no-optional-locks", "-C", str(Path(lm.__file__).parent), *arguments]  # the index is the user's alone to lock
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
         git("ls-files", "--error-unmatch", "__init__.py")

@@ -11,6 +11,7 @@ from functools import lru_cache
 from types import FrameType
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from lm.config.load import to_yaml
@@ -20,7 +21,7 @@ from lm.evaluation.evaluation_kind import Measurement
 from lm.evaluation.swap import SwapMeasurement
 from lm.files import write_text
 from lm.model.decoder import Decoder
-from lm.model.device import OUT_OF_TIME, Device, OutOfTime, peak_memory_bytes
+from lm.model.device import OUT_OF_TIME, Device, OutOfTime, all_reduce_sum, peak_memory_bytes
 from lm.model.spec import flops_per_token
 from lm.plugins import PLUGINS
 from lm.report.evaluation_tables import logged
@@ -74,7 +75,7 @@ GPUS = {
     "RTX 3090": (71, 35.6),
     "RTX 4090": (165.2, 82.6),
 }
-SIZE, SECONDS = 1024, 0.1  # rows of the matrices that are multiplied to measure a CPU, and for how many seconds
+SIZE, SECONDS = 1024, 0.1  # most rows of the matrices that are multiplied to measure a CPU, and for how many seconds
 
 
 def peak_flops(accelerator: str, bf16: bool) -> float | None:
@@ -91,13 +92,19 @@ def peak_flops(accelerator: str, bf16: bool) -> float | None:
 
 @lru_cache
 def _matmul_flops(dtype: torch.dtype, threads: int) -> float:
-    """FLOPs a second of the fastest of some matrix products; `threads`: torch's number of threads, for the cache's key."""
-    matrix, times = torch.ones(SIZE, SIZE, dtype=dtype), []
-    while sum(times) < SECONDS or len(times) < 2:
-        begin = time.perf_counter()
+    """FLOPs a second of the fastest of some matrix products; `threads`: torch's number of threads, for the cache's key.
+
+    Matrices grow as far as there is time: a CPU that emulates bf16 takes seconds for one product of `SIZE` rows.
+    """
+    size, rate, end = SIZE // 8, 0.0, time.perf_counter() + SECONDS
+    while (begin := time.perf_counter()) < end:
+        matrix = torch.ones(size, size, dtype=dtype)
+        start = time.perf_counter()
         matrix @ matrix
-        times.append(time.perf_counter() - begin)
-    return 2 * SIZE**3 / min(times)
+        seconds = time.perf_counter() - start
+        rate = max(rate, 2 * size**3 / seconds)
+        size = min(SIZE, 2 * size) if 8 * seconds < end - begin else size
+    return rate
 
 
 def mfu(decoder: Decoder, tokens_per_s: float, peak: float | None) -> dict[str, float]:
@@ -127,6 +134,10 @@ class StepCallback(L.Callback):
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
         """Act after optimizer step `step` (1-based), on every rank."""
+
+    def device(self, trainer: L.Trainer, module: TrainModule) -> Device:
+        """The place where this process trains."""
+        return Device(module.device, self.machine.bf16, trainer.global_rank, trainer.world_size)
 
 
 class StopOnSignal(StepCallback):
@@ -257,7 +268,7 @@ class Evaluations(StepCallback):
     def run(self, trainer: L.Trainer, module: TrainModule, measurement: Measurement, decoder: Decoder) -> Evaluation | None:
         """Measure `decoder` now, and keep the result for `lm eval`, too; None if that failed. Collective."""
         begin, step, kind, max_seconds = time.perf_counter(), trainer.global_step, measurement.kind, measurement.asked.max_seconds
-        device = Device(module.device, self.machine.bf16, trainer.global_rank, trainer.world_size).with_time_limit(max_seconds)
+        device = self.device(trainer, module).with_time_limit(max_seconds)
         tokens, result = step * self.config.optim.batch_tokens, None
         try:
             result = measurement.evaluate(decoder.to(device.device), device, step, tokens)
@@ -351,14 +362,18 @@ class Checkpoints(StepCallback):
     def save(self, trainer: L.Trainer, module: TrainModule) -> None:
         """Save now (collective), and delete checkpoints beyond `keep_checkpoints`."""
         begin, self.saved = time.perf_counter(), trainer.global_step
-        if trainer.is_global_zero:
-            path = step_path(self.folder, self.saved)
-            module.start.state.note_weights(self.saved, save_checkpoint(self.content(module), path))
-            link_checkpoint(LAST, path)
-            if is_best(module, self.saved):
-                link_checkpoint(BEST, path)
-            self.prune()
-        trainer.strategy.barrier()
+
+        def write() -> Tensor:
+            if trainer.is_global_zero:
+                path = step_path(self.folder, self.saved)
+                module.start.state.note_weights(self.saved, save_checkpoint(self.content(module), path))
+                link_checkpoint(LAST, path)
+                if is_best(module, self.saved):
+                    link_checkpoint(BEST, path)
+                self.prune()
+            return torch.zeros(1)
+
+        all_reduce_sum(self.device(trainer, module), write)  # where the first rank can't save, no other waits for it
         self.clock.paused(begin)
 
     def content(self, module: TrainModule) -> dict[str, object]:
