@@ -74,6 +74,7 @@ GAU = {
     "mixed-n-256": "relu^2, n = 256, mixed lengths",
     "mixed-n-sample": "relu^2, n of the sample, mixed lengths",
 }
+BESIDE_TEXT = QK_NORM | {"after_half": "softmax, temperature 1/2 after training", "after_ssmax": "softmax, SSMax after training"}
 WHEN = {"ssmax": "SSMax", "ssmax_b": "SSMax with b", "softmax": "softmax"}
 WHEN |= {f"at_{part}{b}": f"SSMax{words} after {part} %" for b, words in (("", ""), ("_b", " with b")) for part in (25, 50, 75, 90)}
 WHEN |= {"after": "SSMax put in after training", "after_more": "the same, a fifth more training"}
@@ -203,6 +204,18 @@ SHOWN = (
         tuned=True,
         task="needle",
         layers="layers 2, 3",
+    ),
+    Recall("needle-and-text", "needle-in-text.md", BESIDE_TEXT, "ssmax_fixed", (4096,), 0.25, task="needle", layers="layers 2, 3"),
+    Losses(
+        "needle-and-text",
+        "needle-in-text.md",
+        BESIDE_TEXT,
+        tuple((arm, "ssmax_fixed") for arm in BESIDE_TEXT if arm != "ssmax_fixed"),
+        {"at 256 tokens": ("", "val loss", "", 0)} | {words: ("", "mean loss", words, 2048) for words in ("as trained", "theta x 50")},
+        ("at 256 tokens", "as trained", "theta x 50"),
+        "at 256 tokens",
+        0.02,
+        suffix="losses",
     ),
 )
 
