@@ -86,6 +86,13 @@ def test_two_ranks_train_as_one_with_another_optimizer(arguments: list[str], tmp
         assert (value - weights(two_ranks)[name]).norm() < 0.05 * value.norm(), name
 
 
+@pytest.mark.slow
+def test_two_compiled_ranks_train_as_an_eager_one(arguments: list[str], tmp_path: Path):
+    assert lm("train", *arguments, "model.normalizer=ssmax", "name=one", "trainer.compile=false").returncode == 0
+    ranks(2, command, "train", *arguments, "model.normalizer=ssmax", "name=two", "trainer.devices=2", "trainer.compile=true")
+    close(tmp_path / "runs" / "one", tmp_path / "runs" / "two")
+
+
 def test_a_launcher_of_another_size_is_refused(arguments: list[str]):
     result = lm("train", *arguments, "name=launched", WORLD_SIZE="4", RANK="0", LOCAL_RANK="0")
     assert result.returncode == 2

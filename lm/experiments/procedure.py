@@ -73,6 +73,7 @@ class Procedure:
         self._folder = experiment.folder
         self._ended: dict[Path, Outcome] = {}
         self._configs: dict[tuple, Config] = {}
+        self._packages: dict[Path, frozenset[str]] = {}
         self._choices: dict[str, Choice] = {}
         self._evaluated: dict[tuple[str, str], dict[str, dict[str, Plain]]] = {}
 
@@ -95,7 +96,9 @@ class Procedure:
         if source_run and source_run.outcome.state == "diverged":  # the run has no weights to start from
             outcome = source_run.outcome
         source_folder, overrides = source_run and source_run.config.run_folder, tuple(self.experiment.evaluate_overrides)
-        packages = frozenset(map(package_of, config.plugin_names)) | (source_run.packages if source_run else frozenset())
+        if config.run_folder not in self._packages:
+            self._packages[config.run_folder] = frozenset(map(package_of, config.plugin_names))
+        packages = self._packages[config.run_folder] | (source_run.packages if source_run else frozenset())
         return Run(size, arm.name, stage, rate, seed, config, outcome, source_folder, arm.swap, arm.trained, overrides, packages)
 
     def _config(self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, source_config: Config | None) -> Config:
