@@ -195,20 +195,22 @@ def shared_value(arms: tuple[ArmRuns, ...], value: Callable[[RunRecord], object]
 
 
 def compare_runs(records: list[RunRecord], baseline: str | None = None) -> RunComparison:
-    """Group runs into arms and compare them with the baseline: an arm's label, its normalizer or one of its runs.
+    """Group runs into arms and compare them with the baseline: an arm's label, else the name of one of its runs, else its normalizer.
 
-    Raises RunError: there are no runs, or no such baseline.
+    Raises RunError: there are no runs, no such baseline, or several arms of that name.
     """
     records = [record.reporting for record in {record.folder.resolve(): record for record in records}.values()]
     if not records:
         raise RunError("no run folders given")
     arms = tuple(_arms(records))
     if baseline is not None:
-        arm_names = [{arm.label, arm.runs[0].flat["model.normalizer.name"], *(run.name for run in arm.runs)} for arm in arms]
-        matches = [arm for arm, names in zip(arms, arm_names, strict=True) if baseline in names]
-        if not matches:
-            raise RunError(f"baseline '{baseline}': no such run or arm; choose from: {', '.join(arm.label for arm in arms)}")
-        arms = (matches[0], *(arm for arm in arms if arm is not matches[0]))
+        arm_names = [([arm.label], [run.name for run in arm.runs], [arm.runs[0].flat["model.normalizer.name"]]) for arm in arms]
+        by_kind = ([arm for arm, names in zip(arms, kind, strict=True) if baseline in names] for kind in zip(*arm_names, strict=True))
+        matches = next(filter(None, by_kind), [])
+        if len(matches) != 1:
+            reason = "is the name of several arms" if matches else "no such run or arm"
+            raise RunError(f"baseline '{baseline}': {reason}; choose from: {', '.join(arm.label for arm in matches or arms)}")
+        arms = (*matches, *(arm for arm in arms if arm is not matches[0]))
     return comparison_of(arms, tuple(arm.label for arm in arms))
 
 
