@@ -82,6 +82,14 @@ def test_another_rate_is_another_configuration_where_none_is_tuned(tmp_path, arg
     assert all(run.outcome.ended for run in open_experiment(path, command(str(error.value))).known_runs())
 
 
+def test_a_tuned_key_may_be_a_whole_number(tmp_path, arguments):
+    tune = {"key": "optim.warmup_steps", "grid": [1, 2, 4], "seeds": [101, 102]}
+    path, data = written(tmp_path, tune=tune), arguments[1:]
+    count = len(ended(path, [*data, "trainer.max_steps=9"]).known_runs())
+    with pytest.raises(RunError, match=rf"{count} ended runs .*: trainer\.max_steps=9 \(asked for: 8\)"):
+        open_experiment(path, data)
+
+
 def test_what_runs_do_not_depend_on_may_change(tmp_path, runs):
     tune = {"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]}
     overrides = ["data.source.paths=[.]", runs]

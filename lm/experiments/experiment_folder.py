@@ -120,7 +120,8 @@ def other_runs(procedure: Procedure) -> str:
             if (match := name_pattern.fullmatch(folder.name)) and folder not in known_folders and (folder / CONFIG).is_file():
                 runs_by_rate.setdefault(match[1], []).append((folder, int(match[2])))
         for rate_text, runs in runs_by_rate.items():
-            rate_values = dict(zip(keys, map(float, filter(None, rate_text[1:].split("_"))), strict=True))
+            values = map(float, filter(None, rate_text[1:].split("_")))
+            rate_values = {key: int(value) if value.is_integer() else value for key, value in zip(keys, values, strict=True)}
             rate_items = zip(experiment.tune.keys, coordinates(any_rate), strict=True) if any_rate else ()
             rate = rate_of(rate_values.get(key, value) for key, value in rate_items) if any_rate else None
             configs = [procedure.run(size, arm, "final", rate, seed, {}).config for _, seed in runs]
