@@ -155,3 +155,11 @@ def test_a_difference_in_the_other_direction_at_another_rate_shows_nothing():
     verdict = learned_verdicts({"a": LearnedCounts([(5, 0), (0, 5)], 5)})["a"]
     assert (verdict.kind, verdict.p) == ("undecided", 1.0)
     assert "but not so at the other rates" in verdict.reason
+
+
+def test_other_rates_are_named_where_they_alone_leave_a_family_s_comparison_open():
+    at_other_rates, at_no_rate = LearnedCounts([(9, 2), (9, 3)], 10), LearnedCounts([(8, 2), (6, 4)], 10)  # p = .0055, .020; .023, .66
+    reasons = {name: verdict.reason for name, verdict in learned_verdicts(dict.fromkeys("abc", at_other_rates)).items()}
+    assert all("but not so at the other rates" in reason for reason in reasons.values()), reasons
+    reasons = {name: verdict.reason for name, verdict in learned_verdicts(dict.fromkeys("abc", at_no_rate)).items()}
+    assert not any("other rates" in reason for reason in reasons.values()), reasons

@@ -49,12 +49,12 @@ def learned_verdicts(counts: Mapping[Name, LearnedCounts], looks: int = 1) -> di
     """
     family = max(1, len(counts)) * looks
     fewest = fewest_seeds(ALPHA / family)
-    p_values = {name: max(arm.p) if arm.is_tuned and arm.is_complete else 1.0 for name, arm in counts.items()}
-    return {name: _verdict(arm, min(1.0, family * p_values[name]), fewest) for name, arm in counts.items()}
+    return {name: _verdict(arm, family, fewest) for name, arm in counts.items()}
 
 
-def _verdict(counts: LearnedCounts, p: float, fewest: int) -> Verdict:
+def _verdict(counts: LearnedCounts, family: int, fewest: int) -> Verdict:
     (arm_count, base_count), seeds = counts.learned[0], counts.ended
+    p = min(1.0, family * max(counts.p)) if counts.is_tuned and counts.is_complete else 1.0
     words = f"{arm_count} of {seeds} have learned, {base_count} of {seeds} of the baseline"
     words += f"; {counts.diverged} diverged, and count as not learned" if counts.diverged else ""
     kind, reason, open_words = "undecided", f"{words}; Fisher's exact test: p = {p:.2g}", "no arm is shown to learn more often"
@@ -65,7 +65,7 @@ def _verdict(counts: LearnedCounts, p: float, fewest: int) -> Verdict:
         open_words = reason
     elif p <= ALPHA:
         kind, open_words = "better" if arm_count > base_count else "worse", ""
-    elif counts.p[0] <= ALPHA < max(counts.p):
+    elif family * counts.p[0] <= ALPHA:
         reason = f"{words}; but not so at the other rates that the arms were trained at"
     elif seeds < fewest:
         reason = f"{words}; Fisher's exact test can show a difference from {fewest} seeds on"
