@@ -177,6 +177,7 @@ def test_units_are_averaged_and_paired_over():
         (grid(True).query("part == 'reports' or seed == 1"), {}, "a has 1 seed at 0.001; tuning takes 2"),
         (RUNS.assign(rate=["0.1 / 2", "0.1"] * 3), {}, "rates are of one tuned key in some lines, and of several in others"),
         (RUNS.assign(rate=["0.1 / 2", "0.1 / high"] * 3), {}, "3 lines have no finite rate, the first of arm a, seed 2"),
+        (RUNS.assign(rate=["0.1 / any", "high / 2"] * 3), {}, "3 lines have no finite rate, the first of arm a, seed 2"),
         (grid(True).query("part == 'selects' or rate == 0.001"), {}, "a: 0.002 is the best rate, but no line at it reports"),
         (RUNS.assign(part="all"), {}, "part all; it is selects or reports"),
         (RUNS.assign(part="selects"), {}, "no line reports"),

@@ -13,6 +13,7 @@ from lm.experiments.experiment import Primary
 from lm.experiments.judging import ByRate, JudgedRun, Judgement, Place
 from lm.runs.folder import DIVERGED
 from lm.statistics.tuning import (
+    ANY,
     FEWEST_TUNING_SEEDS,
     Rate,
     best_rate,
@@ -175,10 +176,12 @@ def _asked_lines(table: pd.DataFrame, source: str, metric: str, condition: str, 
 
 
 def _at_full_rates(runs: pd.DataFrame) -> pd.DataFrame:
-    """The lines, repeated at each rate that they stand for if an arm lacks a tuned key (`full_cells`)."""
+    """The lines, repeated at each rate that they stand for if an arm lacks a tuned key (`full_cells`). Wrong rates stand as they are."""
     places = [runs["size"], runs["stage"].fillna("") if "stage" in runs else runs["size"]]
-    grids = {size: lines["rate"].unique() for size, lines in runs.groupby("size")}
-    full_rates = {(size, stage): full_cells(lines["rate"].unique(), grids[size]) for (size, stage), lines in runs.groupby(places)}
+    is_rate = runs["rate"].map(lambda cell: _finite_rate(cell.replace(ANY, "1") if isinstance(cell, str) else cell)).notna()
+    cells = runs["rate"].where(is_rate)
+    grids = {size: size_cells.unique() for size, size_cells in cells.groupby(runs["size"])}
+    full_rates = {(size, stage): full_cells(place_cells.unique(), grids[size]) for (size, stage), place_cells in cells.groupby(places)}
     if not any(full_rates.values()):
         return runs
     rates = [full_rates[size, stage].get(rate, [rate]) for size, stage, rate in zip(*places, runs["rate"], strict=True)]
