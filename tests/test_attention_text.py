@@ -115,6 +115,7 @@ def test_a_long_text_is_drawn_in_cells_and_its_table_is_json(model: Path, tmp_pa
         (["--text", "a few", "--layer", "2"], "has 2 layers, 0 to 1"),
         (["--text", "a few", "--head", "-1"], "has 2 heads, 0 to 1"),
         (["--text", "a few", "eval.diagnostics.sequences=3"], "eval.diagnostics.sequences = 3: has no effect with --text"),
+        (["--text", "a few", "eval.diagnostics=null"], "eval.diagnostics = null: must be a block of keys; leave it out"),
         (["--text", "a few", "-o", "a.png"], "a.png: can't write results of this kind"),
         (["--layer", "1"], "--layer: of the maps that --text draws"),
     ],

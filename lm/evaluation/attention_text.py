@@ -172,6 +172,8 @@ def show_attention(
     """
     changes = merge({"eval": {"diagnostics": {}}}, overrides_in("diagnose", overrides or []))
     options = changes["eval"]["diagnostics"]
+    if not isinstance(options, dict):
+        raise ConfigError([Problem("eval.diagnostics", options, "must be a block of keys", "leave it out, or give its inference")])
     if unused_names := sorted(set(options) - {"inference"}):
         raise ConfigError([Problem(f"eval.diagnostics.{name}", options[name], "has no effect with --text") for name in unused_names])
     text = read_text(text)
