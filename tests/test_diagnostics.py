@@ -419,6 +419,18 @@ def test_of_curves_with_many_numbers_the_ends_that_are_defined_are_printed(capsy
     assert "116 more numbers" in output
 
 
+def test_models_of_one_folder_name_have_a_column_each(capsys: pytest.CaptureFixture):
+    results = []
+    for name, value in (("small", 1.0), ("large", 2.0)):
+        curves = tuple(Series("diagnostics", f"metric {number}", "", "none", 64, np.array([value])) for number in range(13))
+        evaluation = Evaluation("diagnostics", 8, 256, "", {}, "32", "weights", curves)
+        results.append(EvaluationResult(Path(name, "softmax"), evaluation, cached=False))
+    print_results(results)
+    output = capsys.readouterr().out
+    assert re.search(r"small/softmax, +large/softmax,", output)
+    assert re.search(r"metric 12 +1\.0000 +2\.0000", output)
+
+
 def test_a_mean_of_too_few_documents_says_why_it_has_no_interval(capsys: pytest.CaptureFixture[str]):
     documents, values = ([0, 1, 2], [0, 1, 1], [0, 1, 2]), ([0.5, 1.0, 1.5], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0])
     samples = tuple(

@@ -27,10 +27,9 @@ class EvaluationResult:
     evaluation: Evaluation
     cached: bool
 
-    @property
-    def label(self) -> str:
-        """The run's name and the checkpoint's step."""
-        return f"{self.folder.name}, {self.evaluation.step}"
+    def label(self, with_path: bool) -> str:
+        """The run's name, or the path of its folder, and the checkpoint's step."""
+        return f"{self.folder if with_path else self.folder.name}, {self.evaluation.step}"
 
     @cached_property
     def rows(self) -> list["Row"]:
@@ -92,16 +91,17 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
 
     Runs measured on different data, which their fingerprints tell, are not comparable. `output`: the file or folder that has all numbers.
     """
-    several_runs = len({result.folder for result in results}) > 1
+    folders = {result.folder for result in results}
+    several_runs, has_namesakes = len(folders) > 1, len({folder.name for folder in folders}) < len(folders)
     for kind in dict.fromkeys(result.evaluation.kind for result in results):
         kind_results = [result for result in results if result.evaluation.kind == kind]
-        models, omitted_count = [result.label if several_runs else "" for result in kind_results], 0
+        models, omitted_count = [result.label(has_namesakes) if several_runs else "" for result in kind_results], 0
         title = kind if several_runs else f"{kind}, {kind_results[0].folder.name}, step {kind_results[0].evaluation.step}"
         title += " (cached)" if all(result.cached for result in kind_results) else ""
         for metrics in _together(row for result in kind_results for row in result.rows):
             rows = [[row for row in result.rows if row.metric in metrics] for result in kind_results]
             if len(metrics) > MOST_COLUMNS:
-                print_tables(_by_metric(title, metrics, kind_results))
+                print_tables(_by_metric(title, models, metrics, kind_results))
                 omitted_count += sum(bool(row.where) for group in rows for row in group)
                 continue
             curves, cells = [], Cells()
@@ -160,17 +160,17 @@ def _with_intervals(rows: list[list[Row]]) -> Cells:
     return cells
 
 
-def _by_metric(title: str, metrics: list[str], results: list[EvaluationResult]) -> Table:
+def _by_metric(title: str, models: list[str], metrics: list[str], results: list[EvaluationResult]) -> Table:
     """A table of many metrics, each as its mean over all places: a row for each metric, a column for each model and setting."""
-    columns: dict[tuple[str, str], dict[str, Row]] = {}
-    for model, row in ((result, row) for result in results for row in result.rows if row.metric in metrics and not row.where):
-        columns.setdefault((model.label, row.setting), {})[row.metric] = row
-    several_models = len({name for name, _ in columns}) > 1
+    columns: dict[tuple[int, str], dict[str, Row]] = {}
+    for model_number, result in enumerate(results):
+        for row in (row for row in result.rows if row.metric in metrics and not row.where):
+            columns.setdefault((model_number, row.setting), {})[row.metric] = row
     shown_metrics = [name for name in metrics if any(name in rows for rows in columns.values())]
     contents: list[Filled] = [(Column("metric", kind="label"), shown_metrics)]
-    for (name, setting), rows in columns.items():
+    for (model_number, setting), rows in columns.items():
         cells = [digits(rows[metric].value) if metric in rows else "" for metric in shown_metrics]
-        contents.append((Column(f"{name} {setting}" if several_models else setting), cells))
+        contents.append((Column(f"{models[model_number]} {setting}".strip()), cells))
     return Table(title, "", tuple(contents))
 
 
