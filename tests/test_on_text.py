@@ -43,8 +43,8 @@ def test_a_model_is_evaluated_on_the_text_of_a_configuration(saved: Path, base: 
     assert len(loss["samples"][0]["values"]) == 4
     assert "290" in result.stdout  # the vocabulary of the store: the model's tokenizer, not the configuration's
     assert load_config([str(base)]).data.tokenizer.name == "train"
-    second_result = lm("eval", str(saved), str(base), "eval.sequences=4")
-    assert second_result.returncode == 0
+    second_result = lm("eval", str(saved), str(saved), str(base), "eval.sequences=4")  # named twice, measured once
+    assert second_result.returncode == 0, second_result.stderr
     assert load(saved).config is None
 
 

@@ -134,9 +134,9 @@ def open_device(config: Config, environment: dict[str, Plain]) -> Device:
 
 
 def split_configurations(paths: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Paths of models, and paths of configurations."""
+    """Paths of models, each once, and paths of configurations."""
     files = [path for path in paths if path.suffix in (".yaml", ".yml")]
-    return [path for path in paths if path not in files], files
+    return [path for path in dict.fromkeys(paths) if path not in files], files
 
 
 def text_config(model: Loaded, files: list[Path]) -> Config:
