@@ -44,7 +44,7 @@ FILE = {
 @pytest.fixture
 def undrawn(monkeypatch):
     """Pictures have their numbers, but nothing is drawn."""
-    monkeypatch.setattr("lm.report.pictures._drawn", lambda *arguments: "<svg />")
+    monkeypatch.setattr("lm.report.pictures._render", lambda *arguments: "<svg />")
 
 
 def made(folder: Path, name: str = "trial", **changes: object) -> Procedure:

@@ -316,7 +316,7 @@ def test_the_disk_that_is_planned_is_of_what_the_optimizer_keeps(tmp_path, overr
 def test_several_that_start_an_experiment_at_once_settle_it_once(tmp_path, overrides, monkeypatch):
     path, first = written(tmp_path), start(written(tmp_path), overrides).experiment
     content = (first.folder / "resolved.json").read_text()
-    monkeypatch.setattr("lm.experiments.experiment_folder._on_this_machine", lambda *_: pytest.fail("was settled by the first"))
+    monkeypatch.setattr("lm.experiments.experiment_folder._machine_settings", lambda *_: pytest.fail("was settled by the first"))
     assert start(path, [*overrides, "trainer.threads=null"], jobs=7).experiment.first_config.trainer.threads == 1
     assert (first.folder / "resolved.json").read_text() == content
     assert json.loads(content)["seeds"] == [1, 2]

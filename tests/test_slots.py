@@ -24,7 +24,7 @@ from lm.experiments.experiment_file import read_experiment
 from lm.experiments.live_table import LiveTable
 from lm.experiments.plan import costs, run_times, total_seconds
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.slots import Devices, Slots, named, slots_of
+from lm.experiments.slots import Devices, Slots, gpu_words, slots_of
 from lm.model.device import gpus_of, visible_gpus
 
 MIG = "MIG-3eb87630-93d5-b2b6-b8ff-9b359caf4ee2,MIG-8e88b630-93d5-b2b6-b8ff-9b359caf4ee2"
@@ -253,7 +253,7 @@ def test_a_pilot_works_in_the_slots_of_the_runs(gpus, tmp_path, monkeypatch):
 
 def test_plan_and_table_say_on_which_device_a_run_is(gpus, tmp_path):
     gpus(4, "0,1,GPU-1f2e3d4c5b6a,3")
-    assert named(("GPU-1f2e3d4c5b6a",)) == "GPU-1f2e3d4c"
+    assert gpu_words(("GPU-1f2e3d4c5b6a",)) == "GPU-1f2e3d4c"
     assert str(Slots(3, ("1", "2"), 2, {("", "softmax"): 1})) == "3 at a time on GPU 1, 2, 2 on each (--jobs-per-gpu)"
     procedure = opened(tmp_path)
     jobs = Jobs(procedure, slots_of(procedure.experiment, None, 1))

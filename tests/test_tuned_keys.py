@@ -229,7 +229,7 @@ def test_results_of_arms_that_lack_a_tuned_key_are_judged_as_the_experiment_does
 
 @pytest.mark.slow
 def test_the_page_has_a_panel_for_each_key(tmp_path, monkeypatch):
-    monkeypatch.setattr("lm.report.pictures._drawn", lambda *arguments: "<svg />")
+    monkeypatch.setattr("lm.report.pictures._render", lambda *arguments: "<svg />")
     file = PAGE_FILE | {"arms": FILE["arms"], "tune": TUNE}
     (tmp_path / "trial.yaml").write_text(yaml.safe_dump(file, sort_keys=False))
     keys = ["data.source.paths=[texts]", "trainer.max_steps=200", "data.seq_len=64", "optim.batch_tokens=8192", f"runs={tmp_path / 'runs'}"]

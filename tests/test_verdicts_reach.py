@@ -159,7 +159,7 @@ def test_a_metric_of_no_better_direction_reaches_a_value_in_that_of_the_experime
 
 
 def test_other_rates_are_shown_by_tokens_on_the_selection_text(tmp_path, monkeypatch):
-    monkeypatch.setattr("lm.report.pictures._drawn", lambda *arguments: "<svg />")
+    monkeypatch.setattr("lm.report.pictures._render", lambda *arguments: "<svg />")
     tune = {"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]}
     procedure = experiment(tmp_path, tune=tune)
     by_rate = {1e-3: (900, 1400), 2e-3: (700, 600), 4e-3: (900, 1400)}  # softmax, ssmax

@@ -166,7 +166,7 @@ def _ratio(x_max: float, keys: tuple[int, float]) -> _Theory:
     return "mean of scores over their standard deviation", (-4.2, 4.2), traces
 
 
-def _both(x_max: float, keys: tuple[int, float]) -> _Theory:
+def _identity(x_max: float, keys: tuple[int, float]) -> _Theory:
     """For any map: the line on which S equals its closed form."""
     return "S in closed form at the measured moments", (-0.02, 1.02), [_theory("equal", (0, 1), (0, 1), 0)]
 
@@ -174,5 +174,5 @@ def _both(x_max: float, keys: tuple[int, float]) -> _Theory:
 PANELS: tuple[tuple[Callable[[Heads], np.ndarray], Callable[[float, tuple[int, float]], _Theory]], ...] = (  # x of heads, and curves
     (lambda heads: np.where(np.isfinite(heads[CONDENSED]), heads[STD], np.nan), _exp),
     (lambda heads: np.where(np.isfinite(heads[CONDENSED]), np.nan, heads[MEAN] / heads[STD]), _ratio),
-    (lambda heads: heads[CLOSED], _both),
+    (lambda heads: heads[CLOSED], _identity),
 )

@@ -43,7 +43,7 @@ from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.answers import QUESTION_SEED
 from lm.evaluation.evaluate import evaluate, evaluate_model, open_device, open_store, split_configurations, text_config
 from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
-from lm.evaluation.held_out import HeldOut, by_sequence, lengths_axis, spread, validation_sequences
+from lm.evaluation.held_out import HeldOut, by_sequence, lengths_axis, spread_sequences, validation_sequences
 from lm.files import expanded
 from lm.model.decoder import Decoder
 from lm.model.device import Device, eval_mode
@@ -94,7 +94,7 @@ def diagnostic_sequences(store: Store, config: Config, options: DiagnosticsConfi
         indices = np.arange(count) * len(held_out.sequences) // count
         return HeldOut(held_out.sequences[indices], held_out.token_bytes)
     if options.length_factor == 1:
-        held_out = spread(store, config, length, options.sequences)
+        held_out = spread_sequences(store, config, length, options.sequences)
     else:
         held_out = HeldOut.take(store, long_starts(store.val, length, options.sequences), length)
     if not len(held_out.sequences):
@@ -275,7 +275,7 @@ class _ModelSeries:
         self.first = next(iter(models))
         self.bins = half_octaves(models[self.first].n, models[self.first].train_length)
 
-    def _each(self, statistics: Iterable[Statistic | QuerySums]) -> Iterator[tuple[Statistic | QuerySums, str, Values]]:
+    def _by_model(self, statistics: Iterable[Statistic | QuerySums]) -> Iterator[tuple[Statistic | QuerySums, str, Values]]:
         """Each statistic of each model, except statistics that are defined nowhere."""
         for statistic in statistics:
             arrays = [(values.by_query | values.by_head).get(statistic.name) for values in self.models.values()]
@@ -284,21 +284,21 @@ class _ModelSeries:
 
     def numbers(self) -> Iterator[Series]:
         """Means over all queries, heads and layers, with their intervals over documents; mean exponents over heads."""
-        for statistic, setting, values in self._each([*self.measures.per_query, *UNDEFINED]):
+        for statistic, setting, values in self._by_model([*self.measures.per_query, *UNDEFINED]):
             by_query = values.by_query[statistic.name]
             count = np.isfinite(by_query).sum((1, 2, 3))
             sample = self.held_out.sample(np.where(count, mean(by_query, (1, 2, 3)), 0.0)[:, None], count)
             samples = (sample,) if count.any() else ()
             yield self._series(statistic, setting, mean(by_query), samples=samples, logged=self._logged(statistic, setting))
-        for statistic, setting, values in self._each(self.measures.accumulated):
+        for statistic, setting, values in self._by_model(self.measures.accumulated):
             yield self._series(statistic, setting, mean(values.by_head[statistic.name]), logged=self._logged(statistic, setting))
         for statistic, setting, exponents, _ in self._fits():
             yield self._series(statistic, setting, mean(exponents), _exponent_of(statistic), "")
 
     def curves(self) -> Iterator[Series]:
         """Means over heads and layers by the number of visible keys, with their intervals over documents."""
-        for statistic, setting, values in self._each(self.measures.per_query if self.bins else []):
-            by_bin = np.stack([self._within(statistic, values, bounds, (1, 2, 3)) for bounds in self.bins], 1)  # (N, bins)
+        for statistic, setting, values in self._by_model(self.measures.per_query if self.bins else []):
+            by_bin = np.stack([self._mean_within(statistic, values, bounds, (1, 2, 3)) for bounds in self.bins], 1)  # (N, bins)
             fields = {"axis": visible_keys(self.bins), "samples": (self.held_out.sample(by_bin),)}
             yield self._series(statistic, setting, mean(by_bin, 0), shown=self._shown(statistic), **fields)
 
@@ -311,7 +311,7 @@ class _ModelSeries:
 
     def heads(self) -> Iterator[Series]:
         """Means over sequences and queries by layer and head; the exponents of growth with the number of keys, and their fits' R^2."""
-        for statistic, setting, values in self._each([*self.measures.per_query, *self.measures.accumulated, *UNDEFINED]):
+        for statistic, setting, values in self._by_model([*self.measures.per_query, *self.measures.accumulated, *UNDEFINED]):
             by_head = values.by_head.get(statistic.name)
             by_head = mean(values.by_query[statistic.name], (0, 3)) if by_head is None else by_head
             yield from self._by_head(statistic, setting, by_head)
@@ -321,20 +321,20 @@ class _ModelSeries:
 
     def heads_by_keys(self) -> Iterator[Series]:
         """Means over sequences by layer, head and number of visible keys."""
-        for statistic, setting, values in self._each(self.measures.per_query):
+        for statistic, setting, values in self._by_model(self.measures.per_query):
             for low, high in self.bins:
-                by_head = self._within(statistic, values, (low, high), (0, 3))
+                by_head = self._mean_within(statistic, values, (low, high), (0, 3))
                 yield from self._by_head(statistic, setting, by_head, suffix=f", {low:,} to {high:,} keys")
 
     def _fits(self) -> Iterator[tuple[Statistic, str, np.ndarray, np.ndarray]]:
         """Exponents of growth with n up to the training length and their R^2, (layers, H), of each model."""
-        for statistic, setting, values in self._each(statistic for statistic in self.measures.per_query if statistic.has_exponent):
+        for statistic, setting, values in self._by_model(statistic for statistic in self.measures.per_query if statistic.has_exponent):
             n = np.where(values.n <= values.train_length, values.n, np.nan)
             exponents, fit = exponent(values.by_query[statistic.name], n, statistic.log)
             if np.isfinite(exponents).any():
                 yield statistic, setting, exponents, fit
 
-    def _within(self, statistic: Statistic, values: Values, bounds: tuple[int, int], axes: tuple[int, ...]) -> np.ndarray:
+    def _mean_within(self, statistic: Statistic, values: Values, bounds: tuple[int, int], axes: tuple[int, ...]) -> np.ndarray:
         """Means over `axes`, of the queries that see `bounds` keys (first and last count)."""
         n = values.n[:, :, None]
         return mean(np.where((n >= bounds[0]) & (n <= bounds[1]), values.by_query[statistic.name], np.nan), axes)
@@ -402,7 +402,7 @@ def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str]
         if (folder / DESCRIPTION).is_file() and files:
             model = load(source)
             text = text_config(model, files)
-            text.eval = _only(text.eval.diagnostics)
+            text.eval = _eval_block(text.eval.diagnostics)
             results += evaluate_model(parse(merge(to_plain(text), changes)), model, [KIND])
         elif files:
             raise RunError(f"{source}: of a run: it is measured on the text of that, not on that of {files[0]}; leave {files[0]} out")
@@ -449,11 +449,11 @@ def config_of(model: Loaded, changes: dict[str, Plain]) -> Config:
     """The configuration a model was trained with, else one that fits it, whose training keys mean nothing; with changes."""
     config = model.config
     if config is None:
-        config = Config(name=model.folder.name, model=model.spec.model, eval=_only())
+        config = Config(name=model.folder.name, model=model.spec.model, eval=_eval_block())
         config.data.seq_len = config.optim.batch_tokens = model.spec.seq_len
     return parse(merge(to_plain(config), changes))
 
 
-def _only(diagnostics: DiagnosticsConfig | None = None) -> EvalConfig:
+def _eval_block(diagnostics: DiagnosticsConfig | None = None) -> EvalConfig:
     """An `eval` block of diagnostics alone, since the model may not be capable of other evaluations."""
     return EvalConfig(long_context=LongContextConfig(length_factor=0), diagnostics=diagnostics)

@@ -80,15 +80,15 @@ def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None =
     facts = model.metadata
     environment = check_environment(folder / ENVIRONMENT, facts, path)
     check_config(folder / CONFIG, config, model.config, facts, path)
-    return _measured(config, folder, model, open_store(config, model), open_device(config, environment), kinds)
+    return _measure(config, folder, model, open_store(config, model), open_device(config, environment), kinds)
 
 
 def evaluate_model(config: Config, model: Loaded, kinds: list[str] | None = None) -> list[EvaluationResult]:
-    """Evaluate a model folder on the text of a `text_config`, as it says or only `kinds`; otherwise as `evaluate_runs`."""
-    return _measured(config, model.folder, *on_text(model, config), open_device(config, {}), kinds)
+    """Evaluate a model folder as `config`, a `text_config`, says, or only `kinds`; otherwise as `evaluate_runs`."""
+    return _measure(config, model.folder, *on_text(model, config), open_device(config, {}), kinds)
 
 
-def _measured(config: Config, folder: Path, model: Loaded, store: Store, device: Device, kinds: list[str] | None) -> list[EvaluationResult]:
+def _measure(config: Config, folder: Path, model: Loaded, store: Store, device: Device, kinds: list[str] | None) -> list[EvaluationResult]:
     """Measure a model on `store`, or take from its folder the results that were measured before."""
     decoder, facts = model.decoder, model.metadata
     check_sequences(store, config)
@@ -108,8 +108,10 @@ def _measured(config: Config, folder: Path, model: Loaded, store: Store, device:
 
 
 def open_store(config: Config, model: Loaded) -> Store:
-    """The token store a model was trained on: the one of its fingerprint, else a new one. Raises RunError: that can't be made or has other
-    tokens."""
+    """The token store that a model was trained on: the store of its fingerprint, or a new one of the same tokens.
+
+    Raises RunError: there is none, and the sources are gone or give other tokens.
+    """
     fingerprint = model.metadata["data_fingerprint"]
     absence = f"{model.path}: was trained on tokens {fingerprint[:16]}, of which there is no store in {config.data.folder.resolve()}"
     remedy = "set data.root to where the store is, start where the run was trained, or bring the sources back"

@@ -157,5 +157,5 @@ def measurements(config: Config, store: Store, kinds: Iterable[str] | None = Non
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """A sha256 over all parameters and buffers with their names and types, equal to the one of `state_dict` in a checkpoint."""
+    """A sha256 over all parameters and buffers with their names and types, equal to the sha256 of `state_dict` in a checkpoint."""
     return checkpoints.weights_sha256(model.state_dict())

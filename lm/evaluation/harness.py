@@ -105,14 +105,14 @@ class HarnessLM(LM):
             if len(context) + len(continuation) > self.max_length + 1:
                 self.cut[request.task_name] += 1
             parts.append(self.parts(context, continuation))
-        return self._answered("loglikelihood", requests, self._together(parts, disable_tqdm))
+        return self._keep_answers("loglikelihood", requests, self._request_scores(parts, disable_tqdm))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """For each (text,): log p(text) in nats; each token once, the first after the end-of-text token, in parts of `max_length`."""
         parts = [self.parts([self.prefix_token_id], self.tok_encode(request.args[0])) for request in requests]
-        return self._answered("loglikelihood_rolling", requests, [log_p for log_p, _ in self._together(parts, disable_tqdm)])
+        return self._keep_answers("loglikelihood_rolling", requests, [log_p for log_p, _ in self._request_scores(parts, disable_tqdm)])
 
-    def _answered(self, kind: str, requests: list[Instance], answers: list[T]) -> list[T]:
+    def _keep_answers(self, kind: str, requests: list[Instance], answers: list[T]) -> list[T]:
         """The answers, which the harness's cache keeps, too."""
         for request, answer in zip(requests, answers, strict=True):
             self.cache_hook.add_partial(kind, request.args, answer)
@@ -129,7 +129,7 @@ class HarnessLM(LM):
         windows = get_rolling_token_windows(continuation, context[-1], self.max_length, context_len=1)
         return [([*inputs, targets[-1]], len(targets)) for inputs, targets in windows]
 
-    def _together(self, parts: list[list[TokenWindow]], quiet: bool) -> list[tuple[float, bool]]:
+    def _request_scores(self, parts: list[list[TokenWindow]], quiet: bool) -> list[tuple[float, bool]]:
         """log p over each request's parts, and whether all their tokens are the most probable."""
         scores = iter(self.score([window for windows in parts for window in windows], quiet))
         request_scores = [[next(scores) for _ in windows] for windows in parts]
@@ -180,7 +180,7 @@ class HarnessLM(LM):
                     for index, answer in zip(group, self._write([texts[index] for index in group]), strict=True):
                         answers[index] = answer
                     bar.update(len(group))
-        return self._answered("generate_until", requests, answers)
+        return self._keep_answers("generate_until", requests, answers)
 
     def _text_request(self, request: Instance, seed: int) -> "_TextRequest":
         """Read a request; its context is cut to the room that there is."""

@@ -81,7 +81,7 @@ class HeldOut:
 
     @classmethod
     def take(cls, store: Store, starts: np.ndarray, length: int, isolate: bool = False) -> "HeldOut":
-        """The sequences of `length` + 1 tokens from `starts` of the held-out split on; `isolate`: their documents don't see each other."""
+        """The sequences of `length` + 1 tokens of the held-out split that begin at `starts`; `isolate`: documents don't see each other."""
         sequences = store.val.take(starts, length + 1)
         ends = np.cumsum([source.n_tokens for source in store.val.sources])
         sources = np.searchsorted(ends, starts, "right")
@@ -93,10 +93,10 @@ def validation_sequences(store: Store, config: Config) -> HeldOut:
     """Up to `eval.sequences` windows of the training length, spread evenly over the held-out text; without text, task sequences."""
     if config.data.symbolic:
         return task_sequences(store, config, config.data.seq_len, config.eval.sequences)
-    return spread(store, config, config.data.seq_len, config.eval.sequences)
+    return spread_sequences(store, config, config.data.seq_len, config.eval.sequences)
 
 
-def spread(store: Store, config: Config, length: int, limit: int) -> HeldOut:
+def spread_sequences(store: Store, config: Config, length: int, limit: int) -> HeldOut:
     """At most `limit` sequences of `length`, spread evenly over the held-out text; documents see each other as in training."""
     return HeldOut.take(store, validation_starts(store.val, length, limit), length, config.data.documents == "isolate")
 
@@ -250,7 +250,7 @@ def trained_level(store: Store, data: DataConfig) -> tuple[float | None, str]:
     """The unigram cross-entropy of what is trained on, and what it is: UNIGRAM, or UNIGRAM_BOUND.
 
     It is a bound where the weights of sources or tasks are not their fractions of the store: a token's probability in the mixture is at
-    least the one in the store times the least weight / fraction. None: one of them, or all text, has weight 0.
+    least the one in the store times the least weight / fraction. None: a source, a task or all text has weight 0.
     """
     weights = np.array([weighted.weight for weighted in (data.tasks if data.symbolic else data.sources)])
     if not weights.all() or not (data.symbolic or data.text_weight):
@@ -319,7 +319,7 @@ class Texts(Measurement):
         self.stores = {name: self._prepared(name, source) for name, source in self.asked.of.items()}
         self.held_out: dict[str, HeldOut] = {}
         for name, text in self.stores.items():
-            self.held_out[name] = spread(text, config, config.data.seq_len, self.asked.sequences)
+            self.held_out[name] = spread_sequences(text, config, config.data.seq_len, self.asked.sequences)
             if not len(self.held_out[name].sequences):
                 reason = f"has {text.val.n_tokens:,} tokens, and a sequence needs {config.data.seq_len + 1:,}"
                 raise ConfigError([Problem(f"eval.texts.of.{name}", text.path.name, reason, "name a longer text, or leave it out")])

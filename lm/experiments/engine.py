@@ -22,7 +22,7 @@ from lm.errors import ConfigError, RunError, one_line
 from lm.experiments.plan import duration, uninterrupted_seconds
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION, Outcome
-from lm.experiments.slots import LOGS, Children, Devices, Slots, Stopped, interruptible, log_path, named, under_way
+from lm.experiments.slots import LOGS, Children, Devices, Slots, Stopped, gpu_words, interruptible, log_path, under_way
 from lm.experiments.summary import amount
 from lm.files import json_bytes, locked_folder, read_json, write_json, write_new
 from lm.machine import born, this_machine
@@ -178,7 +178,15 @@ def _read(path: Path) -> Failure | None:
 
 
 _SIGNAL = "SUBMITIT_PREEMPT_SIGNAL"  # the variable from which submitit takes the signal that announces a job's end, here and in the job
-_COMMON = ("timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node", "name")  # options that all engines have
+_COMMON_OPTIONS = (
+    "timeout_min",
+    "mem_gb",
+    "nodes",
+    "cpus_per_task",
+    "gpus_per_node",
+    "tasks_per_node",
+    "name",
+)  # options that all engines have
 _DEFAULTS = {"name": "lm", "timeout_min": 60}
 _REQUEUES = 1000  # how often a job may meet its time limit
 
@@ -241,7 +249,7 @@ class Cluster:
         self.experiment, self.engine, self._errors = experiment.absolute(), engine, submitit.core.utils
         self._lock, self._stopping = threading.Lock(), threading.Event()
         settings = _DEFAULTS | {name: int(value) if value.isdigit() else value for name, value in options.items()}
-        parameters: dict[str, object] = {name if name in _COMMON else f"{engine}_{name}": value for name, value in settings.items()}
+        parameters: dict[str, object] = {name if name in _COMMON_OPTIONS else f"{engine}_{name}": value for name, value in settings.items()}
         if engine == "slurm":
             parameters["slurm_setup"] = [f"export {_SIGNAL}=USR1"]  # for jobs that don't inherit the environment
         try:
@@ -456,7 +464,7 @@ class Jobs:
             durations = [*chain(*self.seconds.values())]
             rest_words = f"{len(slot_counts)} of the {len(runs)} runs known so far are left"
             rest_words += f", about {duration(statistics.fmean(durations) * sum(slot_counts) / self.slots.jobs)}" if durations else ""
-            device_words = f" on {named(devices)}" if devices else ""
+            device_words = f" on {gpu_words(devices)}" if devices else ""
             print(f"{run.stage}: {run.label}: {words}, {seconds:.0f} s{device_words}; {rest_words}", flush=True)
         elif not status:  # trained and measured, without a result
             metric, names = self.procedure.experiment.primary.metric, outcome.names

@@ -26,8 +26,8 @@ from lm.statistics.tuning import FEWEST_TUNING_SEEDS, Rate, coordinates, rates_o
 
 NOT_REACHED = "not reached"  # in place of the number of tokens of a run that never reached `primary.reach`
 SHARED = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
-_OF_NORMALIZER = "optim.groups.normalizer."
-_OWN = ("name", "runs", "seed")  # keys of a run that no other key of its configuration depends on
+_NORMALIZER_GROUP = "optim.groups.normalizer."
+_OWN_KEYS = ("name", "runs", "seed")  # keys of a run that no other key of its configuration depends on
 
 # Evaluation kind by the first part of a metric's name; any other first part is the kind.
 KINDS = {"val": "validation", "long": "long_context", "text": "texts"}
@@ -154,7 +154,7 @@ class TuningRun:
     # its level; None: not known
     selection: float | None
     primary: float | None
-    configuration: str  # the settings of the run, as `described` gives them
+    configuration: str  # the settings of the run, as `settings_words` gives them
 
     @property
     def diverged(self) -> bool:
@@ -192,7 +192,7 @@ class Experiment:
     look: Literal[1, 2] = 1  # the look that `seeds` belong to; the seeds of the second look include those of the first
     planned_seeds: tuple[int, ...] | None = None  # the seeds at the first start; None: no first start is recorded
     departures: tuple[Departure, ...] = ()  # differences from the plan that was recorded before any final run was measured
-    _configs: dict[str, Config] = field(default_factory=dict, repr=False, compare=False)  # by their keys except `_OWN`
+    _configs: dict[str, Config] = field(default_factory=dict, repr=False, compare=False)  # by their keys except `_OWN_KEYS`
 
     @property
     def command(self) -> str:
@@ -247,11 +247,11 @@ class Experiment:
         if rate is None:
             return {}
         values = dict(zip(self.tune.keys, coordinates(rate), strict=True))
-        if not any(key.startswith(_OF_NORMALIZER) for key in values):
+        if not any(key.startswith(_NORMALIZER_GROUP) for key in values):
             return values
         plan = self.config(size, arm, self.seeds[0], None, {"name": "any"}).plan
         has_parameters = any(_has_parameters(options) for phase in plan for options in phase.normalizer.layer_options())
-        return {key: value for key, value in values.items() if has_parameters or not key.startswith(_OF_NORMALIZER)}
+        return {key: value for key, value in values.items() if has_parameters or not key.startswith(_NORMALIZER_GROUP)}
 
     @property
     def folder(self) -> Path:
@@ -278,13 +278,13 @@ class Experiment:
         return self.config(size, arm, self.seeds[0], self.any_rate, {"name": "any"})
 
     def config(self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]) -> Config:
-        """The configuration of one run; `rate` holds the values of the tuned keys. Runs that differ in `_OWN` alone share one parsed
+        """The configuration of one run; `rate` holds the values of the tuned keys. Runs that differ in `_OWN_KEYS` alone share one parsed
         configuration, and so do experiments that `replace` has made of each other. Raises ConfigError."""
         plain = self.base
         for block in (self.sizes[size], arm.changes, nested(self.tuned_keys(size, arm, rate)), {"seed": seed}, changes):
             plain = merge(plain, block)
         plain = interpolated(plain)
-        own_keys = {name: plain[name] for name in _OWN if name in plain}
+        own_keys = {name: plain[name] for name in _OWN_KEYS if name in plain}
         cache_key = repr({name: value for name, value in plain.items() if name not in own_keys})
         if cache_key not in self._configs:
             with PLUGINS.trusted():  # the user's file names the plugins
@@ -335,7 +335,7 @@ def deciding_keys(plain: dict[str, Plain]) -> dict[str, Plain]:
     return {path: value for path, value in flatten(plain).items() if value is not None and effect_of(path).affects in areas}
 
 
-def described(config: Config, tuned_keys: Iterable[str], source_name: str) -> str:
+def settings_words(config: Config, tuned_keys: Iterable[str], source_name: str) -> str:
     """The settings of a run that are not at their defaults, as `KEY=VALUE; KEY=VALUE`, without seed, precision and tuned keys.
 
     source_name: the arm whose weights the run starts from, which replaces their path; empty: none.
@@ -357,7 +357,7 @@ def _defaults() -> dict[str, Plain]:
 
 
 def differing_keys(description: str, other_description: str) -> list[str]:
-    """The keys in which two configurations, in the form that `described` gives, differ."""
+    """The keys in which two configurations, in the form that `settings_words` gives, differ."""
     return sorted({setting.partition("=")[0] for setting in {*description.split("; ")} ^ {*other_description.split("; ")}})
 
 

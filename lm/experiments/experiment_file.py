@@ -316,7 +316,7 @@ def _read(path: Path) -> dict[str, Plain]:
 
 
 # Evaluation kinds whose lengths are multiples of the training length: arms of other training lengths are measured on other sequences.
-_OF_TRAINING_LENGTH = ("validation", "long_context", "texts")
+_LENGTH_KINDS = ("validation", "long_context", "texts")
 
 
 def check_experiment(experiment: Experiment) -> None:
@@ -425,7 +425,7 @@ def _check_compared(experiment: Experiment, arm: Arm, baseline: Config, config: 
         return
     kind = kind_of_metric(metric)
     options = [experiment.evaluated(arm_config).eval.measured_options(kind) for arm_config in (baseline, config)]
-    if options[0] != options[1] or (kind in _OF_TRAINING_LENGTH and baseline.data.seq_len != config.data.seq_len):
+    if options[0] != options[1] or (kind in _LENGTH_KINDS and baseline.data.seq_len != config.data.seq_len):
         reason = f"measures {metric} on other sequences than the baseline"
         remedy = "name a metric that `evaluate` measures alike in all arms, such as by_length/loss"
         yield Problem(f"arms.{arm.name}", arm.changes, reason, remedy)

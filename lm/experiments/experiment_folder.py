@@ -48,8 +48,8 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
     if (experiment.folder / CONFIG).exists():
         raise RunError(f"{experiment.folder}: a run folder; give the experiment's file another name, or set runs=...")
     settings_file = experiment.folder / RESOLVED
-    settings = read_json(settings_file) if settings_file.exists() else _on_this_machine(experiment, jobs)
-    if problem := _wrong(settings):
+    settings = read_json(settings_file) if settings_file.exists() else _machine_settings(experiment, jobs)
+    if problem := _first_problem(settings):
         raise RunError(f"{settings_file}: {problem}; bring it back, or delete it, and the next start writes it anew")
     trainer = experiment.base.get("trainer", {})  # sizes and arms may set these keys, too
     open_settings = {name: settings[name] for name in SHARED if trainer.get(name) in ("auto", None)}
@@ -78,7 +78,7 @@ def start(
     settings = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED}
     file_experiment = read_experiment(path, overrides)
     if timed and not settings_file.exists() and file_experiment.first_config.trainer.compile == "auto":
-        compilation = _compiled(file_experiment, timed(procedure).get((next(iter(file_experiment.sizes)), file_experiment.arms[0].name)))
+        compilation = _compilation(file_experiment, timed(procedure).get((next(iter(file_experiment.sizes)), file_experiment.arms[0].name)))
         settings["compile"] = compilation.value == "true"
         print(f"trainer.compile of all runs: {compilation}", flush=True)
         experiment = replace(experiment, base=merge(experiment.base, {"trainer": {"compile": settings["compile"]}}))
@@ -126,7 +126,7 @@ def other_runs(procedure: Procedure) -> str:
             rate = rate_of(rate_values.get(key, value) for key, value in rate_items) if any_rate else None
             configs = [procedure.run(size, arm, "final", rate, seed, {}).config for _, seed in runs]
             folder_configs = [(run[0], config) for run, config in zip(runs, configs, strict=True) if run[0] != config.run_folder]
-            ended_count, differing_values = _ended_otherwise(folder_configs, experiment.tune.keys if experiment.is_tuned else ())
+            ended_count, differing_values = _count_and_differences(folder_configs, experiment.tune.keys if experiment.is_tuned else ())
             count, differences = count + ended_count, [*differences, differing_values] if differing_values else differences
     if not count:
         return ""
@@ -142,7 +142,7 @@ def other_runs(procedure: Procedure) -> str:
     return f"{count} ended runs here are of another configuration: {words}{ellipsis}{remedy}"
 
 
-def _ended_otherwise(runs: list[tuple[Path, Config]], tuned_keys: tuple[str, ...]) -> tuple[int, dict[str, tuple[Plain, Plain]]]:
+def _count_and_differences(runs: list[tuple[Path, Config]], tuned_keys: tuple[str, ...]) -> tuple[int, dict[str, tuple[Plain, Plain]]]:
     """The number of ended runs, and the keys in which the first run differs from its requested configuration; (0, {}) if no run has ended
     or no key differs.
 
@@ -180,7 +180,7 @@ def _overrides_of(experiment: Experiment, differing_values: dict[str, tuple[Plai
     )
 
 
-def _wrong(settings: dict[str, Plain]) -> str:
+def _first_problem(settings: dict[str, Plain]) -> str:
     """The first problem of the settings of a first start, in words; empty if there is none."""
     if missing_names := {*SHARED} - settings.keys():
         return f"has no {', '.join(sorted(missing_names))}"
@@ -194,7 +194,7 @@ def _wrong(settings: dict[str, Plain]) -> str:
     return str(problems[0]) if problems else ""
 
 
-def _on_this_machine(experiment: Experiment, jobs: int) -> dict[str, Plain]:
+def _machine_settings(experiment: Experiment, jobs: int) -> dict[str, Plain]:
     """Precision, compilation and threads of runs on this machine, `jobs` runs at a time."""
     from lm.model.device import gpus_of, resolve_precision
 
@@ -203,12 +203,12 @@ def _on_this_machine(experiment: Experiment, jobs: int) -> dict[str, Plain]:
     processes = jobs * (1 if gpus_of(config) else config.trainer.devices)  # a run takes a slot for each of its GPUs
     return {
         "precision": 32 if precision.value == "32" else precision.value,
-        "compile": _compiled(experiment).value == "true",
+        "compile": _compilation(experiment).value == "true",
         "threads": config.trainer.threads or threads_each(processes),
     }
 
 
-def _compiled(experiment: Experiment, seconds: float | None = None) -> "ResolvedSetting":
+def _compilation(experiment: Experiment, seconds: float | None = None) -> "ResolvedSetting":
     """Whether runs are compiled, by the cost of all runs of the baseline in the first size, which share compiled code. `seconds`: the
     duration of a run; None: unknown."""
     from lm.model.device import gpus_of, resolve_compile  # torch takes seconds to import
@@ -228,7 +228,7 @@ def plan_of(experiment: Experiment) -> dict[str, Plain]:
     arms = {size: {arm.name: _hash(experiment, size, arm) for arm in experiment.arms} for size in experiment.sizes}
     timestamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     primary = {key: value for key, value in vars(experiment.primary).items() if key != "spread"}  # only the plan's power depends on it
-    evaluation_options = {size: _measured(experiment, size) for size in experiment.sizes}
+    evaluation_options = {size: _measured_options(experiment, size) for size in experiment.sizes}
     tune = dict(vars(experiment.tune))
     if experiment.table:
         rows = sorted(f"{run.size} {run.arm} {run.key} {run.rate} {run.seed} {run.selection} {run.primary}" for run in experiment.table)
@@ -238,7 +238,7 @@ def plan_of(experiment: Experiment) -> dict[str, Plain]:
     return plan | ({"first look": first_seeds} if experiment.more_seeds else {})
 
 
-def _measured(experiment: Experiment, size: str) -> dict[str, Plain]:
+def _measured_options(experiment: Experiment, size: str) -> dict[str, Plain]:
     """The options of the evaluation that gives the baseline's primary metric."""
     config = experiment.config(size, experiment.arms[0], 0, None, {"name": "any"})
     return experiment.evaluated(config).eval.measured_options(kind_of_metric(experiment.primary.metric))

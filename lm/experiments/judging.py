@@ -34,6 +34,7 @@ class JudgedRun:
 
     @property
     def ended(self) -> bool:
+        """Whether the run has finished or diverged."""
         return self.state != "unfinished"
 
     @cached_property
@@ -109,14 +110,14 @@ class Judgement:
             return Comparison((), is_tuned=rates is None, n_planned_seeds=seed_count)
         pair, (arm_runs, baseline_runs) = (rates[arm], rates[baseline]), self._runs_at_all_rates(size, arm)
         arm_rates = arm_runs.keys()
-        decisive_runs = _decisive(pair, arm_runs, baseline_runs)
+        decisive_runs = _decisive_runs(pair, arm_runs, baseline_runs)
         has_begun = any(run.arm == arm and run.ended for run in decisive_runs)  # before, a baseline that diverged says nothing of the arm
         diverged_runs = [run for run in decisive_runs if has_begun and run.state == "diverged"]
         reason = "; ".join(run.note for run in diverged_runs[:3]) + ("; ..." if len(diverged_runs) > 3 else "")
         if diverged_runs:  # nothing can be claimed: the runs at the judged rates are shown
             arm_runs, baseline_runs = {pair[0]: arm_runs[pair[0]]}, {pair[1]: baseline_runs[pair[1]]}
         else:
-            arm_runs, baseline_runs = _usable(arm_runs, pair[0], counts_tokens), _usable(baseline_runs, pair[1], counts_tokens)
+            arm_runs, baseline_runs = _usable_runs(arm_runs, pair[0], counts_tokens), _usable_runs(baseline_runs, pair[1], counts_tokens)
         runs_by_seed = zip(*arm_runs.values(), *baseline_runs.values(), strict=True)
         seeds = [seed for seed, runs in enumerate(runs_by_seed) if all(run.state == "finished" for run in runs)]
         arm_runs, baseline_runs = (
@@ -159,7 +160,7 @@ class Judgement:
             (learned(arm_runs[arm_rate]), learned(baseline_runs[baseline_rate]))
             for arm_rate, baseline_rate in (pair, *product(arm_runs, baseline_runs))
         ]
-        diverged_count = sum(run.state == "diverged" for run in _decisive(pair, arm_runs, baseline_runs))
+        diverged_count = sum(run.state == "diverged" for run in _decisive_runs(pair, arm_runs, baseline_runs))
         return LearnedCounts(pairs, len(seeds), diverged_count, n_planned_seeds=seed_count)
 
     def _runs_at_all_rates(self, size: str, arm: str) -> tuple[ByRate, ByRate]:
@@ -282,14 +283,14 @@ class Judgement:
             yield f"LOW POWER: the experiment will more likely than not leave such a difference undecided; {remedy}"
 
 
-def _decisive(pair: Pair, arm_runs: ByRate, baseline_runs: ByRate) -> list[JudgedRun]:
+def _decisive_runs(pair: Pair, arm_runs: ByRate, baseline_runs: ByRate) -> list[JudgedRun]:
     """The runs that every claim needs: those at the judged rates, and those at the rates that tuning chose."""
     return list(
         dict.fromkeys((*arm_runs[pair[0]], *baseline_runs[pair[1]], *next(iter(arm_runs.values())), *next(iter(baseline_runs.values()))))
     )
 
 
-def _usable(runs: ByRate, judged_rate: Rate | None, counts_tokens: bool) -> ByRate:
+def _usable_runs(runs: ByRate, judged_rate: Rate | None, counts_tokens: bool) -> ByRate:
     """The runs without those rates at which a run diverged or never reached the level: they can't be an arm's best. The judged rate and the
     rate that tuning chose stay."""
 

@@ -16,7 +16,7 @@ from lm.experiments.engine import Jobs
 from lm.experiments.plan import Times, duration
 from lm.experiments.procedure import Run
 from lm.experiments.run_outcome import SELECTION
-from lm.experiments.slots import named
+from lm.experiments.slots import gpu_words
 from lm.report.tables import from_lines, grid
 from lm.runs.folder import METRICS, last_logged
 from lm.schema import Plain
@@ -28,7 +28,7 @@ ENDED = ("finished", "diverged")
 STATES = (*ENDED, "failed", "running", "waiting")  # in the order in which groups count them
 _NUMBERS = ("rate", "seed", "runs", SELECTION)  # columns that hold numbers
 _STYLES = {"finished": "green", "diverged": "red", "failed": "red", "running": "bold", "waiting": "dim"}
-_EACH = ("size", "arm", "rate", "seed", "stage")  # what tells single runs apart
+_SINGLE_RUN = ("size", "arm", "rate", "seed", "stage")  # what tells single runs apart
 _GROUPS = (("size", "arm", "rate", "stage"), ("size", "arm", "stage"), ("size", "stage"))  # from the finest to the coarsest
 
 
@@ -62,7 +62,9 @@ class LiveTable:
         devices_by_folder = {run.config.run_folder: devices for run, devices in list(self.jobs.pending.values())}
         self._logged = {folder: self._logged.get(folder, {}) | last_logged(folder / METRICS) for folder in devices_by_folder}
         finished_folders = {run.config.run_folder for run in self.jobs.known_runs if run.outcome.state == "finished"}
-        return [self._line(run, named(devices_by_folder.get(run.config.run_folder, ())), finished_folders) for run in self.jobs.known_runs]
+        return [
+            self._line(run, gpu_words(devices_by_folder.get(run.config.run_folder, ())), finished_folders) for run in self.jobs.known_runs
+        ]
 
     def _line(self, run: Run, devices: str, finished_folders: set[Path]) -> RunLine:
         folder, outcome = run.config.run_folder, run.outcome
@@ -81,14 +83,14 @@ class LiveTable:
         if not lines:
             return Text("reading the run folders")
         room = max(1, min(MOST_RUNS, height - 6))  # without borders, heading and the line below
-        groupings = [(names, _grouped(lines, names)) for names in (_EACH, *_GROUPS)]
+        groupings = [(names, _line_groups(lines, names)) for names in (_SINGLE_RUN, *_GROUPS)]
         names, groups = next((grouping for grouping in groupings if len(grouping[1]) <= room), groupings[-1])
         table = from_lines("", [self._row(names, group) for group in groups], _NUMBERS)
-        return Group(grid(table), Text(self._whole(lines)))
+        return Group(grid(table), Text(self._progress_words(lines)))
 
     def _row(self, names: tuple[str, ...], group: list[RunLine]) -> dict[str, str | Text]:
         """The row of a group of lines whose runs are equal in `names`, without columns of things that the experiment does not have."""
-        first_line, is_single = group[0], names == _EACH
+        first_line, is_single = group[0], names == _SINGLE_RUN
         absent_columns = {"size"} if "" in self.experiment.sizes else set()
         absent_columns |= set() if self.experiment.is_tuned else {"rate"}
         row = {name: _cell(first_line.run, name) for name in names if name not in absent_columns}
@@ -103,7 +105,7 @@ class LiveTable:
         loss = {SELECTION if is_single else f"mean {SELECTION}": f"{statistics.fmean(losses):.4f}" if losses else ""}
         return row | {"state": state, "step": "; ".join(steps)} | loss
 
-    def _whole(self, lines: list[RunLine]) -> str:
+    def _progress_words(self, lines: list[RunLine]) -> str:
         """The line below the table: the progress of the experiment, and the remaining time."""
         experiment, counts = self.experiment, Counter(line.state for line in lines)
         ended_count = sum(counts[state] for state in ENDED)
@@ -140,7 +142,7 @@ def _cell(run: Run, name: str) -> str:
     return "" if value is None else rate_words(value) if name == "rate" else str(value)
 
 
-def _grouped(lines: list[RunLine], names: tuple[str, ...]) -> list[list[RunLine]]:
+def _line_groups(lines: list[RunLine], names: tuple[str, ...]) -> list[list[RunLine]]:
     """Groups of lines whose runs are equal in `names`, in the order of the first line of each group."""
     groups: dict[tuple, list[RunLine]] = {}
     for line in lines:

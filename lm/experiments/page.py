@@ -124,7 +124,7 @@ def _part(procedure: Procedure, prefix: str, judgement: Judgement | None) -> Pag
     lines, sizes = summary_lines(procedure, judgement), [SizeResults(procedure, size, judgement) for size in experiment.sizes]
     summary = PageSection("Summary")
     summary.add("note", f"Decides: {measured_words(procedure)}.")
-    summary.add("note", _family(experiment))
+    summary.add("note", _family_words(experiment))
     summary.add("warning", _caveats(procedure, sizes))
     summary.add("table", summary_table(judgement, lines), f"{prefix}summary")
     summary.add("note", BASIS if any(line["runs"] for line in lines) else None)
@@ -139,14 +139,14 @@ def _part(procedure: Procedure, prefix: str, judgement: Judgement | None) -> Pag
     sections, commands = [summary], PageSection("Commands")
     commands.add("code", experiment.command)
     for results in sizes:
-        sections += _of_size(results, f"{prefix}{results.size}-" if results.size else prefix)
+        sections += _size_sections(results, f"{prefix}{results.size}-" if results.size else prefix)
         for run in results.begun:
             commands.add("details", run_details(run))
     page_sections = [section for section in (*sections, commands) if section.blocks]
-    return PagePart(experiment.name, page_sections, question(experiment), answers(sizes), _margin(experiment))
+    return PagePart(experiment.name, page_sections, question(experiment), answers(sizes), _margin_words(experiment))
 
 
-def _of_size(results: SizeResults, prefix: str) -> list[PageSection]:
+def _size_sections(results: SizeResults, prefix: str) -> list[PageSection]:
     training, tuning = PageSection(f"While training{results.title_suffix}"), PageSection(f"Learning rates{results.title_suffix}")
     primary, comparison = results.experiment.primary.metric, results.comparison
     titles = LOSSES | ({} if primary == SELECTION else {primary: primary})
@@ -155,7 +155,7 @@ def _of_size(results: SizeResults, prefix: str) -> list[PageSection]:
         training.add("picture", picture, f"{prefix}{name}")
     tuning.add("picture", rates_picture(results), f"{prefix}rates")
     tuning.add("table", crossed_table(results), f"{prefix}final-rates")
-    tuning.add("note", _tuning(results))
+    tuning.add("note", _tuning_words(results))
     tuning.add("note", CROSSED if results.choice.crossed else None)
     if comparison is None:
         return [training, tuning]
@@ -170,7 +170,7 @@ def _is_label(key: str) -> bool:
 # ---------------------------------------------------------------- words
 
 
-def _joined(names: list[str]) -> str:
+def _join(names: list[str]) -> str:
     """The names as `a, b and c`."""
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
@@ -178,7 +178,7 @@ def _joined(names: list[str]) -> str:
 def question(experiment: Experiment) -> str:
     """The question of the experiment, as its file settled it before any run."""
     baseline, *names = (arm.name for arm in experiment.arms)
-    primary, subject = experiment.primary, f"{'Does' if len(names) == 1 else 'Do'} {_joined(names)}"
+    primary, subject = experiment.primary, f"{'Does' if len(names) == 1 else 'Do'} {_join(names)}"
     if primary.learned is not None:
         condition = f"{primary.metric} is {primary.learned:g} or {'less' if primary.better == 'lower' else 'more'} at its end"
         return f"{subject} learn more or less often than {baseline}? (A run has learned if {condition}.)"
@@ -218,7 +218,7 @@ def answers(sizes: list[SizeResults]) -> list[Answer]:
     return cards
 
 
-def _margin(experiment: Experiment) -> str:
+def _margin_words(experiment: Experiment) -> str:
     """Words for the drawn intervals and for the shaded area, the effects that do not matter."""
     margin, is_factor = experiment.primary.matters or 0.0, experiment.primary.reach is not None
     area = f"factors of less than {1 + margin:g}" if is_factor else f"differences below {margin:g}"
@@ -226,7 +226,7 @@ def _margin(experiment: Experiment) -> str:
     return f"Dots and bars: effects with their intervals{scale}. Shaded: {area}, which do not matter."
 
 
-def _family(experiment: Experiment) -> str:
+def _family_words(experiment: Experiment) -> str:
     """Words for the test that compares arms, and for the comparisons that are adjusted for each other."""
     arms, sizes, primary = len(experiment.arms) - 1, len(experiment.sizes), experiment.primary
     differences = "differences" if primary.reach is None else "differences of log tokens"
@@ -249,7 +249,7 @@ def _caveats(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
         prefix, values = f"{results.size}: " if results.size else "", [(run, experiment.choice_value(run)) for run in results.tuning_runs]
         for event, diverged in (("diverged", True), (f"did not reach {experiment.chosen_by.removeprefix('tokens to ')}", False)):
             runs = [run for run, value in values if value == math.inf and run.diverged == diverged]
-            if names := _joined([f"{run.arm} at {rate_words(run.rate)} seed {run.seed}" for run in runs]):
+            if names := _join([f"{run.arm} at {rate_words(run.rate)} seed {run.seed}" for run in runs]):
                 infinite_lines.append(f"{prefix}tuning runs that {event}: {names}")
         if results.choice.rates is None:
             ended_count = sum(value is not None for _, value in values)
@@ -258,22 +258,22 @@ def _caveats(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
             final_words = final_words if results.choice.settled else "final runs at the rates of several arms have not all ended"
             lines.append(f"{prefix}tuning goes on: {progress}; {final_words}")
             continue
-        if edge_names := _joined([name for name in results.arm_names if name not in results.choice.rates]):
+        if edge_names := _join([name for name in results.arm_names if name not in results.choice.rates]):
             reason = "the best is at an edge of a grid that may not grow again, or every rate diverged"
             lines.append(f"{prefix}no rate for {edge_names}: {reason}")
         runs_by_state: dict[str, list[str]] = {}
         for run in results.final:
             runs_by_state.setdefault(run.outcome.state, []).append(f"{run.arm} seed {run.seed}")
         if unfinished_names := runs_by_state.get("unfinished"):
-            names = f": {_joined(unfinished_names)}" if len(unfinished_names) <= MOST_NAMES else ""
+            names = f": {_join(unfinished_names)}" if len(unfinished_names) <= MOST_NAMES else ""
             lines.append(f"{prefix}{len(unfinished_names)} of {len(results.final)} final runs have not ended{names}")
         if "diverged" in runs_by_state:
-            lines.append(f"{prefix}diverged, counted and in no mean: {_joined(runs_by_state['diverged'])}")
+            lines.append(f"{prefix}diverged, counted and in no mean: {_join(runs_by_state['diverged'])}")
     lines += [*infinite_lines, *(f"failed: {run.stage} run {run.label}: {failure}" for run, failure in failures(procedure))]
     return lines + procedure.notes()
 
 
-def _tuning(results: SizeResults) -> str | None:
+def _tuning_words(results: SizeResults) -> str | None:
     """Words for how rates were chosen and for the chosen rates; None without tuning, or before its end."""
     experiment, tuning_runs, choice = results.experiment, results.tuning_runs, results.choice
     if not tuning_runs or not choice.final:
@@ -374,7 +374,7 @@ def rates_picture(results: SizeResults) -> Picture | None:
         key_words = f", by {key}" if len(experiment.tune.keys) > 1 else ""
         panels += [
             replace(panel, title=f"{panel.title}{key_words}")
-            for panel in (runs_panel, *([differences_panel] if any(map(_drawn, differences_panel.traces)) else []))
+            for panel in (runs_panel, *([differences_panel] if any(map(_has_points, differences_panel.traces)) else []))
         ]
     means_words = " of the best other values" if len(experiment.tune.keys) > 1 else ""
     caption = f"Left: dots are single tuning seeds, lines their means{means_words}, rings the rates that were chosen."
@@ -387,7 +387,7 @@ def rates_picture(results: SizeResults) -> Picture | None:
     return Picture(panels, [arm.name for arm in experiment.arms], caption)
 
 
-def _drawn(trace: Trace) -> bool:
+def _has_points(trace: Trace) -> bool:
     return len(trace.x) > 0
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, RunError
-from lm.experiments.experiment import Arm, Experiment, Swap, TuningRun, config_hash, described, differing_keys
+from lm.experiments.experiment import Arm, Experiment, Swap, TuningRun, config_hash, differing_keys, settings_words
 from lm.experiments.judging import ByRate, JudgedRun, Judgement, Place
 from lm.experiments.run_outcome import SELECTION, Outcome, run_differences
 from lm.plugins import package_of
@@ -32,10 +32,10 @@ class Run:
     config: Config
     outcome: Outcome
     source_folder: Path | None = None  # folder of the run whose weights it starts from, if any
-    swap: Swap | None = None  # the normalizer that replaces the one of these weights; None: it stays
+    swap: Swap | None = None  # the normalizer that replaces the weights' normalizer; None: the normalizer stays
     trained: bool = True  # False: the swapped weights are measured as they are
     evaluate: tuple[str, ...] = ()  # options `KEY=VALUE` of its evaluation after training
-    packages: frozenset[str] = frozenset()  # packages of the code from outside that it and the run that it starts from name
+    packages: frozenset[str] = frozenset()  # packages of code from outside, as its configuration or its source's names it
 
     @property
     def label(self) -> str:
@@ -102,7 +102,7 @@ class Procedure:
         return Run(size, arm.name, stage, rate, seed, config, outcome, source_folder, arm.swap, arm.trained, overrides, packages)
 
     def _config(self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, source_config: Config | None) -> Config:
-        """The configuration of a run, made once. `source_config`: of the run that it starts from; None: it starts from random weights."""
+        """The configuration of a run, made once. `source_config`: the configuration of its source; None: it starts from random weights."""
         source_folder = source_config and source_config.run_folder
         run_key = size, arm.name, stage, rate, seed, source_folder
         if run_key not in self._configs:
@@ -253,7 +253,7 @@ class Procedure:
                 has_ended = run.outcome.ended
                 selection = run.outcome.mean(SELECTION, selection=True) if has_ended else None
                 primary = self.quantity(run.outcome, selection=True) if has_ended else None
-                settings = described(run.config, tune.keys, starts[arm])
+                settings = settings_words(run.config, tune.keys, starts[arm])
                 lines.append(TuningRun(size, arm, tune.heading, grid_rate, run.seed, selection, primary, settings))
         return lines
 
@@ -263,7 +263,7 @@ class Procedure:
         notes: list[str] = []
         for size, arm in product(experiment.sizes if experiment.table else (), (arm for arm in experiment.arms if arm.is_tuned)):
             config = experiment.config_of(size, arm)
-            arm_configuration = described(config, experiment.tune.keys, arm.start)
+            arm_configuration = settings_words(config, experiment.tune.keys, arm.start)
             table_configurations = {run.configuration for run in experiment.table if (run.size, run.arm) == (size, arm.name)}
             if keys := sorted({key for configuration in table_configurations for key in differing_keys(arm_configuration, configuration)}):
                 name = " ".join(filter(None, (size, arm.name)))

@@ -206,11 +206,13 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
     sentences = []
     try:
         for name, key in _FACTS.items():
-            if words := _differing([(arm, start_setting(environment, key)) for arm, environment, _ in records]):
+            if words := _value_words([(arm, start_setting(environment, key)) for arm, environment, _ in records]):
                 sentences.append(f"runs differ in {name}: {words}")
         origins = [(arm, environment["started_from"]) for arm, environment, _ in records if environment.get("started_from")]
         for path in dict.fromkeys(origin["path"] for _, origin in origins):
-            if words := _differing([(arm, origin["weights"]) for arm, origin in origins if origin["path"] == path and "weights" in origin]):
+            if words := _value_words(
+                [(arm, origin["weights"]) for arm, origin in origins if origin["path"] == path and "weights" in origin]
+            ):
                 sentences.append(f"runs started from different weights of {path}: {words}; they are not comparable")
         trees = [start_setting(environment, "git_dirty") for _, environment, _ in records if start_setting(environment, "git_commit")]
         if dirty_count := sum(tree is not False for tree in trees):
@@ -221,7 +223,7 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
             {name for _, environment, _ in records for name in environment.get("versions", {}) if ":" in name}
         ):  # from outside
             versions = [(arm, start_setting(environment, f"versions.{name}")) for arm, environment, _ in records]
-            if words := _differing([(arm, version) for arm, version in versions if version and version.startswith("source sha256")]):
+            if words := _value_words([(arm, version) for arm, version in versions if version and version.startswith("source sha256")]):
                 sentences.append(f"runs started with different code of {name}: {words}; what it trained is no longer comparable")
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise RunError(f"{records[0][2].folder.parent}: an {ENVIRONMENT} is damaged: {error}") from None
@@ -232,14 +234,14 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
     current_digests = {"lm": measuring_code(), **PLUGINS.code(names)}
     for name in names:
         digests = [(arm, code[name]) for arm, code in codes if name in code]
-        if words := _differing(digests):
+        if words := _value_words(digests):
             sentences.append(f"runs were measured by different code of {name}: {words}; lm eval RUN measures them again")
         else:
             changed_count += name in current_digests and any(digest != current_digests[name] for _, digest in digests)
     return sentences + ["runs were measured by other code than today's; lm eval RUN measures them again"] * bool(changed_count)
 
 
-def _differing(values: list[tuple[str, Plain]]) -> str:
+def _value_words(values: list[tuple[str, Plain]]) -> str:
     """Values with the arms that have them, in words; empty if all are the same."""
     arms: dict[str, dict[str, None]] = {}
     for arm, value in values:

@@ -189,8 +189,8 @@ def _at_full_rates(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _check_lines(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
-    """Raises RunError: no number, no arm or seed, or a unit of a run twice. `columns`: the columns in which
-    lines of one unit may differ."""
+    """Raises RunError: no number, no arm or seed, or a unit of a run twice. `columns`: the columns in which lines of
+    one unit may differ."""
     has_rate = runs["rate"].notna()
     if unknown_states := [*map(str, set(runs["state"]) - set(_STATES))]:
         raise RunError(f"{source}: state {', '.join(sorted(unknown_states))}; it is {', '.join(_STATES[:-1])} or {_STATES[-1]}")
@@ -271,7 +271,7 @@ def _check_alike(reporting_lines: pd.DataFrame, selecting_lines: pd.DataFrame, s
             has_same_samples = finished_lines.groupby(["arm", "rate", "seed"], dropna=False)["sample"].agg(frozenset).nunique() == 1
             reason = ": a unit's weight or group is not the same in all" if has_same_samples else ""
             raise RunError(f"{source}: runs were not measured on the same units{reason}")
-    tuning_lines = _tuning(selecting_lines)
+    tuning_lines = _tuning_lines(selecting_lines)
     grids = {arm: frozenset(rates) for arm, rates in tuning_lines.groupby("arm")["rate"] if rates.nunique() > 1}
     if len(set(grids.values())) > 1:
         words = "; ".join(f"{arm} {', '.join(map(rate_words, sorted(map(read_rate, grid))))}" for arm, grid in grids.items())
@@ -292,7 +292,7 @@ def _check_alike(reporting_lines: pd.DataFrame, selecting_lines: pd.DataFrame, s
         raise RunError(f"{source}: {arm} has {seeds.min()} seed at {rate_words(rate)}; tuning takes {FEWEST_TUNING_SEEDS}")
 
 
-def _tuning(selecting_lines: pd.DataFrame) -> pd.DataFrame:
+def _tuning_lines(selecting_lines: pd.DataFrame) -> pd.DataFrame:
     """The lines that choose among rates: the lines of tuning runs, if there are any, else all."""
     tuning_lines = selecting_lines[selecting_lines["stage"] == "tune"] if "stage" in selecting_lines else selecting_lines[:0]
     return selecting_lines if tuning_lines.empty else tuning_lines
@@ -304,7 +304,7 @@ def _rates(
     """The rates of an arm's runs, first the rate that tuning chose; and a list with the rate that the arm is judged at, empty if tuning
     found none. `label`: the arm in errors. Raises RunError: there are several rates, and no line chooses one."""
     rates = [None if pd.isna(rate) else read_rate(rate) for rate in final_lines["rate"].unique()]
-    tuning_lines = _tuning(selecting_lines)
+    tuning_lines = _tuning_lines(selecting_lines)
     tuning_costs = _costs(tuning_lines, primary)
     if len(tuning_costs) < 2:
         if len(rates) > 1:

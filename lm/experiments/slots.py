@@ -65,11 +65,11 @@ class Slots:
         return lanes
 
     def __str__(self) -> str:
-        on_gpu = f"on {named(self.gpus[: self.jobs])}, {self.per_gpu} on each (--jobs-per-gpu)"
+        on_gpu = f"on {gpu_words(self.gpus[: self.jobs])}, {self.per_gpu} on each (--jobs-per-gpu)"
         return f"{len(self.lanes())} at a time {on_gpu if any(self.gpus_per_run.values()) else 'on the CPU'}"
 
 
-def named(devices: Devices) -> str:
+def gpu_words(devices: Devices) -> str:
     """GPUs in words, e.g. `GPU 0, 1`; the first letters of a UUID will do. Empty for none."""
     words = ", ".join(name[:12] for name in devices)
     return f"GPU {words}" if words and devices[0].isdigit() else words
@@ -167,7 +167,7 @@ def interruptible() -> Iterator[list[int]]:
 class Children:
     """The processes of an experiment's runs on this machine.
 
-    experiment: its folder.
+    experiment: the experiment's folder.
     """
 
     def __init__(self, experiment: Path):

@@ -111,7 +111,7 @@ class Section:
     def sha256(self, run: RunRecord) -> str | None:
         """The sha256 of the sequences that a run was measured on; None: it was not measured.
 
-        Of several sets of sequences it is the sha256 of the list of theirs.
+        Of several sets of sequences it is the sha256 of a list: the sha256 of each set.
         """
         sums = sorted({sha256 for _, sha256 in identities(self.series_of_run(run))})
         return sums[0] if len(sums) == 1 else hashlib.sha256(", ".join(sums).encode()).hexdigest() if sums else None
@@ -167,6 +167,7 @@ class RunComparison:
 
     @property
     def title(self) -> str:
+        """The labels of the arms; of a single arm with the names of its runs."""
         if len(self.arms) > 1:
             return " vs ".join(arm.label for arm in self.arms)
         return f"{self.arms[0].label}: {', '.join(printable(run.name) for run in self.arms[0].runs)}"

@@ -56,7 +56,7 @@ def rows_of(all_series: Iterable[Series]) -> list[Row]:
 
 
 def _rows(series: Series, name: str) -> Iterator[Row]:
-    """The rows of a series; `name` is that of its task or source."""
+    """The rows of a series; `name`: the name of its task or source."""
     for place, (start, stop) in series.places.items():
         place_text = ", ".join(filter(None, (name, _place(series, start, stop))))
         interval = interval_of(series, series.column_at(place)) if _has_intervals(series) else None
@@ -98,7 +98,7 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
         models, omitted_count = [result.label(has_namesakes) if several_runs else "" for result in kind_results], 0
         title = kind if several_runs else f"{kind}, {kind_results[0].folder.name}, step {kind_results[0].evaluation.step}"
         title += " (cached)" if all(result.cached for result in kind_results) else ""
-        for metrics in _together(row for result in kind_results for row in result.rows):
+        for metrics in _metric_groups(row for result in kind_results for row in result.rows):
             rows = [[row for row in result.rows if row.metric in metrics] for result in kind_results]
             if len(metrics) > MOST_COLUMNS:
                 print_tables(_by_metric(title, models, metrics, kind_results))
@@ -174,7 +174,7 @@ def _by_metric(title: str, models: list[str], metrics: list[str], results: list[
     return Table(title, "", tuple(contents))
 
 
-def _together(rows: Iterable[Row]) -> list[list[str]]:
+def _metric_groups(rows: Iterable[Row]) -> list[list[str]]:
     """Groups of metrics for one table each: the metrics of a group were measured at the same places."""
     by_place: dict[tuple[str, str], list[str]] = {}
     for row in rows:

@@ -128,26 +128,26 @@ def run_sections(
         is_omitted: tells whether a configuration key is left out.
     """
 
-    def named(name: str) -> str:
+    def file_name(name: str) -> str:
         return "" if prefix is None else f"{prefix}{name}"
 
     titles = ("Measured at the end", "Cost", "What differs, and what does not")
     measured_section, cost_section, shared_section = (PageSection(f"{title}{suffix}") for title in titles)
     for number, (section, table) in enumerate(zip(comparison.sections, comparison_tables(comparison), strict=True), 1):
         if prefix is not None and section.shape != "number":
-            measured_section.add("picture", along_axis(comparison, section), named(f"measured-{number}-picture"))
-        measured_section.add("table", table, named(f"measured-{number}"))
+            measured_section.add("picture", along_axis(comparison, section), file_name(f"measured-{number}-picture"))
+        measured_section.add("table", table, file_name(f"measured-{number}"))
     for number, picture in enumerate(maps(comparison), 1):
-        measured_section.add("picture", picture, named(f"map-{number}"))
+        measured_section.add("picture", picture, file_name(f"map-{number}"))
     if prefix is None and comparison.differences:
         differences = difference_table(comparison)
         measured_section.add("table", differences)
         measured_section.add("note", f"{differences.title}: {differences.unit}.")
     measured_section.add("list", notes(comparison) if prefix is None else list(comparison.missing))
-    cost_section.add("table", cost_table(comparison.arms, concurrent_runs, f"What a run took{suffix}"), named("cost"))
+    cost_section.add("table", cost_table(comparison.arms, concurrent_runs, f"What a run took{suffix}"), file_name("cost"))
     cost_section.add("note", COST)
-    shared_section.add("table", configuration_table(comparison, is_omitted) if comparison.config_diff else None, named("configuration"))
-    shared_section.add("table", facts_table(comparison), named("environment"))
+    shared_section.add("table", configuration_table(comparison, is_omitted) if comparison.config_diff else None, file_name("configuration"))
+    shared_section.add("table", facts_table(comparison), file_name("environment"))
     return [measured_section, cost_section, shared_section]
 
 

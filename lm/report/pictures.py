@@ -197,12 +197,12 @@ class Picture:
     @cached_property
     def svg(self) -> str:
         """An SVG file, with colours for light and for dark pages."""
-        return re.sub(r"(<svg [^>]*>)", lambda head: f"{head[1]}<style>{dark_style()}</style>", _drawn(self, "svg"), count=1)
+        return re.sub(r"(<svg [^>]*>)", lambda head: f"{head[1]}<style>{dark_style()}</style>", _render(self, "svg"), count=1)
 
     @cached_property
     def png(self) -> bytes:
         """A PNG file of 160 pixels an inch."""
-        return _drawn(self, "png")
+        return _render(self, "png")
 
     @cached_property
     def csv(self) -> str:
@@ -223,7 +223,7 @@ def dark_style() -> str:
     return f"@media screen and (prefers-color-scheme:dark){{{rules}}}"
 
 
-def _drawn(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
+def _render(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
     """The picture as a file, with the same bytes whenever and wherever it is drawn."""
     (rows, columns), (width, height), arms = picture.grid, picture.size, picture.arms
     shown_arms = picture.shown_arms if picture.names_arms else []

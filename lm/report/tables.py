@@ -41,6 +41,7 @@ class Column:
 
     @property
     def heading(self) -> str:
+        """The column's name with its unit."""
         return with_unit(self.name, self.unit)
 
     def text(self, value: float) -> str:

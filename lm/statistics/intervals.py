@@ -95,12 +95,12 @@ class Estimate:
 
 
 def _estimate(mean: np.ndarray, variance: np.ndarray, degrees: np.ndarray, largest_value: np.ndarray, coverage: str = "") -> Estimate:
-    """The estimate of a mean from its variance; a spread that is mere rounding of the `largest` value counts as none."""
+    """The estimate of a mean from its variance; a spread that is mere rounding of `largest_value` counts as none."""
     error = np.sqrt(variance)
     return Estimate(mean, np.where(error <= 1e-9 * largest_value, 0.0, error), np.broadcast_to(degrees, np.shape(mean)), coverage)
 
 
-def sampled(groups: np.ndarray) -> str:
+def sampled_unit(groups: np.ndarray) -> str:
     """The units that an interval over these groups covers: `documents` where some hold several units, else `sequences`."""
     return "documents" if len(np.unique(groups)) < len(groups) else "sequences"
 
@@ -139,7 +139,7 @@ def over_documents(values: np.ndarray, weights: np.ndarray | None = None, groups
     labels = np.arange(len(values)) if groups is None else np.unique(groups, return_inverse=True)[1]
     if len(np.unique(labels[weights > 0])) < FEWEST_DOCUMENTS:
         return None
-    coverage = f"{sampled(labels)}, 1 seed"
+    coverage = f"{sampled_unit(labels)}, 1 seed"
     if not np.isfinite(values).all():
         return Interval(np.nan, np.nan, np.nan, coverage)
     (mean,), variance, degrees = _mean_variance(values[:, None], weights, labels)

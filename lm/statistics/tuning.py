@@ -122,7 +122,7 @@ def tuning_outcome(
         if missing_rates := tuple(rate for rate in rates if not all(rate in by_rate for by_rate in losses.values())):
             return TuningOutcome({}, missing_rates)
         outcome = rate_choice(losses, rates)
-        grown_axes = _grown(axes, {arm: best_rate(losses[arm], rates) for arm in outcome.at_edge}, losses, possible)
+        grown_axes = _grown_axes(axes, {arm: best_rate(losses[arm], rates) for arm in outcome.at_edge}, losses, possible)
         if growths == EXTENSIONS or grown_axes == axes:
             return outcome
         axes = grown_axes
@@ -170,7 +170,7 @@ def _axes(rates: Iterable[Rate]) -> list[list[float]]:
     return [sorted(set(values)) for values in zip(*map(coordinates, rates), strict=True)]
 
 
-def _grown(
+def _grown_axes(
     axes: list[list[float]], best: Mapping[str, Rate], losses: Mapping[str, Losses], possible: Callable[[Rate], bool]
 ) -> list[list[float]]:
     """The axes, grown for arms whose best rate is at an edge; an arm that diverged at every rate adds no values."""
