@@ -16,7 +16,7 @@ from lm.errors import ConfigError, RunError
 from lm.experiments.engine import Jobs
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import open_experiment
-from lm.experiments.page import SizeResults, _caveats, crossed_table
+from lm.experiments.page import CROSSED, SizeResults, _caveats, crossed_table
 from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, Run, next_look
 from lm.experiments.slots import Slots
@@ -446,6 +446,7 @@ def test_the_page_of_crossed_rates_has_arms_that_are_not_trained(tmp_path):
     procedure = finish_all(experiment(tmp_path, arms=arms, tune=GRID), lambda run: misled(run) - 0.001 * run.seed)
     assert procedure.choice("").crossed
     assert "as-it-is" not in str(crossed_table(SizeResults(procedure, "", procedure.judgement())).rows)
+    assert "loss" not in CROSSED, "`tune.metric: primary` may be no loss"
 
 
 def test_there_is_a_page_and_a_plan_at_each_step_where_arms_start_from_others_that_are_trained_at_the_rates_of_both(tmp_path):

@@ -45,9 +45,9 @@ BASIS = (
 )
 CROSSED = (
     "Tuning seeds are few: where they chose different rates, an arm's final seeds are trained at its own rate and at the baseline's, those "
-    "of the baseline at all. An arm is judged at the one of lowest mean loss on the selection text. It is better than the baseline only if "
-    "it is so against it at each of these rates, worse only if it is so at each of its own against the baseline at one of the same, and "
-    "the intervals of the summary cover which of the rates is an arm's best."
+    "of the baseline at all. An arm is judged at the best of its rates, by the metric that tuning goes by. It is better than the "
+    "baseline only if it is so against it at each of these rates, worse only if it is so at each of its own against the baseline at one of "
+    "the same, and the intervals of the summary cover which of the rates is an arm's best."
 )
 
 
