@@ -214,6 +214,12 @@ def test_texts_written_together_are_those_written_alone(tiny, normalizer):
     assert any(len(short) < len(whole) and whole.startswith(short) for whole, short in zip(texts[::4], texts[1::4], strict=True))
 
 
+def test_a_top_k_of_0_keeps_all_tokens_as_elsewhere(tiny):
+    model, options = made(tiny), {"max_gen_toks": 4, "do_sample": True}
+    texts = [model.generate_until(ask("generate_until", ("a cab", how))) for how in (options, {**options, "top_k": 0})]
+    assert texts[0] == texts[1]
+
+
 def alone(model: HarnessLM, context: str, options: dict, seed: int = 0) -> str:
     """The definition: one text by `generate`, cut before the first stop."""
     ids = [model.prefix_token_id, *model.tok_encode(context)]

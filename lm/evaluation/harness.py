@@ -204,7 +204,7 @@ class HarnessLM(LM):
             temperature = 1.0
         stop_option = options.get("until") or []
         stops = [stop for stop in ([stop_option] if isinstance(stop_option, str) else stop_option) if stop]
-        return _TextRequest(ids, new_tokens, Sampling(temperature, options.get("top_k"), options.get("top_p"), seed), stops)
+        return _TextRequest(ids, new_tokens, Sampling(temperature, options.get("top_k") or None, options.get("top_p"), seed), stops)
 
     def _write(self, texts: list["_TextRequest"]) -> list[str]:
         """Texts that follow contexts of one length, with the same maximum of new tokens; when one ends, the others go on."""
