@@ -18,16 +18,7 @@ from lm.experiments.experiment_folder import is_measured, open_experiment, other
 from lm.experiments.judging import INTERVALS
 from lm.experiments.live_table import live_table
 from lm.experiments.page import experiment_files, write_page
-from lm.experiments.plan import (
-    PILOT_SECONDS,
-    Costs,
-    Times,
-    costs,
-    duration,
-    plan,
-    run_times,
-    total_seconds,
-)
+from lm.experiments.plan import PILOT_SECONDS, Costs, Times, costs, duration, plan, run_times, total_seconds
 from lm.experiments.procedure import Procedure, next_look
 from lm.experiments.slots import Slots, Stopped, commands, slots_of
 from lm.experiments.summary import measured_words, print_verdicts, summary_lines, trend_table, trends, tuning_means, tuning_table
@@ -146,7 +137,7 @@ def _work(procedure: Procedure, work: Work, times: Times) -> Procedure:
     return procedure if next_procedure is procedure else _work(next_procedure, work, times)
 
 
-def print_commands(files: list[Path], overrides: list[str], anew: bool = False) -> None:
+def print_commands(files: list[Path], overrides: list[str], anew: bool) -> None:
     """Print the shell commands that train each run that can be started now, one line a run. Raises LMError: a file is wrong."""
     for path in files:
         with redirect_stdout(sys.stderr):  # messages on the text and on other processes are no commands

@@ -448,17 +448,17 @@ def _measured_tasks(experiment: Experiment, config: Config) -> list[Plain]:
 def _check_metric(experiment: Experiment, config: Config) -> None:
     """Check that the evaluations of a run log the primary metric, by its name, and often enough for `primary.reach`. Raises ConfigError."""
     metric, kinds = experiment.primary.metric, config.eval.measurement_classes(config.data)
-    if kind_of_metric(metric) not in kinds:
-        prefixes = {kind: prefix for prefix, kind in KINDS.items()}
-        patterns = ", ".join(f"{prefixes.get(kind, kind)}/..." for kind in kinds)
+    kind, steps = kind_of_metric(metric), config.trainer.max_steps
+    if kind not in kinds:
+        prefixes = {name: prefix for prefix, name in KINDS.items()}
+        patterns = ", ".join(f"{prefixes.get(name, name)}/..." for name in kinds)
         remedy = "name one of these, or ask for the evaluation in the base's `eval` or in `evaluate`"
         raise ConfigError([Problem("primary.metric", metric, f"is not measured: at the last step runs have {patterns}", remedy)])
-    names = {kind: _names(config, kind) for kind in kinds}
-    if (kind_names := names[kind_of_metric(metric)]) is not None and metric not in kind_names:
+    names = {name: _names(config, name) for name in kinds}
+    if (kind_names := names[kind]) is not None and metric not in kind_names:
         all_names = [name for metric_names in names.values() for name in metric_names or ()]
         raise ConfigError([Problem("primary.metric", metric, "is not measured by sequence", suggest(metric, all_names))])
-    _check_primary(experiment.primary, config.eval.quantity(kind_of_metric(metric)))
-    kind, steps = kind_of_metric(metric), config.trainer.max_steps
+    _check_primary(experiment.primary, config.eval.quantity(kind))
     timing = Timing(every=config.validation_every, at=[1.0]) if kind == "validation" else config.eval.kinds.get(kind)
     if experiment.primary.reach is not None and timing and sum(timing.is_due(step, steps) for step in range(1, steps + 1)) < 2:
         key = "eval.every" if kind == "validation" else f"eval.{kind}.every"

@@ -88,7 +88,7 @@ def judge_table(
     baseline = arms[0] if baseline is None else baseline
     if baseline not in arms or len(arms) < 2:
         reason = f"no arm {baseline}" if baseline not in arms else "a verdict takes two arms"
-        raise RunError(f"{source}: {reason}; there is {', '.join(map(str, arms))}")
+        raise RunError(f"{source}: {reason}; there is {', '.join(arms)}")
     seeds = tuple(sorted(set(reporting_lines["seed"]), key=lambda seed: (isinstance(seed, str), seed)))
     rates: dict[str, dict[str, Rate | None]] = {}
     judged_runs: dict[Place, ByRate] = {}
@@ -99,13 +99,13 @@ def judge_table(
         rates[name] = {}
         for arm in arms:
             arm_lines = size_lines[size_lines["arm"] == arm]
-            place = f"{source}: {', '.join(filter(None, (str(arm), name)))}"
-            for rate, runs_at_rate in arm_lines.groupby("rate", dropna=False) if len(arm_lines) else ():
+            place = f"{source}: {', '.join(filter(None, (arm, name)))}"
+            if arm_lines.empty:
+                raise RunError(f"{place}: no line")
+            for rate, runs_at_rate in arm_lines.groupby("rate", dropna=False):
                 if missing_seeds := [str(seed) for seed in seeds if seed not in set(runs_at_rate["seed"])]:
                     rate_text = "" if pd.isna(rate) else f" at {rate_words(rate)}"
                     raise RunError(f"{place}: no seed {', '.join(missing_seeds)}{rate_text}; every arm needs the same seeds")
-            if arm_lines.empty:
-                raise RunError(f"{place}: no line")
             rate_order, judged_rates = _rates(
                 arm_lines, size_selecting_lines[size_selecting_lines["arm"] == arm], primary, f"{source}: {arm}"
             )

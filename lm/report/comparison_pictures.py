@@ -11,16 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lm.report.comparison import ArmRuns, Line, RunComparison, Section, mean_interval, shown_interval
-from lm.report.pictures import (
-    Map,
-    Panel,
-    Picture,
-    Trace,
-    doublings,
-    plain_ticks,
-    smooth,
-    token_unit,
-)  # fmt: skip
+from lm.report.pictures import Map, Panel, Picture, Trace, doublings, plain_ticks, smooth, token_unit
 from lm.report.tables import printable, with_unit
 from lm.runs.evaluations import Series, number
 from lm.runs.folder import DIVERGED, Curve

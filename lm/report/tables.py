@@ -153,7 +153,7 @@ def to_csv(tables: tuple[Table, ...]) -> str:
     return csv_text(lines, ("table", *labels, *numbers))
 
 
-def from_lines(title: str, lines: Sequence[dict[str, Cell]], numbers: Sequence[str] = ()) -> Table:
+def from_lines(title: str, lines: Sequence[dict[str, Cell]], numbers: Sequence[str]) -> Table:
     """A table with a row for each line, a map of cells by column name. All columns but `numbers` are labels."""
     names = dict.fromkeys(name for line in lines for name in line)
     kinds = {name: "number" if name in numbers else "label" for name in names}
