@@ -20,7 +20,7 @@ from lm.statistics.verdicts import Verdict, verdicts
 
 @dataclass(frozen=True)
 class Losses:
-    """An experiment on text: a mean loss of each arm in some settings, in nats.
+    """An experiment on text: a mean loss of each arm in some settings, in nats, or its accuracy.
 
     Attributes:
         name: folder of results/.
@@ -40,6 +40,7 @@ class Losses:
             setting.
         counts_tokens: whether a table has the tokens that each arm, trained at one rate, took to the highest final loss of any run.
         suffix: end of the name of its tables, where the experiment's accuracies have tables, too.
+        accuracy: whether the metric is an accuracy, shown in per cent, of which higher values are better; `matters` is a fraction.
     """
 
     name: str
@@ -56,11 +57,17 @@ class Losses:
     trends: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     counts_tokens: bool = False
     suffix: str = ""
+    accuracy: bool = False
 
     @property
     def place(self) -> str:
         """Name of the tables in the page, and of the picture, docs/PLACE.svg."""
         return "-".join(filter(None, (self.name, self.size, self.suffix)))
+
+    @property
+    def _scale(self) -> tuple[float, int]:
+        """The factor by which values are shown, and their digits."""
+        return (100, 1) if self.accuracy else (1, 3)
 
     @cached_property
     def data(self) -> pd.DataFrame:
@@ -93,7 +100,7 @@ class Losses:
     def verdicts(self) -> dict[tuple[str, str, str], Verdict]:
         """The verdicts by line, baseline and setting, as one family."""
         comparisons = {
-            (*pair, column): at_best(*(self.by_rate(line, column) for line in pair), higher=False, every=column != self.tuned_on)
+            (*pair, column): at_best(*(self.by_rate(line, column) for line in pair), higher=self.accuracy, every=column != self.tuned_on)
             for pair, column in product(self.pairs, self.deciding)
         }
         return verdicts(comparisons, self.matters)
@@ -110,14 +117,16 @@ class Losses:
         for line, label in self.labels.items():
             cells = [next(iter(self.by_rate(line, column).values())) for column in self.columns]
             rate = rate_words(next(iter(self.by_rate(line, self.tuned_on))))
-            lines.append([label, rate, *(f"{losses.mean():.3f} ({losses.std(ddof=1):.3f})" for losses in cells)])
+            factor, digits = self._scale
+            words = [f"{factor * losses.mean():.{digits}f} ({factor * losses.std(ddof=1):.{digits}f})" for losses in cells]
+            lines.append([label, rate, *words])
         return markdown(lines)
 
     def verdict_table(self) -> str:
         """The differences in the deciding settings with their verdicts, in Markdown."""
         lines = [["", "minus", *self.deciding]]
         for line, baseline in self.pairs:
-            cells = [verdict_words(self.verdicts[line, baseline, column], 1, 3) for column in self.deciding]
+            cells = [verdict_words(self.verdicts[line, baseline, column], *self._scale) for column in self.deciding]
             lines.append([self.labels[line], self.labels[baseline], *cells])
         return markdown(lines)
 

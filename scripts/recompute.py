@@ -75,6 +75,16 @@ GAU = {
     "mixed-n-sample": "relu^2, n of the sample, mixed lengths",
 }
 BESIDE_TEXT = QK_NORM | {"after_half": "softmax, temperature 1/2 after training", "after_ssmax": "softmax, SSMax after training"}
+NEEDLE_PUT_IN = {
+    "ssmax_fixed": "SSMax, n fixed at 256",
+    "ssmax_fixed, n=fixed:1024": "n fixed at 1,024 after training",
+    "ssmax_fixed, n=fixed:4096": "n fixed at 4,096 after training",
+    "ssmax_fixed, n=visible": "growth after training",
+    "ssmax": "SSMax",
+    "ssmax, n=fixed:256": "SSMax, n fixed at 256 after training",
+    "ssmax, n=fixed:1024": "SSMax, n fixed at 1,024 after training",
+    "ssmax, n=fixed:4096": "SSMax, n fixed at 4,096 after training",
+}
 WHEN = {"ssmax": "SSMax", "ssmax_b": "SSMax with b", "softmax": "softmax"}
 WHEN |= {f"at_{part}{b}": f"SSMax{words} after {part} %" for b, words in (("", ""), ("_b", " with b")) for part in (25, 50, 75, 90)}
 WHEN |= {"after": "SSMax put in after training", "after_more": "the same, a fifth more training"}
@@ -216,6 +226,20 @@ SHOWN = (
         "at 256 tokens",
         0.02,
         suffix="losses",
+    ),
+    Losses(
+        "needle-and-text-after",
+        "needle-in-text.md",
+        NEEDLE_PUT_IN,
+        (
+            *((line, baseline) for baseline in ("ssmax_fixed", "ssmax") for line in NEEDLE_PUT_IN if line.startswith(f"{baseline}, ")),
+            *((f"ssmax_fixed, n={n}", "ssmax") for n in ("fixed:4096", "visible")),
+        ),
+        {f"{length:,} tokens": ("", "needle accuracy", "as trained", length) for length in (256, 1024, 4096)},
+        ("4,096 tokens",),
+        "4,096 tokens",
+        0.25,
+        accuracy=True,
     ),
 )
 

@@ -45,6 +45,7 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
         ({"primary": {"metric": "val/los"}}, "yaml: primary.metric = 'val/los': is not measured by sequence; did you mean 'val/loss'?"),
         ({"primary": {"metric": "val/bits_per_byte"}}, "primary.metric = 'val/bits_per_byte': is not measured by sequence"),
         ({"sizes": {"workers": {}}}, "sizes.workers = 'workers': must be a name"),
+        ({"sizes": {"verdicts.json": {}}}, "sizes.verdicts.json = 'verdicts.json': must be a name"),
         ({"sizes": {"a": {"optim.schedule": "wsd"}, "b": {"optim": {"schedule": "wsd"}}}}, "sizes.b = {.*}: is the same as a; change it"),
         ({"sizes": {"a": {"trainer.threads": 1}, "b": {"trainer.threads": 2}}}, "sizes.b = {.*}: is the same as a; change it"),
         ({"tune": {"key": "eval.sequences", "grid": [8, 16]}}, "tune.key = 'eval.sequences': is nothing that training depends on"),

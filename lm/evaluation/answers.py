@@ -485,8 +485,8 @@ class NeedleMeasurement(AnswerMeasurement):
                 )
             )  # fmt: skip
         for name, task in self.tasks.items():
-            candidates = [np.mean([1 + len(trial.others) for trial in length_scores.trials]) for length_scores in scores[name]]
-            levels = {"exact": self._chance(task), "first of candidates": 1 / float(np.mean(candidates))}
+            guesses = [np.mean([1 / (1 + len(trial.others)) for trial in length_scores.trials]) for length_scores in scores[name]]
+            levels = {"exact": self._chance(task), "first of candidates": float(np.mean(guesses))}
             for column, (metric, unit) in enumerate(SCORED):
                 samples = [length_scores.sample(length_scores.values[:, [column]]) for length_scores in scores[name]]
                 references = {} if levels.get(metric) is None else {"chance": levels[metric]}

@@ -21,7 +21,7 @@ from lm.errors import ConfigError, DataError, Problem, as_written
 from lm.experiments.experiment import KINDS, NOT_REACHED, Arm, Experiment, Primary, Swap, Tune, TuningRun, config_hash, kind_of_metric
 from lm.experiments.run_outcome import SELECTION
 from lm.plugins import PLUGINS
-from lm.runs.folder import CONFIG, DIVERGED, SWAPPED
+from lm.runs.folder import CONFIG, DIVERGED, RESOLVED, SWAPPED
 from lm.schema import Plain, Unavailable, build, flatten, is_block, key, own_problems, section, suggest, to_plain
 from lm.statistics.tuning import FEWEST_TUNING_SEEDS, Rate, coordinates, rate_words, read_rate
 from lm.statistics.verdicts import FEWEST_SEEDS
@@ -41,7 +41,7 @@ TOKENS = "trainer.tokens_per_parameter"
 _REMEDY = "tuning.csv, which `lm compare` writes, has the form"
 TAKEN = {
     "arms": (".", ".."),
-    "sizes": (".", "..", "logs", "report", SWAPPED, "workers"),
+    "sizes": (SWAPPED, RESOLVED, *". .. logs report workers compare.lock pilot.json tuning.csv verdicts.csv verdicts.json".split()),
 }  # names that no arm or size may have: a size's folder lies beside these
 _NAME = "letters, digits, '-', '_' and '.'"
 _KEYS = ("base", "arms", "sizes", *(spec.name for spec in fields(_File)), "evaluate")
