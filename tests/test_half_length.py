@@ -63,11 +63,12 @@ def test_the_weight_grown_is_that_of_more_keys_of_the_same_scores():
     assert retrieval.weight(n_more) == pytest.approx(1 / (1 + 4 * odds.sum(1)))
 
 
-def test_keys_that_are_not_visible_count_for_nothing():
-    retrieval = made(5.0)
+@pytest.mark.parametrize("slope", [0.0, -1 / math.log(4.0), -2.0])  # at four times the length a scale of 1, of 0, and below
+def test_keys_that_are_not_visible_count_for_nothing(slope: float):
+    retrieval = made(5.0, slope, spread=0.7)
     filler = np.pad(retrieval.others, ((0, 0), (0, 7)), constant_values=-np.inf)
     padded = Retrieval(retrieval.needle, filler, np.pad(retrieval.is_filler, ((0, 0), (0, 7))), retrieval.n, retrieval.slope)
-    assert padded.weight(100.0) == pytest.approx(retrieval.weight(100.0))
+    assert padded.weight(3.0 * LENGTH) == pytest.approx(retrieval.weight(3.0 * LENGTH))
 
 
 TASK, FILLER = MQAR(pairs=4, queries=4), range(128, 160)

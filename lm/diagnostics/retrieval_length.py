@@ -42,7 +42,9 @@ class Retrieval:
     def weight(self, growth: float) -> np.ndarray:
         """The weight on the needle, (Q,), in a sequence with `growth` further tokens."""
         scale = (1 + self.slope * np.log1p(growth / self.n))[:, None]
-        odds = np.exp(np.minimum(scale * (self.others - self.needle[:, None]), 600.0))  # -inf: 0
+        is_visible = np.isfinite(self.others)  # others are left out before a scale of 0 or below multiplies their -inf
+        gaps = np.where(is_visible, self.others - self.needle[:, None], 0.0)
+        odds = np.where(is_visible, np.exp(np.minimum(scale * gaps, 600.0)), 0.0)
         filler_mean = np.where(self.is_filler, odds, 0.0).sum(1) / self.is_filler.sum(1)
         return 1 / (1 + odds.sum(1) + growth * filler_mean)
 
