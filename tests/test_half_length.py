@@ -1,6 +1,7 @@
 """The length at which a needle is lost, predicted from made-up scores."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -97,6 +98,15 @@ def test_the_prediction_is_of_the_model_under_each_inference_setting(tiny):
     settings = [InferenceSetting(), InferenceSetting(normalizer={"n": "fixed:1000"})]
     as_trained, changed = retrieval_series(decoder, config, DiagnosticsConfig(inference=settings))
     assert as_trained.means != pytest.approx(changed.means, rel=1e-3)
+
+
+def test_a_window_that_holds_the_training_sequences_is_not_predicted_to_see_longer_ones(tiny):
+    config, decoder = symbols(tiny)
+    windows = OPTIONS["layers"]([OPTIONS["window"](size=size) for size in (2, 256)])
+    windowed = Decoder(replace(config.model, normalizer=windows), decoder.vocab_size, 32).eval()
+    sequence = example(TASK, 0, 0, 32, "test")
+    assert retrieving_head(windowed, [sequence], FILLER) is None
+    assert not retrieving_head(windowed, [sequence], FILLER, any_map=True).formula_holds
 
 
 def test_keys_of_pairs_that_are_not_asked_for_are_no_filler(tiny):

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lm.attention.normalizer import Normalizer
 from lm.data.batches import Batch
 from lm.data.tasks import Example
 from lm.diagnostics.attention_rows import AttentionRows, later
@@ -85,8 +86,9 @@ def retrieving_head(decoder: Decoder, examples: list[Example], filler: range, an
             rows = AttentionRows.from_block(block)
             normalizer = block.normalizer
             by_score = normalizer.score_map == "exp" and not normalizer.log_decay(rows.scores).any()
+            by_score &= type(normalizer).visible is Normalizer.visible  # a window that holds these sequences does not hold longer ones
             by_score &= any_map or (normalizer.options.rows_sum_to_one and not normalizer.depends_on_distance)
-            if bool((rows.n == rows.queries + 1).all()) if by_score else any_map and bool((rows.n >= rows.queries).all()):
+            if by_score or (any_map and bool((rows.n >= rows.queries).all())):
                 parts.setdefault(block.layer, []).append(_block_scores(block, rows, example, filler, by_score))
                 formula_holds[block.layer] = by_score
     best_head: RetrievingHead | None = None
