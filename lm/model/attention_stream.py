@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
+from lm.attention.routes import without_autocast
 from lm.data.batches import Batch
 from lm.model.blocks import AttentionInputs
 from lm.model.decoder import Decoder, batch_layout
@@ -34,7 +35,8 @@ class AttentionBlock:
     @cached_property
     def weights(self) -> Tensor:
         """(B, H, T, S), the normalized scores, made when they are first read; 0 for keys that a query does not see."""
-        return self.normalizer.normalize(self.scores, self.layout)
+        with without_autocast(self.scores.device):
+            return self.normalizer.normalize(self.scores, self.layout)
 
 
 def attention_blocks(
