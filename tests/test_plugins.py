@@ -370,6 +370,10 @@ def test_a_definition_that_forward_does_not_compute_is_refused(powers: Path, arg
     (powers / "mixed.py").write_text(head + "    pass\n" + mixin)
     with pytest.raises(ConfigError, match="has define_scores of its own"):
         load([*arguments, "model.normalizer={name: 'powers.mixed:Mixed'}"])
+    cube = "class Cube(Relu2Normalizer):\n    def f(self, scores):\n        return scores**3\n"
+    (powers / "cube.py").write_text(f"from lm.attention.elementwise import Relu2Normalizer\n{cube}")
+    with pytest.raises(ConfigError, match="has f of its own, but `forward` of ElementwiseNormalizer, which computes another function"):
+        load([*arguments, "model.normalizer={name: 'powers.cube:Cube'}"])
     (powers / "own.py").write_text(head + scores + inputs)
     load([*arguments, "model.normalizer={name: 'powers.own:Mine'}"])
     assert [name for name in ENTRIES if undefined_by_forward(implementation(name))] == []

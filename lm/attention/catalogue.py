@@ -13,7 +13,7 @@ from dataclasses import dataclass, is_dataclass
 from lm.attention.distance import ALiBi, Forget, ScaleInvariant, SoftCap, Window
 from lm.attention.elementwise import Relu, Relu2, Sigmoid
 from lm.attention.linear import Linear
-from lm.attention.normalizer import LayerSpec, Normalizer
+from lm.attention.normalizer import DividedNormalizer, LayerSpec, Normalizer
 from lm.attention.options import Options, labelled
 from lm.attention.query_scale import PN, Cosine, InfoScale, Llama4, LogN, QASSMax, Softmax, SqrtLogN, SSMax, YaRN
 from lm.attention.sinks import Sink, Softmax1
@@ -100,11 +100,12 @@ _DEFINITION = ("define_scores", "normalize", "visible")
 
 def undefined_by_forward(normalizer: type) -> str:
     """A method of the definition that is overridden below the class whose `forward` training computes; empty: there is none."""
-    depths = {name: normalizer.__mro__.index(_owner(normalizer, name)) for name in ("forward", "fused_inputs", *_DEFINITION)}
+    definition = (*_DEFINITION, "f") if issubclass(normalizer, DividedNormalizer) else _DEFINITION
+    depths = {name: normalizer.__mro__.index(_owner(normalizer, name)) for name in ("forward", "fused_inputs", *definition)}
     forward = _owner(normalizer, "forward")
     if forward is Normalizer or not forward.__module__.startswith("lm."):  # another `forward` may compute whatever the definition says
         return ""
-    return next((name for name in _DEFINITION if depths[name] < min(depths["forward"], depths["fused_inputs"])), "")
+    return next((name for name in definition if depths[name] < min(depths["forward"], depths["fused_inputs"])), "")
 
 
 def _owner(normalizer: type, name: str) -> type:
