@@ -174,10 +174,13 @@ def test_nothing_is_imported_because_a_file_names_it(powers: Path, arguments: li
         ("nothing.here:Power", "can't be imported: ModuleNotFoundError"),
         ("powers.attention:PowerOptions", "is no normalizer"),
         ("powers.attention:torch", "is no normalizer"),
+        ("powers.module:Mine", "is no normalizer: no subclass of lm.attention.normalizer.Normalizer"),
         ("softmaxx", "did you mean 'softmax'"),
     ],
 )
 def test_a_name_that_is_no_normalizer_is_refused_in_one_line(powers: Path, arguments: list[str], name: str, said: str):
+    head = "from lm.attention.query_scale import Softmax\nfrom torch import nn\n"
+    (powers / "module.py").write_text(f"{head}class Mine(nn.Module):\n    schema = Softmax\n")
     with pytest.raises(ConfigError, match=said) as error:
         load([*arguments, f"model.normalizer={{name: '{name}'}}"])
     assert len(str(error.value).splitlines()) == 1
@@ -192,7 +195,9 @@ def test_a_name_that_is_no_normalizer_is_refused_in_one_line(powers: Path, argum
 )
 def test_options_that_lm_can_not_read_are_refused(powers: Path, arguments: list[str], written: str, said: str):
     head = "from dataclasses import dataclass\nfrom lm.attention.options import Options\nfrom lm.schema import key\n"
-    (powers / "odd.py").write_text(f"{head}@dataclass\nclass Odd(Options):\n    {written}\nclass Normal:\n    schema = Odd\n")
+    head += "from lm.attention.normalizer import SoftmaxNormalizer\n"
+    classes = f"@dataclass\nclass Odd(Options):\n    {written}\nclass Normal(SoftmaxNormalizer):\n    schema = Odd\n"
+    (powers / "odd.py").write_text(head + classes)
     with pytest.raises(ConfigError, match=said):
         load([*arguments, "model.normalizer={name: 'powers.odd:Normal'}"])
 

@@ -40,12 +40,14 @@ class _NormalizerKind(Kind):
         schema = getattr(code, "schema", None)
         if not (isinstance(schema, type) and issubclass(schema, self.base) and is_dataclass(schema) and hasattr(schema, "full_formula")):
             raise Unavailable("is no normalizer: its `schema` is no dataclass of options with a full_formula", f"see {self.page}")
+        if not (isinstance(code, type) and issubclass(code, Normalizer)):
+            raise Unavailable("is no normalizer: no subclass of lm.attention.normalizer.Normalizer", f"see {self.page}")
         if inspect.isabstract(code):
             raise Unavailable(f"is not whole: it has no {', '.join(sorted(code.__abstractmethods__))}", f"see {self.page}")
         if misplacement := misplaced(code, schema):
             name, owner = misplacement
             raise Unavailable(f"sets {name} where it has no effect", f"set it on the class {owner.__name__}")
-        if issubclass(code, Normalizer) and (name := undefined_by_forward(code)):
+        if name := undefined_by_forward(code):
             reason = f"has {name} of its own, but `forward` of {_owner(code, 'forward').__name__}, which computes another function"
             raise Unavailable(reason, "override forward or fused_inputs, too, or derive from Normalizer")
         return schema
