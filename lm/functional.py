@@ -144,7 +144,8 @@ def _call(
     _check_parameters(kind, parameters, _shapes(named, layer, train_length is None))
     if has_key_features and q.size(2) != k.size(2):
         raise ValueError(f"{kind} reads the layer's input at each key: {q.size(2)} queries can't go on from {k.size(2)} keys")
-    layout = positions if isinstance(positions, AttentionLayout) else make_layout(q, k, positions, cu_seqlens)
+    is_layout = isinstance(positions, AttentionLayout) and cu_seqlens is None
+    layout = positions if is_layout else make_layout(q, k, positions, cu_seqlens)
     _check_layout(layout, q, k)
     tensors = {f"normalizer.{name}": value for name, value in parameters.items()}
     return torch.func.functional_call(module, tensors, (function, layout, x, q, k, *values))

@@ -199,6 +199,7 @@ JUMPS, FALLS = torch.tensor([0, 1, 2, 5, 6, 0, 1, 2, 3, 4]), torch.tensor([0, 1,
         (r"q must be floating numbers .* float64 \(4, 10, ", "softmax", (Q[0], Q, Q), {}),
         ("q must be floating numbers .*, no axis empty", "softmax", (Q[:, :, :0],) * 3, {}),
         ("v must be floating numbers .* int64", "softmax", (Q, Q, Q.long()), {}),
+        ("not both", "softmax", (Q, Q, Q), {"positions": AttentionLayout.full(10), "cu_seqlens": torch.tensor([0, 15, 40])}),
         ("q must be a tensor", "softmax", ([1.0], Q, Q), {}),
     ],
 )  # fmt: skip
