@@ -129,7 +129,8 @@ def _call(
     _check_sequences(q, k, values, x)
     if not isinstance(parameters, Mapping):
         raise ValueError(f"parameters must map names to tensors, as lm.functional.parameters does, not be {type(parameters).__name__}")
-    named = json.dumps(dict(normalizer) if isinstance(normalizer, Mapping) else normalizer, sort_keys=True)
+    plain = dict(normalizer) if isinstance(normalizer, Mapping) else normalizer
+    named = json.dumps(plain, sort_keys=True, default=repr)  # a value of another type is text, which the option refuses
     layer = _layer(q.size(1), q.size(3), 1 if x is None else x.size(-1), 2 if train_length is None else train_length)
     module = _module(named, layer, str(q.device))
     layer_normalizer = cast(Normalizer, module.normalizer)
@@ -278,9 +279,8 @@ def make_layout(q: Tensor, k: Tensor, positions: Tensor | None = None, cu_seqlen
     positions = _whole_numbers("positions", positions, (1, 2)).to(q.device)
     positions = positions.view(-1, positions.size(-1))
     if positions.size(1) != queries or queries != keys or (positions[:, 0] != 0).any():
-        raise ValueError(
-            f"positions {tuple(positions.shape)} are not those of {queries} queries and {keys} keys that begin with a document"
-        )
+        name = "positions" if cu_seqlens is None else "positions by cu_seqlens"
+        raise ValueError(f"{name} {tuple(positions.shape)} are not those of {queries} queries and {keys} keys that begin with a document")
     if ((positions[:, 1:] != 0) & (positions.diff() != 1)).any():
         raise ValueError("positions jump: within a document each is one more than the one before, and another document begins at 0")
     return AttentionLayout.from_positions(positions)

@@ -200,10 +200,12 @@ JUMPS, FALLS = torch.tensor([0, 1, 2, 5, 6, 0, 1, 2, 3, 4]), torch.tensor([0, 1,
         ("q must be floating numbers .*, no axis empty", "softmax", (Q[:, :, :0],) * 3, {}),
         ("v must be floating numbers .* int64", "softmax", (Q, Q, Q.long()), {}),
         ("not both", "softmax", (Q, Q, Q), {"positions": AttentionLayout.full(10), "cu_seqlens": torch.tensor([0, 15, 40])}),
+        (r"positions by cu_seqlens \(4, 10\) are not those", "softmax", (Q, Q, Q), {"cu_seqlens": torch.tensor([0, 15, 40])}),
+        ("temperature = .*0.5.*: must be a number", {"name": "softmax", "temperature": torch.tensor(0.5)}, (Q, Q, Q), {}),
         ("q must be a tensor", "softmax", ([1.0], Q, Q), {}),
     ],
 )  # fmt: skip
-def test_what_fits_no_such_sequences_or_heads_is_refused(said: str, name: str, given: tuple, options: dict):
+def test_what_fits_no_such_sequences_or_heads_is_refused(said: str, name: L.Named, given: tuple, options: dict):
     with pytest.raises((ValueError, ConfigError), match=said):
         L.attention(name, *given, **options)
 
