@@ -147,6 +147,18 @@ def test_short_sequences_are_counted_by_the_route_of_the_device(tiny):
         assert on_gpu == pytest.approx(measured(config), rel=0.15)
 
 
+def test_narrow_windows_are_counted_by_the_route_of_the_device(tiny, monkeypatch: pytest.MonkeyPatch):
+    """A CPU adds up the few distances of a window; a GPU takes its fused kernel, as for any window."""
+    config, estimates = tiny(*LARGER, "model.normalizer={name: window, size: 4}"), []
+    for most_keys in (4, 0):
+        monkeypatch.setattr("lm.attention.distance.FEW_KEYS", most_keys)
+        monkeypatch.setattr("lm.training.memory._KNOWN", {})
+        estimates.append([estimated_memory(config, 0, 400, False, device) for device in ("cpu", "gpu")])
+    (on_cpu, on_gpu), (fused_on_cpu, fused_on_gpu) = estimates
+    assert on_cpu != fused_on_cpu
+    assert on_gpu == fused_on_gpu
+
+
 def test_the_estimate_is_printed_and_a_model_without_one_is_trained(tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     def refuse(*_: object) -> int:
         raise RuntimeError("its shapes\ndepend on numbers")

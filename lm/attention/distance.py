@@ -70,7 +70,7 @@ class WindowNormalizer(SoftmaxNormalizer):
         (b, _, t, _), w = q.shape, self.options.size
         if t <= w:
             return routes.fused_softmax(q, k, v, layout)
-        if self._has_few_keys(q.device.type):
+        if self._has_few_keys(routes.executing_device(q).type):
             return self._by_distance(q, k, v)
 
         def blocks(x: Tensor, n_before: int) -> Tensor:
