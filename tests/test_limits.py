@@ -19,6 +19,7 @@ from lm.diagnostics.attention_rows import AttentionRows, Measures, Values
 from lm.diagnostics.limits import (
     DISTANCES,
     TESTED,
+    Theorems,
     critical_count,
     family,
     few_key_counts,
@@ -239,6 +240,21 @@ def test_the_model_itself_has_a_temperature_of_the_root_of_the_head_size():
     (norm,) = (curve.values for curve in derived if curve.label == "spectral norm")
     of_scores = values.by_query["norm of the Jacobian"][..., -1].mean(0).max()  # with respect to logits / sqrt(8)
     assert norm[0] * math.sqrt(8) == pytest.approx(of_scores, rel=1e-2)
+
+
+@torch.no_grad()
+def test_the_jacobian_without_the_first_token_is_that_of_the_other_keys_with_its_score_as_it_is():
+    rows = rows_of(opt.Softmax(), [LENGTH - 1])[0]
+    scores = rows.scores.clone()
+    scores[..., 0] = scores.amax(-1) + 2.0  # a sink
+    rows = replace(rows, scores=scores, weights=scores.softmax(-1))
+    for first_token in (True, False):
+        config = LimitsConfig(first_token=first_token, temperatures=[math.sqrt(8)], steps=[1e-3], directions=64)
+        one_direction, largest, norm = Theorems(config).differences(rows, LENGTH)[:, 0, 0, :, 0].T * math.sqrt(8)
+        a = rows.weights[:, 0].double()  # (H, S)
+        jacobian = (torch.diag_embed(a) - a.unsqueeze(-1) * a.unsqueeze(-2))[:, 1 - first_token :, 1 - first_token :]
+        assert torch.allclose(norm, torch.linalg.matrix_norm(jacobian, 2), rtol=1e-3)
+        assert ((one_direction <= largest) & (largest <= norm * 1.01)).all()
 
 
 def test_what_is_derived_has_a_value_for_each_point_of_its_axis():

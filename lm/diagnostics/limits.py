@@ -331,11 +331,14 @@ class Theorems:
 
         def measure(part: AttentionRows, most_keys: int) -> Tensor:
             part = part.select(torch.tensor([len(part.n) - 1], device=part.n.device))
+            left_out = part.is_first_token & (not self.config.first_token)  # its score stays as it is, and its weight does not count
 
             def normalized(scores: Tensor, temperature: Tensor | float) -> Tensor:
-                return part.normalizer.normalize(scores / temperature, part.layout)
+                scores = torch.where(left_out, logits.to(scores.dtype), scores)
+                return part.normalizer.normalize(scores / temperature, part.layout).masked_fill(left_out, 0.0)
 
-            logits = part.scores.masked_fill(~part.visible, 0.0).unsqueeze(0) * math.sqrt(part.normalizer.layer.head_size)  # (1, H, T, S)
+            root = math.sqrt(part.normalizer.layer.head_size)
+            logits = part.scores.masked_fill(~(part.visible | left_out), 0.0).unsqueeze(0) * root  # (1, H, T, S)
             random_directions = directions(part.visible, torch.Size((self.config.directions, *logits.shape[1:])), generator)
             temperatures = torch.tensor(self.config.temperatures).view(-1, 1, 1, 1).to(logits)
             stack = logits.expand(len(temperatures), -1, -1, -1)
