@@ -103,7 +103,7 @@ def parameters(normalizer: Named, n_head: int, head_size: int, train_length: int
     }
 
 
-# ---------------------------------------------------------------- how
+# ---------------------------------------------------------------- the call
 
 
 def _attend(normalizer: Normalizer, layout: AttentionLayout, x: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def _call(
     return torch.func.functional_call(module, tensors, (function, layout, x, q, k, *values))
 
 
-# ---------------------------------------------------------------- what is given
+# ---------------------------------------------------------------- checks of arguments
 
 
 def _layer(n_head: int, head_size: int, width: int, train_length: int) -> LayerSpec:

@@ -44,7 +44,7 @@ def test_softmax_loses_the_needle_where_filler_outweighs_it(gap: float, threshol
 
 def test_the_spread_of_filler_counts_as_the_mean_of_its_exponentials():
     retrieval = made(9.0, spread=1.5)
-    mean = np.exp(retrieval.others).mean(1)
+    mean = np.exp(retrieval.other_scores).mean(1)
     assert retrieval.margin == pytest.approx(9.0 - np.log(mean))
     assert np.median(retrieval.weight(predicted(retrieval, 0.3) - LENGTH)) == pytest.approx(0.3, rel=1e-2)
 
@@ -60,14 +60,14 @@ def test_a_scale_that_grows_with_ln_n_never_loses_a_needle_that_is_far_enough_ab
 def test_the_weight_grown_is_that_of_more_keys_of_the_same_scores():
     retrieval = made(5.0, slope=0.24, spread=0.7)
     n_more, scale = 3 * (LENGTH - 1), 1 + 0.24 * math.log((LENGTH + 3 * (LENGTH - 1)) / LENGTH)
-    odds = np.exp(scale * (retrieval.others - retrieval.needle[:, None]))
+    odds = np.exp(scale * (retrieval.other_scores - retrieval.needle[:, None]))
     assert retrieval.weight(n_more) == pytest.approx(1 / (1 + 4 * odds.sum(1)))
 
 
 @pytest.mark.parametrize("slope", [0.0, -1 / math.log(4.0), -2.0])  # at four times the length a scale of 1, of 0, and below
 def test_keys_that_are_not_visible_count_for_nothing(slope: float):
     retrieval = made(5.0, slope, spread=0.7)
-    filler = np.pad(retrieval.others, ((0, 0), (0, 7)), constant_values=-np.inf)
+    filler = np.pad(retrieval.other_scores, ((0, 0), (0, 7)), constant_values=-np.inf)
     padded = Retrieval(retrieval.needle, filler, np.pad(retrieval.is_filler, ((0, 0), (0, 7))), retrieval.n, retrieval.slope)
     assert padded.weight(3.0 * LENGTH) == pytest.approx(retrieval.weight(3.0 * LENGTH))
 

@@ -407,8 +407,10 @@ CHECKS: tuple[Callable[[Options], None], ...] = (
 
 
 def checked_promises(options: object, checks: Sequence[Callable[..., None]] = CHECKS) -> Iterator[tuple[str, str]]:
-    """Check each promise of code with these options (a normalizer's): its words, and the problem, with a hint; empty if it is kept.
-    Code that stops the first check can't be used, and breaks this promise alone: other checks would repeat the reason."""
+    """Each promise of code with these options (a normalizer's), and the problem with a hint; empty if the promise is kept.
+
+    Code that stops the first check can't be used, and breaks this promise alone: other checks would repeat the reason.
+    """
     for check in checks:
         promise, _, hint = check.__doc__.partition("\n\n")
         problem = _broken(check, options)

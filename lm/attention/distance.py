@@ -86,7 +86,7 @@ class WindowNormalizer(SoftmaxNormalizer):
         return output.unflatten(0, (b, -1)).transpose(1, 2).flatten(2, 3)[:, :, :t]
 
     def _by_distance(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The heads' outputs, scores and sums in fp32 or wider."""
+        """Weights x values, (B, H, T, E), one distance after the other; scores and sums in fp32 or wider."""
         t, dtype, q = q.size(2), v.dtype, q.to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.size(-1))
         scores = [F.pad((q[:, :, d:] * k[:, :, : t - d]).sum(-1), (d, 0), value=-math.inf) for d in range(self.options.size)]
         weights = torch.stack(scores, -1).softmax(-1)

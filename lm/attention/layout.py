@@ -28,16 +28,16 @@ class AttentionLayout:
     """
 
     positions: Tensor  # (T,) or (B, T) int64, 0-based position of each query in its document
-    key_positions: Tensor  # (S,) or (B, S) int64, likewise of each key
+    key_positions: Tensor  # (S,) or (B, S) int64, 0-based position of each key in its document
     lengths: Tensor  # tokens of the query's document, int64, broadcastable to `positions`
     causal: bool  # keys are the queries themselves, in order, of one document a sequence: the mask is the plain causal triangle
-    documents: Tensor | None = None  # which document each query is of, as `positions`; None: one document a sequence
-    key_documents: Tensor | None = None  # likewise of each key
+    documents: Tensor | None = None  # int64, number of each query's document, as `positions`; None: one document a sequence
+    key_documents: Tensor | None = None  # int64, number of each key's document, as `key_positions`
     tail: bool = False  # queries are the last of the keys, in order, of one document a sequence: the mask is the last rows of that triangle
 
     @cached_property
     def document_groups(self) -> dict[int, tuple[Tensor, list[tuple[Tensor, "AttentionLayout"]]]]:
-        """Documents of similar size side by side, by the number of sequences: `by_documents` caches them here."""
+        """Groups of documents of similar size (`_document_groups`), by the number of sequences: a cache of `by_documents`."""
         return {}
 
     @classmethod

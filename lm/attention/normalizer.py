@@ -72,7 +72,7 @@ class Normalizer(ABC, Module):
         return None
 
     def key_features(self, x: Tensor) -> Tensor | None:
-        """Features of the keys, likewise; appended to k and cached with it."""
+        """Features of the keys computed from x: (B, H, T, F), appended to k and cached with it; None for none."""
         return None
 
     def append_features(self, x: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,7 +184,7 @@ class Normalizer(ABC, Module):
         return self(q, *self.expand_kv_heads(k, v), layout), (k, v)
 
     def expand_kv_heads(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys (B, H, S, D + F) and values (B, H, S, E) from keys and values (B, K, S, .), each of which H / K heads of queries share.
+        """Keys (B, H, S, D + F) and values (B, H, S, E) of all heads, from keys and values (B, K, S, .) that H / K heads share.
 
         The features of a key, F for each head of queries, lie side by side behind it (`group_key_features`).
         """

@@ -21,7 +21,7 @@ class FusedSoftmax(SoftmaxNormalizer):
     """softmax that the fused kernel computes from the changed queries and keys of `fused_inputs`."""
 
     kernel = "fused softmax"
-    change: ClassVar[str]  # of the queries, in the kernel's description
+    change: ClassVar[str]  # how queries are changed, in the kernel's description
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         return logits(*self.fused_inputs(q, k, layout))

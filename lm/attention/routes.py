@@ -22,7 +22,7 @@ from lm.attention.layout import AttentionLayout, uncompiled
 
 SMALLEST_SUM = 1e-24  # rows that are to be divided by a smaller sum have weights 0
 
-_counted: torch.device | None = None
+_counted_device: torch.device | None = None
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
@@ -32,18 +32,18 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
 
 def executing_device(tensor: Tensor) -> torch.device:
     """The device whose routes a computation with a tensor takes: the tensor's own, unless another's are counted (`counted_on`)."""
-    return _counted or tensor.device
+    return _counted_device or tensor.device
 
 
 @contextmanager
 def counted_on(device: torch.device) -> Iterator[None]:
     """Take the routes and block sizes of `device`, so that fake CPU tensors show how much memory that device would hold."""
-    global _counted
-    _counted = device
+    global _counted_device
+    _counted_device = device
     try:
         yield
     finally:
-        _counted = None
+        _counted_device = None
 
 
 # ---------------------------------------------------------------- rows over their sums

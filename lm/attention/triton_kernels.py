@@ -62,7 +62,7 @@ def _store(x, tile, rows, columns, height, WIDTH: tl.constexpr):
 
 @triton.jit
 def _row(b, i, T, PRESENT: tl.constexpr):
-    """b[i]; zeros if there is none."""
+    """b[i]; zeros if there is no b."""
     if PRESENT:
         return tl.load(b + i, mask=i < T, other=0.0)
     else:
@@ -71,7 +71,7 @@ def _row(b, i, T, PRESENT: tl.constexpr):
 
 @triton.jit
 def _block_start(T, BLOCK: tl.constexpr):
-    """(which of the N, first token of the block) of this program."""
+    """(index of the sequence and head, first token of the block) of this program."""
     blocks = tl.cdiv(T, BLOCK)
     return (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
 

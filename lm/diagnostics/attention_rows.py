@@ -165,7 +165,7 @@ class AttentionRows:
         return replace(self, scores=scores, weights=weights, is_shuffled=True)
 
 
-def later(layout: AttentionLayout, tokens: int) -> AttentionLayout:
+def shifted_layout(layout: AttentionLayout, tokens: int) -> AttentionLayout:
     """The layout of the same queries and keys with `tokens` more tokens before them."""
     shifted_fields = {name: getattr(layout, name) + tokens for name in ("positions", "key_positions", "lengths")}
     return replace(layout, **shifted_fields)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lm.attention.elementwise_sums import SCORE_MAPS
 from lm.attention.layout import AttentionLayout
-from lm.diagnostics.attention_rows import AttentionRows, later
+from lm.diagnostics.attention_rows import AttentionRows, shifted_layout
 
 Normalize = Callable[[Tensor], Tensor]  # scores (..., S) -> weights (..., S), each row by itself
 
@@ -103,7 +103,7 @@ def _scores_depend_on_length(rows: AttentionRows) -> bool:
     x, q, k, _ = rows.inputs
     length = x.size(1)
     query_layout = AttentionLayout.full(length, x.device).select(torch.tensor([length - 1], device=x.device), length)
-    scores = (rows.normalizer.scores(q[:, :, -1:], k, layout) for layout in (query_layout, later(query_layout, length)))
+    scores = (rows.normalizer.scores(q[:, :, -1:], k, layout) for layout in (query_layout, shifted_layout(query_layout, length)))
     return not torch.allclose(*scores, rtol=1e-5, atol=1e-6)
 
 

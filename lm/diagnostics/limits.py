@@ -447,24 +447,24 @@ def family(config: LimitsConfig, every: int) -> Family:
     """Statistics of the lemmas and the theorems; except for Lemma 1, of one query in `every` of the described queries."""
     theorems, steps = Theorems(config), len(config.temperatures) * len(config.steps)
 
-    def chosen(rows: AttentionRows) -> Tensor:
+    def chosen_queries(rows: AttentionRows) -> Tensor:
         return torch.arange(len(rows.n) - 1, -1, -every, device=rows.n.device).flip(0)  # the last query is always among them
 
-    def sparse(statistic: Callable[[AttentionRows], Tensor | None]) -> Callable[[AttentionRows], Tensor | None]:
+    def at_chosen_queries(statistic: Callable[[AttentionRows], Tensor | None]) -> Callable[[AttentionRows], Tensor | None]:
         """The statistic at the chosen queries, NaN at other queries."""
 
-        def spread(rows: AttentionRows) -> Tensor | None:
-            value = statistic(rows.select(chosen(rows)))
+        def measure(rows: AttentionRows) -> Tensor | None:
+            value = statistic(rows.select(chosen_queries(rows)))
             empty_values = torch.full_like(rows.n, math.nan)
-            return None if value is None else empty_values.repeat(len(value), 1).index_copy(1, chosen(rows), value.float())
+            return None if value is None else empty_values.repeat(len(value), 1).index_copy(1, chosen_queries(rows), value.float())
 
-        return spread
+        return measure
 
     def norm(rows: AttentionRows) -> Tensor:
         return lemmas.jacobian_norm(rows, torch.Generator().manual_seed(0))
 
     def sums(name: str, size: Callable[[int], tuple[int, ...]], function: Callable[[AttentionRows, int], Tensor | None]) -> QuerySums:
-        return QuerySums(name, "", size, lambda rows, length: function(rows.select(chosen(rows)), length))
+        return QuerySums(name, "", size, lambda rows, length: function(rows.select(chosen_queries(rows)), length))
 
     return Family(
         (
@@ -472,8 +472,8 @@ def family(config: LimitsConfig, every: int) -> Family:
             Statistic("Lemma 1: ln (n x largest weight)", "nats", lemmas.log_n_times_largest),
             Statistic("Lemma 1: ln (n x smallest weight)", "nats", lemmas.log_n_times_smallest),
             Statistic("Lemma 1: ln C2 = -ln C1", "nats", lemmas.log_c2),
-            Statistic("norm of the Jacobian", "", sparse(norm), in_reports=True, has_exponent=True),
-            Statistic("bound on the norm of the Jacobian", "", sparse(lemmas.jacobian_ceiling)),
+            Statistic("norm of the Jacobian", "", at_chosen_queries(norm), in_reports=True, has_exponent=True),
+            Statistic("bound on the norm of the Jacobian", "", at_chosen_queries(lemmas.jacobian_ceiling)),
         ),
         (
             sums("distances", lambda length: (len(octaves(length)), 2, len(DISTANCES), len(many_key_counts(length))), theorems.distances),

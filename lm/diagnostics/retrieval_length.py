@@ -22,7 +22,7 @@ from torch import Tensor
 from lm.attention.normalizer import Normalizer
 from lm.data.batches import Batch
 from lm.data.tasks import Example
-from lm.diagnostics.attention_rows import AttentionRows, later
+from lm.diagnostics.attention_rows import AttentionRows, shifted_layout
 from lm.model.attention_stream import AttentionBlock, attention_blocks
 from lm.model.decoder import Decoder
 
@@ -35,7 +35,7 @@ class Retrieval:
     """Scores that a head gives to questions at one length, fp64."""
 
     needle: np.ndarray  # (Q,) z*, score of the key that holds the answer
-    others: np.ndarray  # (Q, K) scores of all other visible keys
+    other_scores: np.ndarray  # (Q, K) scores of all other keys, -inf where not visible
     is_filler: np.ndarray  # (Q, K) bool, the keys of filler, of which a longer sequence has more
     n: np.ndarray  # (Q,) visible keys
     slope: np.ndarray  # (Q,) slope of the scores' scale over ln n, relative to the scale at n
@@ -43,8 +43,8 @@ class Retrieval:
     def weight(self, growth: float) -> np.ndarray:
         """The weight on the needle, (Q,), in a sequence with `growth` further tokens."""
         scale = (1 + self.slope * np.log1p(growth / self.n))[:, None]
-        is_visible = np.isfinite(self.others)  # others are left out before a scale of 0 or below multiplies their -inf
-        gaps = np.where(is_visible, self.others - self.needle[:, None], 0.0)
+        is_visible = np.isfinite(self.other_scores)  # a scale of 0 or below would make something of the others' -inf
+        gaps = np.where(is_visible, self.other_scores - self.needle[:, None], 0.0)
         odds = np.where(is_visible, np.exp(np.minimum(scale * gaps, 600.0)), 0.0)
         filler_mean = np.where(self.is_filler, odds, 0.0).sum(1) / self.is_filler.sum(1)
         return 1 / (1 + odds.sum(1) + growth * filler_mean)
@@ -52,7 +52,7 @@ class Retrieval:
     @property
     def margin(self) -> np.ndarray:
         """The needle's score minus the log of filler's mean e^score, (Q,) nats: e^margin keys of filler weigh as much as the needle."""
-        filler = np.where(self.is_filler, np.exp(self.others - self.needle[:, None]), 0.0)
+        filler = np.where(self.is_filler, np.exp(self.other_scores - self.needle[:, None]), 0.0)
         return -np.log(filler.sum(1) / self.is_filler.sum(1))
 
 
@@ -63,10 +63,10 @@ class RetrievingHead:
     layer: int  # from 0
     head: int  # from 0
     weight: float  # mean weight on the needle
-    effective_keys: np.ndarray  # (Q,) N_eff of its rows
-    entropy: np.ndarray  # (Q,) of its rows, nats
-    scores: Retrieval  # scores of its rows
-    formula_holds: bool = True  # whether its weights are of the kind that the formula holds for
+    effective_keys: np.ndarray  # (Q,) N_eff of each row
+    entropy: np.ndarray  # (Q,) entropy of each row, nats
+    scores: Retrieval  # scores of each row
+    formula_holds: bool = True  # whether its weights are e^score times a factor of the row
 
 
 @torch.no_grad()
@@ -75,7 +75,8 @@ def retrieving_head(decoder: Decoder, examples: list[Example], filler: range, an
 
     The formula holds for weights e^score over their sum, on all keys up to the query, that do not depend on distance. Keys of filler are
     tokens whose ids are in `filler`, and which stand after another such token. With `any_map` other weights on all keys before the query
-    count as well: the log of a weight's share in its row stands for its score, without a slope.
+    count as well. Where they are not e^score times a factor of the row, the log of a weight's share in its row stands for its score,
+    without a slope.
     """
     parts: dict[int, list[tuple[np.ndarray, ...]]] = {}
     formula_holds: dict[int, bool] = {}
@@ -107,7 +108,8 @@ def retrieving_head(decoder: Decoder, examples: list[Example], filler: range, an
 def _block_scores(
     block: AttentionBlock, rows: AttentionRows, example: Example, filler_ids: range, by_score: bool
 ) -> tuple[np.ndarray, ...]:
-    """For each question of a sequence: needle (Q, H), others (Q, H, L), filler (Q, L), n (Q,), slope, weight, N_eff and entropy (Q, H)."""
+    """For each question of a sequence: scores of the needle (Q, H) and of other keys (Q, H, L), filler (Q, L), n (Q,); slope, weight, N_eff
+    and entropy, (Q, H) each."""
     length, keys, device = len(example.tokens) - 1, rows.visible.size(-1), rows.visible.device
     evidence, questions = torch.as_tensor(example.evidence[:, 0], device=device), torch.arange(len(example.questions), device=device)
     weights = rows.weights if by_score else (rows.size / rows.total.unsqueeze(-1)).nan_to_num()
@@ -132,7 +134,7 @@ def _block_scores(
 def _scale_at_twice(block: AttentionBlock, rows: AttentionRows, length: int) -> Tensor:
     """The factor, (Q, H) fp64, by which scores of the same queries and keys change if `length` more tokens stand before them."""
     queries, keys = block.inputs.q[:, :, block.queries], block.inputs.k[:, :, : rows.visible.size(-1)]
-    shifted_scores = block.normalizer.scores(queries, keys, later(block.layout, length))[0].double()
+    shifted_scores = block.normalizer.scores(queries, keys, shifted_layout(block.layout, length))[0].double()
     scores = rows.scores.double().masked_fill(~rows.visible, 0.0)
     return ((shifted_scores * scores).sum(-1) / scores.square().sum(-1)).transpose(0, 1)
 

@@ -153,7 +153,7 @@ class ForwardContext:
     rotation: Rotation | None  # RoPE's cos and sin at the new tokens' positions
     logit_factor: float  # temperature of a rescaled RoPE, on the logits of layers that rotate
     cache: DecodingCache | None
-    other_values: Callable[[int], Tensor] | None = None  # what the values of a layer are mixed with (B, K, T, E), by its number
+    other_values: Callable[[int], Tensor] | None = None  # number of a layer -> values (B, K, T, E) that its own are mixed with
     layer_inputs: list[AttentionInputs] | None = None  # layers append their inputs here for `lm.model.attention_stream`
     first: int = 0  # index of the first new token that a layer gives an output for
 
@@ -176,7 +176,7 @@ class AttentionBase(nn.Module):
         )
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
-        """Heads' outputs (B, T - first, H E) of q (B, H, T, D), k (B, K, T, D) and v (B, K, T, E), computed from x (B, T, C).
+        """Heads' outputs (B, T - first, H E), from q (B, H, T, D), k (B, K, T, D) and v (B, K, T, E), which were computed from x (B, T, C).
 
         T: the new tokens, of which those from the context's `first` on are queries.
         """
@@ -256,16 +256,16 @@ class MapDifference(nn.Module):
     def __init__(self, size: int, eps: float, layer: int):
         super().__init__()
         initial_lambda = torch.tensor(0.8 - 0.6 * math.exp(-0.3 * layer))  # a tensor, so that compiled layers share their code
-        self.register_buffer("first", initial_lambda, persistent=False)
+        self.register_buffer("initial_lambda", initial_lambda, persistent=False)
         self.lambdas = nn.Parameter(torch.zeros(2 * size))  # four vectors of half a head; one dimension: no matrix to optimizers
         self.norm = HeadNorm(size, eps)
 
     def forward(self, outputs: Tensor) -> Tensor:
         """outputs: (B, T, H, 2, D) of each head's two maps; returns (B, T, H, D) in the same dtype."""
         a, b, c, d = self.lambdas.float().chunk(4)
-        factor = (a * b).sum().exp() - (c * d).sum().exp() + self.first
+        factor = (a * b).sum().exp() - (c * d).sum().exp() + self.initial_lambda
         first_output, second_output = outputs.to(self.norm.weight.dtype).unbind(-2)
-        return (self.norm(first_output - factor * second_output) * (1 - self.first)).to(outputs.dtype)
+        return (self.norm(first_output - factor * second_output) * (1 - self.initial_lambda)).to(outputs.dtype)
 
 
 class GAU(AttentionBase):

@@ -41,16 +41,16 @@ class Decoder(nn.Module):
         self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
         self.recomputes = False  # activations of blocks are computed again in the backward pass (trainer.activation_checkpointing)
         self.run_block: Callable[[nn.Module, Tensor, ForwardContext], Tensor] = _run_block  # compiled by `compile_blocks`
-        self.rope_scaling: RopeScaling = AS_TRAINED  # another in a copy by `lm.model.swapped.for_inference`
+        self.rope_scaling: RopeScaling = AS_TRAINED  # another scaling in a copy by `lm.model.swapped.for_inference`
         self.embedding = Embedding(vocab_size, config.n_embd)
         self.embedding_norm = make_norm(config, config.embedding_norm) if config.embedding_norm else nn.Identity()
         self.position = Embedding(seq_len, config.n_embd) if config.position.has_last else None
         self.dropout = nn.Dropout(config.dropout)
         block = {"attention": Block, "gau": GatedBlock}[config.block.name]
         self.blocks = nn.ModuleList(block(config, seq_len, layer) for layer in range(config.n_layer))
-        firsts: dict[type, Normalizer] = {}
+        first_normalizers: dict[type, Normalizer] = {}
         for normalizer in self.normalizers():
-            if (first := firsts.setdefault(type(normalizer), normalizer)) is not normalizer:
+            if (first := first_normalizers.setdefault(type(normalizer), normalizer)) is not normalizer:
                 normalizer.tie_parameters(first)
         value_width = config.kv_heads * config.value_dims
         tables = (Embedding(vocab_size, value_width) for _ in range(config.n_layer))
@@ -82,7 +82,7 @@ class Decoder(nn.Module):
             else:
                 std = self.config.init_std * initial_scale(self.config, name)
                 if name.startswith("value_embedding."):
-                    std *= math.sqrt(self.config.n_embd)  # that of the values which they are mixed with
+                    std *= math.sqrt(self.config.n_embd)  # as of the values that they are mixed with
                 if name.endswith(".out.weight"):
                     std = 0.0 if self.config.out_init == "zero" else std / math.sqrt(2 * self.config.n_layer)
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()

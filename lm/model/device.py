@@ -92,7 +92,7 @@ def resolve_device(config: Config) -> tuple[str, str]:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory used up to now: on a GPU, that of tensors there; on the CPU, that of the whole process."""
+    """Bytes of memory at the peak up to now: of tensors on a GPU, of the whole process on the CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_process_bytes()
 
 
