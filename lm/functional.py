@@ -109,8 +109,7 @@ def parameters(normalizer: Named, n_head: int, head_size: int, train_length: int
 def _attend(normalizer: Normalizer, layout: AttentionLayout, x: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k = normalizer.append_features(x, q, k)
     k, v = normalizer.expand_kv_heads(k, v)
-    out = normalizer.attend(q, k, v, layout) if q.size(2) == k.size(2) else normalizer(q, k, v, layout)
-    return out.to(v.dtype)  # autocast rounds the output of some routes
+    return normalizer.attend(q, k, v, layout).to(v.dtype)  # autocast rounds the output of some routes
 
 
 def _scale(normalizer: Normalizer, layout: AttentionLayout, x: None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

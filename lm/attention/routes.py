@@ -191,8 +191,8 @@ def _gpu_block_weights(index: int | None) -> int:
     if index is None:
         return _gpu_block_weights(torch.cuda.current_device())
     free_bytes, _ = torch.cuda.mem_get_info(index)
-    weights = free_bytes // (MEMORY_PART * WEIGHT_BYTES)
-    return min(max(2 ** (weights.bit_length() - 1) if weights else 0, BLOCK_WEIGHTS), MOST_WEIGHTS)
+    weights = max(free_bytes // (MEMORY_PART * WEIGHT_BYTES), BLOCK_WEIGHTS)
+    return min(2 ** (weights.bit_length() - 1), MOST_WEIGHTS)
 
 
 def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, int, int]]:

@@ -257,7 +257,7 @@ def octaves(length: int) -> list[tuple[int, int]]:
 
 def many_key_counts(length: int) -> list[int]:
     """The numbers of keys N of Theorem 1: up to a quarter of the keys."""
-    return counts_up_to(max(1, length // 4))
+    return counts_up_to(length // 4)
 
 
 def few_key_counts(length: int) -> list[int]:
