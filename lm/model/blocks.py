@@ -72,9 +72,6 @@ class RMSNorm(nn.RMSNorm):
     By itself it gives the same numbers to the bit. Where x has other uses, gradients are summed in another order.
     """
 
-    def __init__(self, size: int, eps: float):
-        super().__init__(size, eps)
-
     def forward(self, x: Tensor) -> Tensor:
         wide = x.dtype == self.weight.dtype in (torch.float32, torch.float64)
         if x.device.type != "cpu" or not wide or x.shape[-1:] != self.weight.shape or torch.compiler.is_compiling():
