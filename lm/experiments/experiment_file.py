@@ -41,7 +41,20 @@ TOKENS = "trainer.tokens_per_parameter"
 _REMEDY = "tuning.csv, which `lm compare` writes, has the form"
 TAKEN = {
     "arms": (".", ".."),
-    "sizes": (SWAPPED, RESOLVED, *". .. logs report workers compare.lock pilot.json tuning.csv verdicts.csv verdicts.json".split()),
+    "sizes": (
+        ".",
+        "..",
+        "logs",
+        "report",
+        SWAPPED,
+        "workers",
+        "compare.lock",
+        "pilot.json",
+        RESOLVED,
+        "tuning.csv",
+        "verdicts.csv",
+        "verdicts.json",
+    ),  # fmt: skip
 }  # names that no arm or size may have: a size's folder lies beside these
 _NAME = "letters, digits, '-', '_' and '.'"
 _KEYS = ("base", "arms", "sizes", *(spec.name for spec in fields(_File)), "evaluate")
