@@ -174,6 +174,11 @@ def test_a_run_holds_the_weights_that_it_starts_from_once(saved: Path, base: Pat
     assert start.decoder.embedding.weight.equal(load(saved).decoder.embedding.weight)
 
 
+def test_a_model_folder_in_the_home_folder_gives_its_shape(saved: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(saved.parent))
+    assert with_shape_of(f"~/{saved.name}", {}, {}) == with_shape_of(str(saved), {}, {})
+
+
 @pytest.mark.parametrize("normalizer", [{"name": "somewhere:Code"}, {"name": "layers", "of": [{"name": "softmax"}, {"name": "x.y:Z"}]}])
 def test_no_normalizer_from_outside_is_taken_from_a_model_folder(saved: Path, normalizer: dict, tmp_path: Path):
     description = read_sealed(saved / "lm.json")

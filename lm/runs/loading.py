@@ -94,9 +94,9 @@ def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[s
     Only a model folder without a training run, or a swap of such a model, gives its shape: any other `init_from` changes nothing.
     The folder's normalizer counts only where files and overrides name neither a normalizer nor phases (`lm swap`).
 
-    Raises RunError: the folder's description is damaged.
+    Raises RunError: the folder's description is damaged, or its path names a user who does not exist (`~name`).
     """
-    folder = Path(init_from)
+    folder = expanded(init_from)
     keys = _untrained(folder)
     if keys is None:
         return merge(file_keys, overrides)
