@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -77,6 +78,17 @@ def test_time_is_that_of_the_runs_that_have_ended(tmp_path):
         assert seconds_of_run == pytest.approx(60), (
             f"20 s of start and evaluations, and 5 s a step, {step} of eight of which were made before"
         )
+
+
+def test_a_pilot_of_a_branch_counts_the_steps_that_are_left(tiny, monkeypatch):
+    assert train(tiny("name=long")) == 0
+    folder = tiny("name=long").run_folder
+    monkeypatch.setattr("lm.training.pilot.train", lambda _: None)
+    monkeypatch.setattr("lm.training.pilot.read_metrics", lambda _: SimpleNamespace(lines=[{"elapsed_s": 0.0}]))
+    monkeypatch.setattr("lm.training.pilot.step_seconds", lambda _: 1.0)
+    sources = [folder, folder / "checkpoints" / "last.ckpt", folder / "checkpoints" / "step-000008.ckpt", "elsewhere/step-000008.ckpt"]
+    times = [pilot(tiny(f"branch_from={source}", "trainer.max_steps=1008", "eval.every=1000"))["seconds"] for source in sources]
+    assert times == pytest.approx([1000] * 4, abs=1)
 
 
 @pytest.mark.slow  # 10 s

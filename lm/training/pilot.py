@@ -8,20 +8,22 @@ import contextlib
 import importlib
 import io
 import json
+import re
 import signal
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from lm.config.load import load
 from lm.config.tree import Config
 from lm.errors import ConfigError, LMError, RunError
-from lm.files import expanded
 from lm.machine import stop_with_parent
-from lm.runs.folder import METRICS, read_metrics, step_of, step_seconds
+from lm.runs.folder import METRICS, read_metrics, step_seconds
+from lm.runs.metadata import load_metadata
 from lm.training.before_training import check_before_data
 from lm.training.launcher import this_process
-from lm.training.train import train
+from lm.training.train import find_checkpoint, train
 
 STEPS = 10  # optimizer steps that are made
 
@@ -29,8 +31,7 @@ STEPS = 10  # optimizer steps that are made
 def pilot(config: Config) -> dict[str, float]:
     """Time a run of this configuration: all that it does but most of its steps, in its run folder. Eager: compiling a few steps would take
     most of the time."""
-    first_step = step_of(expanded(config.branch_from)) if config.branch_from else 0
-    run_steps = config.trainer.max_steps - first_step
+    run_steps = config.trainer.max_steps - _first_step(config)
     steps = min(STEPS, run_steps)
     pilot_config = replace(
         config,
@@ -48,10 +49,16 @@ def pilot(config: Config) -> dict[str, float]:
     duration = time.perf_counter() - begin
     elapsed_times = [line["elapsed_s"] for line in read_metrics(pilot_config.run_folder / METRICS).lines if "elapsed_s" in line]
     step_s = step_seconds(pilot_config.run_folder / METRICS)
-    interval = config.eval.every or max(1, run_steps // 20)
     forward_share = config.eval.sequences * config.data.seq_len / config.optim.batch_tokens / 3  # of a step, which has a backward pass, too
-    validations = step_s * forward_share * (-(-run_steps // interval) - 1)
+    validations = step_s * forward_share * (-(-run_steps // config.validation_every) - 1)
     return {"seconds": duration - elapsed_times[-1] + step_s * run_steps + validations}
+
+
+def _first_step(config: Config) -> int:
+    """The step at which the run starts. A `step-N.ckpt` that it branches from may not be there yet; last.ckpt or a run folder must be."""
+    if match := re.fullmatch(r"step-(\d+)\.ckpt", Path(config.branch_from).name):
+        return int(match[1])
+    return load_metadata(find_checkpoint(config))["step"] if config.branch_from else 0
 
 
 def main(paths: list[str]) -> None:
