@@ -33,6 +33,7 @@ from lm.huggingface.gguf_file import CUTS, _byte_level
 from lm.huggingface.modeling_lm import ELEMENTWISE, FACTORS, eager_attention
 from lm.huggingface.tokenizer_files import starting_documents
 from lm.model.decoder import Decoder
+from lm.runs.evaluations import evaluation_path
 from lm.runs.loading import load, save_model
 from lm.training.train import train
 
@@ -103,6 +104,19 @@ def test_a_run_is_exported_with_its_tokenizer_and_a_card(tiny, tmp_path: Path):
         "normalizer:",
     ):
         assert phrase in card, card
+
+
+def test_an_evaluation_of_an_older_version_is_refused_by_name_and_one_of_another_step_is_not_read(tiny, tmp_path: Path):
+    config = tiny("name=run", "eval.long_context.length_factor=0")
+    train(config)
+    old = evaluation_path(config.run_folder, "validation", 4)
+    old.write_text(json.dumps({"kind": "validation", "step": 4, "series": [{}]}))
+    exported(config.run_folder, tmp_path / "hf")
+    evaluation_path(config.run_folder, "other", 8).write_text(json.dumps({"kind": "other", "step": 8, "series": [{}]}))
+    result = lm("export", str(config.run_folder), "--format", "hf", "-o", str(tmp_path / "none"))
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1), result.stderr
+    assert "other.step-000008.json: not an evaluation of this version" in result.stderr
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("end_tokens", [["</s>"], ["<end>", "</s>"], []])

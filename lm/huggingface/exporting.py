@@ -22,7 +22,7 @@ from lm.huggingface.tokenizer_files import starting_documents
 from lm.model.rope import AS_TRAINED, frequencies
 from lm.model.spec import ModelSpec
 from lm.runs.checkpoints import Described, write_weights
-from lm.runs.evaluations import Evaluation, evaluation_files, read_evaluation
+from lm.runs.evaluations import evaluation_files, evaluation_in
 from lm.runs.folder import TOKENIZER
 from lm.runs.loading import Loaded, load
 from lm.schema import Plain, to_plain
@@ -78,13 +78,11 @@ def _training(loaded_model: Loaded) -> str:
 
 
 def _figures(loaded_model: Loaded) -> str:
-    """A table of what was measured at this step, empty if nothing was."""
+    """A table of what was measured at this step, empty if nothing was. Raises RunError: the file of a result can't be read."""
     lines = []
     for (_, step), path in sorted(evaluation_files(loaded_model.folder).items()):
-        content = read_evaluation(path)
-        if step != loaded_model.stamp["step"] or "series" not in content:
-            continue
-        for series in Evaluation.from_plain(content).series:
+        evaluation = evaluation_in(path) if step == loaded_model.stamp["step"] else None
+        for series in evaluation.series if evaluation else ():
             if series.shown is None or len(series.places) > MOST_PLACES:
                 continue
             for place in series.places:
@@ -108,7 +106,8 @@ def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path
 
     Weights, config.json, the tokenizer, and README.md: what the model is, how it was trained, and its figures.
 
-    Raises RunError: nothing to load there, a model that no architecture holds (with the reason), or `target` can't be written.
+    Raises RunError: nothing to load there, a model that no architecture holds (with the reason), an evaluation of it that can't be read, or
+    `target` can't be written.
     """
     loaded_model = load(source, checkpoint)
     if plain_model := _architecture(loaded_model, source):
