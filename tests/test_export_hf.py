@@ -101,6 +101,7 @@ def test_a_run_is_exported_with_its_tokenizer_and_a_card(tiny, tmp_path: Path):
         "library_name: transformers",
         f"val loss (nats per token) |  |  | {loss:.4f} | 4 |",
         f"seed | {config.seed} |",
+        "documents start with | `<\\|endoftext\\|>`, which",
         "normalizer:",
     ):
         assert phrase in card, card

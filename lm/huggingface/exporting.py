@@ -89,13 +89,18 @@ def _figures(loaded_model: Loaded) -> str:
                 units = len(series.column(series.column_at(place))[0].values) if series.samples else ""
                 name = " ".join(word for word in (series.metric, series.what, f"({series.unit})" if series.unit else "") if word)
                 place_label = f"{series.axis.label} {place}" if series.axis else ""
-                lines.append(f"| {name} | {series.setting} | {place_label} | {series.mean_at(place):.4f} | {units} |")
+                lines.append(_line(name, series.setting, place_label, f"{series.mean_at(place):.4f}", units))
     header = "| metric | inference setting | where | mean | units |\n|---|---|---|---|---|\n"
     return header + "\n".join(lines) if lines else ""
 
 
 def _table(rows: dict[str, str]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+    return "\n".join(["| | |", "|---|---|", *(_line(name, value) for name, value in rows.items())])
+
+
+def _line(*cells: object) -> str:
+    """A line of a table in Markdown; a bar in a cell, as in <|endoftext|>, would end the cell."""
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
 # ---------------------------------------------------------------- the model
