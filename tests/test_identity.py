@@ -1,6 +1,7 @@
 """What runs used and where their weights come from: recorded at every start; reports pool and pair runs by it."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from lm.report.comparison import compare_runs
 from lm.report.comparison_tables import notes, run_facts
 from lm.runs import record
 from lm.runs.folder import read_config
+from lm.runs.loading import load
 from lm.runs.record import read_run
 from lm.schema import to_plain
 from lm.training.train import train
@@ -205,3 +207,16 @@ def test_an_environment_that_can_not_be_read_is_an_error_of_one_line(tmp_path, w
     with pytest.raises(RunError, match=r"environment.json: ") as error:
         read_run(folder)
     assert "\n" not in str(error.value)
+
+
+def test_a_checkpoint_of_a_run_is_of_that_run(tiny, tmp_path):
+    for name in ("a", "b"):
+        train(tiny(f"name={name}", "eval.long_context.length_factor=0"))
+    run, other = tmp_path / "runs" / "a", tmp_path / "runs" / "b" / "checkpoints" / "last.ckpt"
+    kept = Path(shutil.copy(run / "checkpoints" / "last.ckpt", tmp_path / "kept.ckpt"))
+    assert load(run, kept).metadata["wandb_id"] == load(run).metadata["wandb_id"]
+    with pytest.raises(RunError, match=r"last\.ckpt: is a checkpoint of the run .*: they are of different runs"):
+        load(run, other)
+    for number in ("²", "9"):
+        with pytest.raises(RunError, match="no such checkpoint; steps saved"):
+            load(run, number)

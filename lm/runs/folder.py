@@ -104,7 +104,7 @@ def is_own(run: Path, checkpoint: Path) -> bool:
 
 def steps_saved(folder: Path) -> list[Path]:
     """The `step-N.ckpt` files of a folder, in ascending order of step."""
-    return sorted((path for path in folder.glob("step-*.ckpt") if path.stem.removeprefix("step-").isdigit()), key=step_of)
+    return sorted((path for path in folder.glob("step-*.ckpt") if path.stem.removeprefix("step-").isdecimal()), key=step_of)
 
 
 # ---------------------------------------------------------------- metrics.jsonl

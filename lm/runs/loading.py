@@ -31,12 +31,13 @@ from lm.runs.folder import (
     LAST,
     TOKENIZER,
     check_fields,
+    is_own,
     require_run,
     step_of,
     step_path,
     steps_saved,
 )
-from lm.runs.metadata import METADATA, SEALS
+from lm.runs.metadata import METADATA, SEALS, load_metadata
 from lm.runs.same_run import check_environment, trained_config
 from lm.schema import Plain, to_plain
 
@@ -333,18 +334,23 @@ def _folder(path: Path) -> Path:
 
 
 def find_checkpoint(folder: Path, checkpoint: str) -> Path:
-    """The path of a checkpoint that is named `last`, `best`, by its step or by its path. Raises RunError, which lists the saved steps."""
+    """The path of a checkpoint that is named `last`, `best`, by its step or by its path.
+
+    Raises RunError: no such checkpoint, with the saved steps, or one of another run.
+    """
     checkpoints = folder / CHECKPOINTS
     file_names = {"last": LAST, "best": BEST}
     if checkpoint in file_names:
         path = checkpoints / file_names[checkpoint]
-    elif checkpoint.isdigit():
+    elif checkpoint.isdecimal():
         path = step_path(checkpoints, int(checkpoint))
     else:
-        path = Path(checkpoint)
+        path = expanded(checkpoint)
     if not path.is_file():
         steps = ", ".join(str(step_of(path)) for path in steps_saved(checkpoints)) or "none"
         raise RunError(f"{path}: no such checkpoint; steps saved in {folder}: {steps}")
+    if not is_own(folder, path) and (folder / ENVIRONMENT).is_file():
+        check_environment(folder / ENVIRONMENT, load_metadata(path), path)
     return path
 
 
