@@ -40,9 +40,12 @@ def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_new_run_is_refused_before_its_data_are_prepared(tiny, no_data, what: str):
     overrides, message = REFUSED[what]
     config = tiny(*SIZES, *overrides, "trainer.accelerator=cpu", "name=run")
-    with pytest.raises(ConfigError, match=rf"^{message}[^\n]*$"):
-        train(config)
-    assert not config.run_folder.exists()
+    for folder_was_there in (False, True):
+        if folder_was_there:
+            config.run_folder.mkdir(parents=True)
+        with pytest.raises(ConfigError, match=rf"^{message}[^\n]*$"):
+            train(config)
+        assert not config.run_folder.exists()
 
 
 def test_the_memory_that_a_model_needs_is_that_of_its_optimizer(tiny, no_data, monkeypatch: pytest.MonkeyPatch):

@@ -19,7 +19,7 @@ from lm.training.launcher import end_with_parent, this_process
 def train(config: Config) -> int:
     """Train as configured; returns the process's exit status (0, or 128 + the signal that stopped the run).
 
-    Raises LMError: whatever prevents the run; an incomplete new run folder is removed.
+    Raises LMError: whatever prevents the run; an incomplete new run folder, or one that was empty, is removed.
     """
     process = this_process(config)
     end_with_parent(process)
@@ -105,16 +105,17 @@ def had_checkpoint(folder: Path) -> bool:
 
 
 def create_run_folder(folder: Path, resume: bool) -> bool:
-    """Make the run folder; returns whether it is new. Raises RunError if it exists and is not empty, or can't be made."""
+    """Make the run folder; returns whether it was absent or empty. Raises RunError if it holds something else, or can't be made.
+
+    resume: whether it may hold a run.
+    """
     try:
-        try:
+        with contextlib.suppress(FileExistsError):
             folder.mkdir(parents=True)
-            is_new = True
-        except FileExistsError:
-            is_new = False
-        if not is_new and any(folder.iterdir()) and resume and not (folder / CHECKPOINTS).is_dir():
+        is_new = not any(folder.iterdir())
+        if not is_new and resume and not (folder / CHECKPOINTS).is_dir():
             raise RunError(f"{folder}: holds something else than a run; choose another name=...")
-        if not is_new and any(folder.iterdir()) and not resume:
+        if not is_new and not resume:
             raise RunError(f"{folder}: the run folder exists; go on with resume=auto, or choose another name=...")
         (folder / CHECKPOINTS).mkdir(exist_ok=True)
         return is_new
