@@ -15,6 +15,7 @@ from folders import curve, losses, metrics, poison, same, series, weights
 
 from lm.config.load import parse
 from lm.errors import RunError
+from lm.files import unfinished
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import command_line, steps_saved
 from lm.training.callbacks import StopOnSignal
@@ -225,9 +226,13 @@ def test_what_came_after_the_resumed_step_is_cut_back(tmp_path: Path):
     (tmp_path / "evaluations").mkdir()
     for step in (2, 3):
         (tmp_path / "evaluations" / f"validation.step-{step:06d}.json").write_text("{}")
+    (tmp_path / "checkpoints").mkdir()
+    for name in (".gitignore", ".nfs000001", "checkpoints/.last.ckpt", unfinished(tmp_path / "metrics.jsonl") + "abcdefgh"):
+        (tmp_path / name).write_text("")
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
     assert truncate_after(tmp_path, 2) == []
+    assert sorted(p.name for p in [*tmp_path.glob(".*"), *tmp_path.glob("checkpoints/.*")]) == [".gitignore", ".nfs000001"]
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
     assert [p.name for p in (tmp_path / "evaluations").iterdir()] == ["validation.step-000002.json"]
 

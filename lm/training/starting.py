@@ -13,6 +13,7 @@ from lm.config.tree import Config, effect_of
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.evaluation_kind import weights_sha256
+from lm.files import UNFINISHED
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
 from lm.model.swapped import swapped
@@ -23,6 +24,7 @@ from lm.runs.folder import (
     CHECKPOINTS,
     ENVIRONMENT,
     EVALUATIONS,
+    LAST,
     METRICS,
     TOKENIZER,
     check_fields,
@@ -283,9 +285,9 @@ def truncate_after(run: Path, step: int) -> list[str]:
     """Delete what a run folder holds of later steps than `step`, which a resumed run makes again: lines of metrics.jsonl,
     evaluations, checkpoints, and a swap at `step` itself; and temporary files that a kill left. Returns notes on unreadable lines.
     """
-    for leftover in [*run.glob(".*"), *(run / CHECKPOINTS).glob(".*"), *(run / EVALUATIONS).rglob(".*")]:
-        if leftover.is_file():  # no process has it: the folder is this one's
-            leftover.unlink(missing_ok=True)
+    names, links = f".*-{UNFINISHED}-*", [run / CHECKPOINTS / f".{name}" for name in (LAST, BEST)]
+    for leftover in [*run.glob(names), *(run / CHECKPOINTS).glob(names), *(run / EVALUATIONS).rglob(names), *links]:
+        leftover.unlink(missing_ok=True)  # no process has it: the folder is this one's
     for path in steps_saved(run / CHECKPOINTS):
         if step_of(path) > step:
             path.unlink()
