@@ -156,7 +156,7 @@ def _usage(error: UsageError) -> str:
     return f"{text[:1].lower()}{text[1:]}; see {command} --help"
 
 
-_SMALLER = {  # by command: a remedy that needs less memory
+_MEMORY_REMEDIES = {  # by command: a remedy that needs less memory
     "train": "lower trainer.micro_batch, set trainer.activation_checkpointing=true, or lower data.seq_len or the model's size",
     "eval": "lower the lengths of eval.*, or their sequences",
     "diagnose": "lower eval.diagnostics.length_factor",
@@ -169,7 +169,7 @@ def _known_failure(error: BaseException) -> str:
     """A message of one line if memory ran out or code from outside may be the cause; empty for other errors, which are defects of lm."""
     if out_of_memory(error):
         amount = re.search(r"allocate ([\d.]+ ?\w+)", str(error))
-        remedy = _SMALLER.get(sys.argv[1], "") if len(sys.argv) > 1 else ""
+        remedy = _MEMORY_REMEDIES.get(sys.argv[1], "") if len(sys.argv) > 1 else ""
         text = "out of memory" + (f" (asked for {amount[1]})" if amount else "")
         return f"{text}: {remedy or 'use a machine with more'}"
     if panicked(error):

@@ -11,7 +11,7 @@ from lm.model.decoder import Decoder, group_of, projections
 from lm.model.swapped import swapped
 from lm.runs.checkpoints import load_checkpoint
 from lm.training.memory import TensorMemory
-from lm.training.optimizers import BATCH_ELEMENTS, after_swap, load_named_state, make_optimizer, named_state, orthogonalised
+from lm.training.optimizers import BATCH_ELEMENTS, load_named_state, make_optimizer, named_state, orthogonalised, state_after_swap
 from lm.training.train import train
 
 MODELS = {
@@ -162,7 +162,7 @@ def test_a_swap_keeps_the_momentum_of_matrices(tiny):
     optimizer.step()
     new = swapped(decoder, tiny("model.normalizer=softmax").model.normalizer)
     after = make_optimizer(new, optim)
-    load_named_state(after, after_swap(named_state(optimizer)))
+    load_named_state(after, state_after_swap(named_state(optimizer)))
     state_after, state_before = named_state(after), named_state(optimizer)
     assert state_after.keys() == {name for name, _ in new.named_parameters()}
     for name, state in state_after.items():

@@ -33,7 +33,7 @@ from lm.runs.checkpoints import load_checkpoint
 from lm.runs.loading import load
 from lm.runs.record import read_run
 from lm.statistics.intervals import Interval, interval_of
-from lm.training.optimizers import after_swap, load_named_state, make_optimizer, named_state
+from lm.training.optimizers import load_named_state, make_optimizer, named_state, state_after_swap
 from lm.training.train import train
 
 HERE = Device(torch.device("cpu"), bf16=False)
@@ -152,14 +152,14 @@ def test_the_optimizer_keeps_what_it_knows_of_untouched_parameters(tiny):
     optimizer.step()
     state = named_state(optimizer)
     fresh = make_optimizer(new, tiny().optim)
-    load_named_state(fresh, after_swap(state))
+    load_named_state(fresh, state_after_swap(state))
     before, after = (dict(model.named_parameters()) for model in (old, new))
     for name, parameter in after.items():
         if is_normalizer(name):
             assert not fresh.state[parameter]
         else:
             assert torch.equal(fresh.state[parameter]["exp_avg"], optimizer.state[before[name]]["exp_avg"])
-    assert after_swap(named_state(fresh)).keys() == state.keys()
+    assert state_after_swap(named_state(fresh)).keys() == state.keys()
 
 
 # ---------------------------------------------------------------- measuring a swap

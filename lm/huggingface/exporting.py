@@ -31,7 +31,7 @@ MOST_PLACES = 8  # of a series: longer ones are in the run's evaluations
 
 
 def model_card(loaded_model: Loaded, kind: str) -> str:
-    """The text, in Markdown, with the header that the hub reads.
+    """The text of a model card, in Markdown, with the header that the hub reads.
 
     kind: `model_type` of the exported model.
     """

@@ -34,7 +34,7 @@ SPACE = "▁"  # stands for a space in sentencepiece's tokens
 
 def _byte_level(metadata: dict[str, Plain], pattern: str, pre_tokenizer: str) -> Tokenizer:
     pairs = [tuple(merge.split(" ")) for merge in metadata["merges"]]
-    tokenizer = Tokenizer(models.BPE(_numbered(metadata["tokens"]), pairs, ignore_merges=pre_tokenizer == "llama-bpe"))
+    tokenizer = Tokenizer(models.BPE(_token_ids(metadata["tokens"]), pairs, ignore_merges=pre_tokenizer == "llama-bpe"))
     steps = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
     splits_words = pre_tokenizer in ("gpt-2", "smollm")  # as GPT-2 does, after the pattern
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits_words)])
@@ -49,7 +49,7 @@ def _sentencepiece(metadata: dict[str, Plain]) -> Tokenizer:
     tokens, kinds = metadata["tokens"], metadata["token_type"]
     scores = {token: score for token, score, kind in zip(tokens, metadata["scores"], kinds, strict=True) if kind == NORMAL}
     unknown_token = tokens[metadata.get("unknown_token_id", 0)]
-    bpe = models.BPE(_numbered(tokens), _merges(scores), unk_token=unknown_token, fuse_unk=True, byte_fallback=True)
+    bpe = models.BPE(_token_ids(tokens), _merges(scores), unk_token=unknown_token, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(bpe)
     prefix = metadata.get("add_space_prefix", True)
     spaces = [normalizers.Prepend(SPACE)] if prefix else []
@@ -66,7 +66,7 @@ def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
     return [(head, right) for head, right, _ in sorted(pairs, key=lambda split: (-split[2], -len(split[0])))]
 
 
-def _numbered(tokens: list[str]) -> dict[str, int]:
+def _token_ids(tokens: list[str]) -> dict[str, int]:
     token_ids = {token: index for index, token in enumerate(tokens)}
     if len(token_ids) < len(tokens):
         raise ValueError("it lists a token twice")
@@ -139,7 +139,7 @@ class GGUF:
             raise
         except Exception as error:  # all that the reader raises for damaged files
             raise RunError(f"{path}: not a readable GGUF file: {one_line(error, 160)}") from None
-        self._whole()
+        self._check_whole()
         self.shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
         self.types = dict(Counter(tensor.tensor_type.name for tensor in self._tensors.values()))
         self.config = self._config()
@@ -149,7 +149,7 @@ class GGUF:
             f"{kind}_token": self._token(self._metadata.get(f"tokenizer.ggml.{kind}_token_id")) for kind in ("bos", "eos")
         }
 
-    def _whole(self) -> None:
+    def _check_whole(self) -> None:
         """Raises RunError if a tensor's numbers would lie beyond the end of the file, or within another tensor's."""
         size, end = self.path.stat().st_size, 0
         for name, tensor in sorted(self._tensors.items(), key=lambda item: item[1].data_offset):
@@ -175,7 +175,7 @@ class GGUF:
         head_sizes = {}  # what must equal the head's size
         for name, value in self._metadata.items():
             key = name.removeprefix(f"{kind}.")
-            value = _shortest(value)
+            value = _shortest_decimal(value)
             if name.startswith(ABOUT) or (key in DEFAULTS and DEFAULTS[key] in (None, value)):
                 continue
             if key in FIELDS:
@@ -269,6 +269,6 @@ def _head_size(config: dict[str, Plain]) -> int | None:
     return config.get("head_dim") or (sizes[0] // sizes[1] if all(isinstance(size, int) and size > 0 for size in sizes) else None)
 
 
-def _shortest(value: Plain) -> Plain:
+def _shortest_decimal(value: Plain) -> Plain:
     """A number that was stored as fp32 as the shortest decimal that gives it, e.g. 1e-05 for 9.999999747e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) and float(np.float32(value)) == value else value

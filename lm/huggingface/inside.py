@@ -30,7 +30,7 @@ from lm.functional import Named
 from lm.huggingface.importing import INDEX, Shards
 
 LENGTH = "lm_train_length"  # field of the configuration
-HOLDER = "lm_normalizer"  # of a layer's parameters, within its attention; and the field of the configuration that names the normalizer
+HOLDER = "lm_normalizer"  # the module with the parameters, in each layer's attention; and the configuration's field with their normalizer
 UNREGISTERED = ("forget", "asentmax", "p_n")  # the first two read the layer's input, the last has a table for all layers
 REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias")  # arguments of attention functions that change what is computed
 BY_ANGLE = ("qassmax", "linear")  # unless features are the identity: they treat dimensions of q apart, whose angles are absolute

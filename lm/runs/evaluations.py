@@ -21,9 +21,8 @@ from lm.files import read_json, sources_sha256, unsealed
 from lm.runs.folder import CHECKPOINTS, EVALUATIONS, step_path
 from lm.schema import Plain, build
 
-IntervalKind = Literal[
-    "none", "documents", "wilson"
-]  # how the interval of a mean is made: Student's t over documents, Wilson's interval over sequences with questions
+# How the interval of a mean is made: Student's t over documents, Wilson's interval over sequences with questions.
+IntervalKind = Literal["none", "documents", "wilson"]
 Better = Literal["lower", "higher", "none"]  # which direction is better; none: the metric only describes
 Shape = Literal["number", "bins", "points"]
 
@@ -75,14 +74,14 @@ class Sample:
         return Sample(sha256, self.values[mask], self.weights[mask], self.groups[mask])
 
 
-def selects(data: str, documents: np.ndarray) -> np.ndarray:
+def selects(fingerprint: str, documents: np.ndarray) -> np.ndarray:
     """Mask, (units,) bool, of the units of held-out text that select checkpoints and learning rates; results come from the other units.
 
-    `documents`, (units,), has the label of each unit's document. A hash of this label and of the data's fingerprint `data` decides: about a
+    `documents`, (units,), has the label of each unit's document. A hash of this label and of the data's `fingerprint` decides. About a
     third of the documents select.
     """
     labels, label_indices = np.unique(documents, return_inverse=True)
-    selection = [hashlib.sha256(f"{data} {label}".encode()).digest()[0] % 3 == 0 for label in labels.tolist()]
+    selection = [hashlib.sha256(f"{fingerprint} {label}".encode()).digest()[0] % 3 == 0 for label in labels.tolist()]
     return np.array(selection, dtype=bool)[label_indices]
 
 
@@ -162,7 +161,7 @@ class Series:
         edges = np.array(self.axis.values if self.axis else [0.0])
         _require(columns > 0 and bool(np.all(np.diff(edges) > 0)), "the values of its axis must ascend")
         _require(not self.bins or (edges[0] == 0 and not (edges % 1).any()), "bins must be whole numbers from 0")
-        _shaped("means", self.means, (columns,))
+        _require_shape("means", self.means, (columns,))
         for name, choices in (("interval", IntervalKind), ("better", Better)):
             _require(getattr(self, name) in get_args(choices), f"{name} must be {' or '.join(get_args(choices))}")
         sample_columns = sum(sample.values.shape[1] if sample.values.ndim == 2 else 0 for sample in self.samples)
@@ -170,11 +169,11 @@ class Series:
         _require(bool(self.samples) or self.interval == "none", "an interval needs samples")
         for sample in self.samples:
             for name in ("weights", "groups"):
-                _shaped(f"samples.{name}", getattr(sample, name), sample.values.shape[:1])
+                _require_shape(f"samples.{name}", getattr(sample, name), sample.values.shape[:1])
             _require(bool((sample.weights >= 0).all() and sample.weights.sum() > 0), "samples.weights must be positive")
         if self.bins or self.curve is not None:
             _require(self.bins and self.curve is not None, "a curve belongs to bins, and bins to a curve")
-            _shaped("curve", self.curve, (int(edges[-1]),))
+            _require_shape("curve", self.curve, (int(edges[-1]),))
         _require(len(self.logged) in (0, 1 if self.bins else columns), "needs one logged name a column")
 
     @property
@@ -347,7 +346,7 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _shaped(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
+def _require_shape(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
     _require(array.shape == shape, f"{name} has shape {array.shape}, not {shape}")
 
 
@@ -404,9 +403,9 @@ def validation_series(
     return series
 
 
-def selecting(data: str, documents: np.ndarray) -> np.ndarray:
+def selecting(fingerprint: str, documents: np.ndarray) -> np.ndarray:
     """Mask, (sequences,) bool, of the validation sequences that choose the best checkpoint (`selects`); all if none would."""
-    selection = selects(data, documents)
+    selection = selects(fingerprint, documents)
     return selection if selection.any() else ~selection
 
 
@@ -442,9 +441,8 @@ class Evaluation:
     weights_sha256: str
     series: tuple[Series, ...]
     asked: dict[str, Plain] = field(default_factory=dict)  # the keys of `eval` that asked for it; {}: an older version measured it
-    code: dict[str, str] = field(
-        default_factory=dict
-    )  # `Measurement.code`; {}: an older version measured it, whose files hold no sha256 of themselves
+    # `Measurement.code`; {}: an older version measured it, whose files hold no sha256 of themselves
+    code: dict[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -529,7 +527,7 @@ def last_evaluations(
 
     Raises RunError: a file can't be read. A file that an older version wrote counts as missing.
     """
-    last_paths, wanted_kinds = {kind: path for (kind, _), path in sorted(evaluation_files(run).items())}, _wanted(config)
+    last_paths, wanted_kinds = {kind: path for (kind, _), path in sorted(evaluation_files(run).items())}, _wanted_kinds(config)
     evaluations, gaps = [], []
     for kind in dict.fromkeys((*EvalConfig.kind_names(), *last_paths)):
         name = f"{kind.replace('_', '-')} evaluation"
@@ -551,7 +549,7 @@ def last_evaluations(
     return evaluations, gaps
 
 
-def _wanted(config: dict[str, Plain]) -> set[str]:
+def _wanted_kinds(config: dict[str, Plain]) -> set[str]:
     """The kinds of evaluation that a run's configuration asks for; none where this version can't read the configuration."""
     problems = []
     eval_config, data_config = (

@@ -98,7 +98,7 @@ def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[s
     Raises RunError: the folder's description is damaged, or its path names a user who does not exist (`~name`).
     """
     folder = expanded(init_from)
-    keys = _untrained(folder)
+    keys = _keys_of_untrained(folder)
     if keys is None:
         return merge(file_keys, overrides)
     normalizer, shape = keys
@@ -106,12 +106,12 @@ def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[s
     return merge(merge(merge(base, file_keys), shape), overrides)
 
 
-def _untrained(folder: Path) -> tuple[Keys, Keys] | None:
-    """The keys that `_taken` gives for a model folder; None: `folder` is no model folder, or its model has a training run."""
+def _keys_of_untrained(folder: Path) -> tuple[Keys, Keys] | None:
+    """The keys that `_taken_keys` gives for a model folder; None: `folder` is no model folder, or its model has a training run."""
     if (folder / DESCRIPTION).is_file():
         description = read_sealed(folder / DESCRIPTION)
         spec = description["spec"]
-        return None if description.get("training") is not None else _taken(folder, spec["model"], spec["seq_len"], spec)
+        return None if description.get("training") is not None else _taken_keys(folder, spec["model"], spec["seq_len"], spec)
     if not (folder / ENVIRONMENT).is_file() or not (folder / CONFIG).is_file():
         return None
     environment = read_json(folder / ENVIRONMENT)
@@ -119,14 +119,14 @@ def _untrained(folder: Path) -> tuple[Keys, Keys] | None:
         return None
     config = read_yaml(folder / CONFIG)
     try:
-        return _taken(folder, config["model"], config["data"]["seq_len"], config["data"]["tokenizer"])
+        return _taken_keys(folder, config["model"], config["data"]["seq_len"], config["data"]["tokenizer"])
     except (KeyError, TypeError):
         raise RunError(f"{folder / CONFIG}: cut short: it does not say what the model is; swap the model again") from None
 
 
-def _taken(folder: Path, model: Keys, seq_len: int, tokens: Keys) -> tuple[Keys, Keys]:
+def _taken_keys(folder: Path, model: Keys, seq_len: int, tokens: Keys) -> tuple[Keys, Keys]:
     """The keys that a run takes from a model of this description: the normalizer, if it is one of lm's own; and shape, tokenizer, and
-    number of learned positions. The run's documents end where the next one starts: it stops there, too, when it writes."""
+    number of learned positions. In the run's text the token that starts a document ends the one before: it joins the `end_tokens`."""
     normalizer = model["normalizer"]
     # A configuration may import the normalizers that it names. A model folder may not: a normalizer from outside is not taken from it.
     is_builtin = all(entry["name"] in ENTRIES for entry in (normalizer["of"] if normalizer["name"] == Layers.name else [normalizer]))

@@ -125,7 +125,7 @@ def divergence(lines: list[dict[str, Plain]], final_series: Series | None) -> st
 
 
 def tokens_before(environment: Mapping[str, Plain]) -> int:
-    """Tokens that the weights which a run started from had seen, and those that they had started from; 0 for a run from scratch.
+    """Training tokens of the weights that a run started from, in all runs behind them; 0 for a run from random weights.
 
     environment: the content of its environment.json.
     """
@@ -212,7 +212,7 @@ class RunRecord:
 
     @property
     def tokens_before(self) -> int:
-        """Tokens that the weights it started from had seen (`init_from`), and theirs; 0 for a run from scratch."""
+        """Training tokens of the weights that it started from (`init_from`), in all runs behind them; 0 for a run from random weights."""
         return tokens_before(self.environment)
 
     def setting(self, name: str) -> Plain:

@@ -34,13 +34,15 @@ from lm.training.starting import PhaseStart
 
 # Below a quarter of the 20 tokens a parameter that use compute best (Hoffmann et al. 2022) a run is warned.
 FEWEST_TOKENS = 5
-FEW = (
+FEW_TOKENS = (
     f"fewer than {FEWEST_TOKENS} tokens a parameter: with the same compute, a smaller model on more tokens reaches a lower loss; "
     "best are about 20 (arXiv 2203.15556): trainer.tokens_per_parameter=20"
 )
 # Four times as often as text may be read without loss (Muennighoff et al. 2023) a run is warned.
 MOST_EPOCHS = 16
-MANY = f"text is read more than {MOST_EPOCHS} times: up to 4 are about as good as new text, the value of more decays (arXiv 2305.16264)"
+MANY_EPOCHS = (
+    f"text is read more than {MOST_EPOCHS} times: up to 4 are about as good as new text, the value of more decays (arXiv 2305.16264)"
+)
 UNDIVIDED = "too few held-out documents to choose best.ckpt on some of them and report others: all of them choose it; hold out more text"
 FEWEST_SEQUENCES = 32  # below it, validation on less than was asked for is warned of
 COUNTED_SEQUENCES = 8  # sequences of each task beside text whose answers are counted
@@ -57,13 +59,14 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     kernels = dict.fromkeys(normalizer.kernel_description(device) for normalizer in decoder.normalizers())
     accumulation = config.rank_sequences // config.micro_batch
     heads = f"{model.n_head} heads" + (f" ({model.kv_heads} of keys and values)" if model.kv_heads != model.n_head else "")
-    options = {name: value for name, value in _changed(model).items() if name not in _IN_OTHER_LINES}
+    options = {name: value for name, value in _changed_options(model).items() if name not in _IN_OTHER_LINES}
     base = "lr is that of a base model of 1/{:.4g} of the width and 1/{:.4g} of the depth".format(*model.size_multipliers)
     source = "its maker" if device == "cuda" else "of a matrix product"
     peak = f"peak {machine.peak_flops:.2e} FLOP/s ({source})" if machine.peak_flops else "the device's peak is not known"
     epochs, warmup = _epochs(store, config), optim.warmup(config.trainer.max_steps)
-    few = _ratio(config, parameters) < FEWEST_TOKENS and not (config.init_from or data.symbolic)
-    notes = few * [FEW] + any(number > MOST_EPOCHS for _, number in epochs) * [MANY]
+    token_ratio = _tokens_per_parameter(config, parameters)
+    few = token_ratio < FEWEST_TOKENS and not (config.init_from or data.symbolic)
+    notes = few * [FEW_TOKENS] + any(number > MOST_EPOCHS for _, number in epochs) * [MANY_EPOCHS]
     documents = validation_sequences(store, config).document_labels
     if warmup < optim.warmup_steps:
         notes.append(f"optim.warmup_steps = {optim.warmup_steps} is more than the run's {warmup} steps: all of them are warm-up")
@@ -85,14 +88,14 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         "tasks": _tasks(store, config) if data.tasks else "",
         "lengths": _lengths(store, config) if data.lengths.allows_shorter else "",
         "documents": "isolated: attention and n restart at each" if data.documents == "isolate" else "",
-        "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,}, {_ratio(config, parameters):.3g} a parameter"
+        "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,}, {token_ratio:.3g} a parameter"
         + (f" ({', '.join(f'{label} {number:.2f}'.strip() for label, number in epochs)} epochs)" if epochs else ""),
         "note": "; ".join(notes),
         "device": f"{machine.device}, precision {machine.precision}, compile {machine.compiled}",
         "memory": _memory(config, start.phase, store.vocab_size, machine),
         "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all; {peak}",
         "step": f"{config.micro_batch} sequences x {data.seq_len} tokens x {accumulation} micro-batches x {config.world_size} processes",
-        "optimizer": f"{_options(optim.optimizer)}, lr {optim.lr:g}, {_options(optim.schedule)}, warm-up of {warmup} steps; "
+        "optimizer": f"{_in_words(optim.optimizer)}, lr {optim.lr:g}, {_in_words(optim.schedule)}, warm-up of {warmup} steps; "
         f"gradients' norm {f'at most {optim.grad_clip:g}' if optim.grad_clip else 'not bounded'}"
         + (f"; z-loss x {optim.z_loss:g}" if optim.z_loss else ""),
         "transfer": base if model.transfer else "",
@@ -104,8 +107,8 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     return "\n".join(f"{name:<11} {text}" for name, text in lines.items() if text)
 
 
-def _ratio(config: Config, parameters: dict[str, int]) -> float:
-    """Tokens trained on, for each parameter that is not of a normalizer (as `trainer.tokens_per_parameter`)."""
+def _tokens_per_parameter(config: Config, parameters: dict[str, int]) -> float:
+    """Training tokens for each parameter, those of normalizers aside (as `trainer.tokens_per_parameter`)."""
     return config.trainer.max_steps * config.optim.batch_tokens / (parameters["total"] - parameters["normalizer"])
 
 
@@ -120,7 +123,7 @@ def _memory(config: Config, phase: int, vocab_size: int, machine: Machine) -> st
 
 
 def _normalizer(decoder: Decoder) -> str:
-    """Formula and options of the normalizer; where layers have different normalizers, those of each layer."""
+    """Formula and options of the normalizer, or of each layer's normalizer where they differ."""
     texts = []
     for options in (normalizer.options for normalizer in decoder.normalizers()):
         words = ", ".join(f"{name} = {value}" for name, value in vars(options).items())
@@ -132,14 +135,14 @@ def _normalizer(decoder: Decoder) -> str:
     )
 
 
-def _options(options: object) -> str:
-    """A variant's name, and its options that are not at their defaults."""
-    texts = {name: f"{value:g}" if isinstance(value, float) else str(value).lower() for name, value in _changed(options).items()}
+def _in_words(options: object) -> str:
+    """A variant's name, and its options that are not at their defaults, in words."""
+    texts = {name: f"{value:g}" if isinstance(value, float) else str(value).lower() for name, value in _changed_options(options).items()}
     return ", ".join([options.name, *(f"{name} = {value}" for name, value in texts.items())])
 
 
-def _changed(options: object) -> dict[str, object]:
-    """Options that are not at their defaults, in words."""
+def _changed_options(options: object) -> dict[str, object]:
+    """The options that are not at their defaults, with their values."""
     defaults = vars(type(options)())
     return {name: value for name, value in vars(options).items() if value != defaults[name]}
 

@@ -62,7 +62,7 @@ def check_before_data(config: Config, checkpoint: Path | None) -> tuple[Config, 
 def _check_memory(config: Config, decoder: Decoder, accelerator: str) -> None:
     """Raises ConfigError if weights, gradients and the optimizer's state, without those of embedding and head, exceed all memory."""
     state = [value for entries in implied_state(decoder, config).values() for value in entries.values() if isinstance(value, torch.Tensor)]
-    gradients = [p for p in decoder.parameters() if p.requires_grad]  # of their size
+    gradients = [p for p in decoder.parameters() if p.requires_grad]  # each has its parameter's size
     need = sum(tensor.nbytes for tensor in (*decoder.parameters(), *gradients, *state))
     if accelerator == "gpu":
         place, capacity = "the GPU", torch.cuda.get_device_properties(0).total_memory
@@ -75,7 +75,7 @@ def _check_memory(config: Config, decoder: Decoder, accelerator: str) -> None:
 
 
 def _source_problems(config: Config, decoder: Decoder, source_model: Loaded) -> list[Problem]:
-    """Problems where the model or normalizer differs from that of the weights that `init_from` names: both values, and what to do."""
+    """Problems where model or normalizer differ from those of the weights that `init_from` names: both values, and what to do."""
     models = ({"model": to_plain(model)} for model in (decoder.config, source_model.decoder.config))
     problems = [
         Problem(key, value, f"{source_model.path} has {as_written(source_value)}", "set it to that")
@@ -101,7 +101,7 @@ def _source_problems(config: Config, decoder: Decoder, source_model: Loaded) -> 
 
 
 def _normalizer_problems(config: Config, decoder: Decoder, source_model: Loaded) -> list[Problem]:
-    """Problems where the normalizer, initial values aside, is not that of the weights, or its constants differ at this training length."""
+    """Problems where the normalizer, initial values aside, is not the weights' own, or its constants differ at this training length."""
     models = decoder, source_model.decoder
     labels = [model.config.normalizer.label() for model in models]
     setting = "phases[0].normalizer" if config.phases else "model.normalizer"

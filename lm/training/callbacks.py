@@ -48,7 +48,7 @@ class Clock:
         """Seconds since `start`, pauses excluded."""
         return time.perf_counter() - self._begin - self._paused
 
-    def paused(self, begin: float) -> None:
+    def exclude_since(self, begin: float) -> None:
         """Exclude the time since `begin`, a reading of `time.perf_counter`."""
         self._paused += time.perf_counter() - begin
 
@@ -56,8 +56,8 @@ class Clock:
 # ---------------------------------------------------------------- how much of the device's arithmetic a run uses
 
 
-# TFLOP/s of cards in bf16 (tensor cores, dense, sums in fp32) and in fp32, by their makers' data sheets. Lightning's table has others for
-# bf16: an A40's and an RTX 4090's are a fourth and half of these, an H200's is for sparse matrices; and it takes an L40 for an L4.
+# TFLOP/s of cards in bf16 (tensor cores, dense, sums in fp32) and in fp32, by their makers' data sheets. Lightning's table differs in bf16:
+# it has a fourth of an A40's figure, half of an RTX 4090's, and an H200's for sparse matrices. It also takes an L40 for an L4.
 GPUS = {
     "A10": (125, 31.2),
     "A40": (149.7, 37.4),
@@ -81,7 +81,7 @@ SIZE, SECONDS = 1024, 0.1  # most rows of the matrices that are multiplied to me
 def peak_flops(accelerator: str, bf16: bool) -> float | None:
     """FLOPs a second that one device can make in this precision; None if that is not known.
 
-    A GPU's is its maker's figure, a CPU's the rate that a matrix product reaches now with torch's threads.
+    For a GPU it is its maker's figure, for a CPU the rate of a matrix product that is timed now, with torch's threads.
     """
     if accelerator == "gpu":
         words = re.split("[ -]", torch.cuda.get_device_name().upper())  # as in NVIDIA H100 80GB HBM3, NVIDIA A100-SXM4-40GB
@@ -180,7 +180,7 @@ class StopOnSignal(StepCallback):
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
         """Stop on all ranks after the step in which one of them received a signal."""
-        if module.last.stop:
+        if module.last_step.stop:
             self.signal = self.signal or signal.SIGTERM
             trainer.should_stop = True
 
@@ -220,7 +220,7 @@ class Metrics(StepCallback):
                 "tokens": step * tokens,
                 "train/loss": loss,
                 **({"train/z_loss": z_loss} if self.config.optim.z_loss else {}),
-                "train/grad_norm": module.last.grad_norm,
+                "train/grad_norm": module.last_step.grad_norm,
                 "lr": self.config.optim.lr_at(step - 1, max_steps),
                 "tokens_per_s": round(speed, 1),
                 **mfu(module.decoder, speed, self.peak_flops),
@@ -228,7 +228,7 @@ class Metrics(StepCallback):
                 PEAK_MEMORY: peak_memory_bytes(module.device),
                 **({"sequence_length": module.sequence_length} if self.config.data.lengths.allows_shorter else {}),
                 **({"train/skipped": state.skipped} if self.config.optim.on_nonfinite == "skip" else {}),
-                **module.last.layers,
+                **module.last_step.layers,
                 **(transferred(self._weight_metrics(module, step)) if trainer.is_global_zero else {}),
             }
         )
@@ -290,7 +290,7 @@ class Evaluations(StepCallback):
             self.record.write({"step": step, "tokens": tokens, f"{kind}/failed": reason})
             self.progress.say(f"step {step}: {kind}: not {'kept' if result else 'measured'}: {reason}")
         finally:
-            self.clock.paused(begin)
+            self.clock.exclude_since(begin)
         return result  # the same on all ranks: where only writing it failed, on the first, there is one
 
 
@@ -343,7 +343,7 @@ class Checkpoints(StepCallback):
         self.wandb_id, self.every = run.wandb_id, self.config.checkpoint_every
         self.yaml = to_yaml(replace(self.config, resume=""))  # as config.yaml; once: it takes longer than to save a small model
         self.folder = self.config.run_folder / CHECKPOINTS
-        self.saved = -1
+        self.saved_step = -1
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
         """Save at the steps that call for a checkpoint."""
@@ -356,25 +356,25 @@ class Checkpoints(StepCallback):
 
     def on_train_end(self, trainer: L.Trainer, module: TrainModule) -> None:
         """Save where a signal stopped training."""
-        if trainer.global_step != self.saved:
+        if trainer.global_step != self.saved_step:
             self.save(trainer, module)
 
     def save(self, trainer: L.Trainer, module: TrainModule) -> None:
         """Save now (collective), and delete checkpoints beyond `keep_checkpoints`."""
-        begin, self.saved = time.perf_counter(), trainer.global_step
+        begin, self.saved_step = time.perf_counter(), trainer.global_step
 
         def write() -> Tensor:
             if trainer.is_global_zero:
-                path = step_path(self.folder, self.saved)
-                module.start.state.note_weights(self.saved, save_checkpoint(self.content(module), path))
+                path = step_path(self.folder, self.saved_step)
+                module.start.state.note_weights(self.saved_step, save_checkpoint(self.content(module), path))
                 link_checkpoint(LAST, path)
-                if is_best(module, self.saved):
+                if is_best(module, self.saved_step):
                     link_checkpoint(BEST, path)
                 self.prune()
             return torch.zeros(1)
 
         all_reduce_sum(self.device(trainer, module), write)  # where the first rank can't save, no other waits for it
-        self.clock.paused(begin)
+        self.clock.exclude_since(begin)
 
     def content(self, module: TrainModule) -> dict[str, object]:
         """Weights, the optimizer's state by name, and metadata: enough to rebuild the model, to resume, and to refuse a mismatch."""
@@ -401,7 +401,7 @@ class Checkpoints(StepCallback):
         paths = steps_saved(self.folder)
         regular = [path for path in paths if self.is_regular(step_of(path))]
         swaps = {step_path(self.folder, end) for end in self.config.phase_ends[:-1]}
-        for old_path in {*paths} - {step_path(self.folder, self.saved), *regular[-self.config.trainer.keep_checkpoints :], *swaps}:
+        for old_path in {*paths} - {step_path(self.folder, self.saved_step), *regular[-self.config.trainer.keep_checkpoints :], *swaps}:
             old_path.unlink(missing_ok=True)
 
 
@@ -414,7 +414,7 @@ def is_best(module: TrainModule, step: int) -> bool:
 # ---------------------------------------------------------------- torch's profiler
 
 
-ROWS = 40  # operations in the table
+ROWS = 40  # rows of the table of operations
 
 
 class ProfileSteps(StepCallback):
@@ -443,7 +443,7 @@ class ProfileSteps(StepCallback):
         self.profiler = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu, profile_memory=True)
         self.first, begin = step, time.perf_counter()
         self.profiler.start()  # which loads libraries first
-        self.clock.paused(begin)
+        self.clock.exclude_since(begin)
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
         """Stop recording after the last step of the window."""
@@ -466,5 +466,5 @@ class ProfileSteps(StepCallback):
         order = "self_cuda_time_total" if self.machine.accelerator == "gpu" else "self_cpu_time_total"
         write_text(path, self.profiler.key_averages().table(sort_by=order, row_limit=ROWS, max_name_column_width=60))
         self.profiler = None
-        self.clock.paused(begin)
+        self.clock.exclude_since(begin)
         self.progress.say(f"profile of steps {self.first} to {self.last}: {path}")

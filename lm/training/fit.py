@@ -70,7 +70,7 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
     mode = wandb_mode(config.log, bool(config.experiment.name))
     torch.set_num_threads(config.trainer.threads or threads_each(config.trainer.devices))
     if accelerator == "cpu":
-        if config.world_size > 1:  # by this Lightning, which would set another number, leaves it, and the processes that it starts agree
+        if config.world_size > 1:  # or Lightning would set another number, here and in the processes that it starts
             os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
         keep_freed_memory()
         device = f"cpu ({torch.get_num_threads()} threads)"
@@ -84,7 +84,7 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
         notes = check_resume(config, store, content, checkpoint)
         old_facts = check_environment(config.run_folder / ENVIRONMENT, content["lm"], checkpoint)
         old_log = read_metrics(config.run_folder / METRICS)
-        check_log(config.run_folder, old_log._replace(content=old_log.content or b""), content["lm"], checkpoint)  # none is not the same
+        check_log(config.run_folder, old_log._replace(content=old_log.content or b""), content["lm"], checkpoint)  # a missing log differs
         if content["lm"]["step"] >= config.trainer.max_steps:
             if main:
                 _make_missing(config, plan, checkpoint, content["lm"]["step"], mode, old_facts)

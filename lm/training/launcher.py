@@ -50,7 +50,7 @@ def this_process(config: Config) -> Process:
     if values.get("SLURM_STEP_NUM_TASKS", 1) > 1:
         _check_size(config, values["SLURM_STEP_NUM_TASKS"])
         return _srun(config, values)
-    return _alone(config, values)
+    return _without_launcher(config, values)
 
 
 def end_with_parent(process: Process) -> None:
@@ -111,7 +111,7 @@ def _srun(config: Config, values: dict[str, int]) -> Process:
     return Process(rank, "srun")
 
 
-def _alone(config: Config, values: dict[str, int]) -> Process:
+def _without_launcher(config: Config, values: dict[str, int]) -> Process:
     """The process without a launcher. Raises ConfigError: a rank other than 0, or one that would keep Lightning from starting processes."""
     strays = [name for name in RANKS if values.get(name) or (name in ("RANK", "LOCAL_RANK") and name in values and config.world_size > 1)]
     if strays:

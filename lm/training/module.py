@@ -86,7 +86,7 @@ def logit_scales(decoder: Decoder) -> Iterator[Named]:
 
     `logit_scale/nN/layerL/headH` at n = 2, sqrt(L) and L; `logit_scale/slope/...` and `logit_scale/intercept/...`, a and b of the
     least-squares fit a ln n + b over n = 2 ... L. The weight of a single key is 1 whatever its score, which leaves out n = 1.
-    Nothing of normalizers whose scores are no multiple of q.k (`Normalizer.scale_by_position`).
+    Normalizers whose scores are no multiple of q.k are left out (`Normalizer.scale_by_position`).
     """
     for layer, normalizer in enumerate(decoder.normalizers()):
         scale, length = normalizer.scale_by_position(), normalizer.layer.train_length
@@ -119,8 +119,8 @@ def largest_scores(decoder: Decoder, batch: Batch, device: Device) -> Iterator[N
 
 
 def gradient_norms(decoder: Decoder) -> Iterator[Named]:
-    """`train/grad_norm/layerL`: the norm of the gradient of a block's parameters as it is now (`lm.model.transfer.gradients_to_norm`);
-    nothing of a block without gradients."""
+    """`train/grad_norm/layerL`: the norm of the present gradient of a block's parameters (`lm.model.transfer.gradients_to_norm`). Blocks
+    without gradients are left out."""
     for layer, block in enumerate(decoder.blocks):
         if grads := gradients_to_norm(block, decoder.config):
             yield [f"train/grad_norm/layer{layer}"], get_total_norm(grads).view(1)
@@ -146,7 +146,7 @@ def skip_or_stop(decoder: Decoder, state: RunState, policy: str, step: int, reas
     Raises Diverged: the policy is `stop`, or too many consecutive steps were skipped.
     """
     state.count_skipped()
-    message = f"step {step}: {reason} ({_norms(decoder)})"
+    message = f"step {step}: {reason} ({_gradients_in_words(decoder)})"
     if policy == "stop":
         advice = "lower optim.lr or raise optim.warmup_steps, in a run of another name; or skip such steps: optim.on_nonfinite=skip"
         advice += "".join(f"; or its cause is code from outside: {check}" for check in PLUGINS.checks())
@@ -157,8 +157,8 @@ def skip_or_stop(decoder: Decoder, state: RunState, policy: str, step: int, reas
         parameter.grad = None  # the optimizer then leaves the parameter and its moments as they are
 
 
-def _norms(decoder: Decoder) -> str:
-    """The first parameter whose gradient isn't finite, and the layer with the largest gradient that is."""
+def _gradients_in_words(decoder: Decoder) -> str:
+    """Words on the first parameter whose gradient isn't finite, and on the parameter whose finite gradient has the largest norm."""
     norms = {name: float(p.grad.norm()) for name, p in decoder.named_parameters() if p.grad is not None}
     bad_names = [name for name, norm in norms.items() if not math.isfinite(norm)]
     finite_norms = {name: norm for name, norm in norms.items() if math.isfinite(norm)}
@@ -205,11 +205,11 @@ class TrainModule(L.LightningModule):
         stop_requested: whether this process was asked to stop.
 
     Attributes:
-        last: the step just made.
-        sequence_length: tokens in each of its sequences.
+        last_step: the step just made.
+        sequence_length: tokens in each sequence of this step.
     """
 
-    last: Step
+    last_step: Step
 
     def __init__(self, run: RunContext, start: PhaseStart, stop_requested: Callable[[], bool]):
         super().__init__()
@@ -254,7 +254,7 @@ class TrainModule(L.LightningModule):
             torch.get_device_module(self.device).manual_seed(seed)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Loss (nats, scalar) of a micro-batch, scaled so that the step's gradient is that of the mean over its tokens."""
+        """Loss (nats, scalar) of a micro-batch, scaled so that the step has the gradient of the mean over its tokens."""
         (loss, terms), self.sequence_length = self.decoder.training_loss(batch, self.config.optim.z_loss or 0.0), batch.tokens.size(1)
         targets = (batch.targets != IGNORED).sum() if self.has_ignored else terms.new_full((), batch.targets.numel())
         sums = torch.cat((terms.double(), targets.double().unsqueeze(0)))
@@ -269,7 +269,7 @@ class TrainModule(L.LightningModule):
     def configure_gradient_clipping(
         self, optimizer: torch.optim.Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip by the global norm; a loss or gradient that is not finite is the same on all ranks. Collective.
+        """Clip by the global norm, or skip a step that is not finite; all ranks see the same loss and gradient. Collective.
 
         All that the host needs to know comes from the device in one transfer, the step's only synchronization.
         """
@@ -277,7 +277,7 @@ class TrainModule(L.LightningModule):
         logs_layers = "gradient_norm" in log.dynamics and log.is_due(self.global_step + 1, self.config.trainer.max_steps)
         trained_parameters = [p for p in self.decoder.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients_to_norm(self.decoder, self.decoder.config))  # of the mean over tokens, not targets
-        step = ["loss", "z_loss", "targets", "stop", "norm"], torch.cat((self._all_reduced(), norm.double().unsqueeze(0)))
+        step = ["loss", "z_loss", "targets", "stop", "norm"], torch.cat((self._sums_over_ranks(), norm.double().unsqueeze(0)))
         layers = transferred([step, *(gradient_norms(self.decoder) if logs_layers else [])])
         nll, z_loss, targets, stop, grad_norm = (layers.pop(name) for name in step[0])
         targets = max(1, int(targets))
@@ -286,15 +286,15 @@ class TrainModule(L.LightningModule):
             torch._foreach_mul_([p.grad for p in trained_parameters], factor)
             norm, grad_norm = norm * factor, grad_norm * factor
             layers = {name: value * factor for name, value in layers.items()}
-        self.last = Step(nll / targets, grad_norm, stop > 0, layers)
+        self.last_step = Step(nll / targets, grad_norm, stop > 0, layers)
         if math.isfinite(grad_norm) and math.isfinite(nll):
             state.count_step(nll, z_loss, targets)
             torch.nn.utils.clip_grads_with_norm_(trained_parameters, optim.grad_clip or math.inf, norm)
         else:
-            reason = f"the loss is {self.last.loss:g}, the gradient's norm {grad_norm:g}"
+            reason = f"the loss is {self.last_step.loss:g}, the gradient's norm {grad_norm:g}"
             skip_or_stop(self.decoder, state, optim.on_nonfinite, self.global_step + 1, reason)
 
-    def _all_reduced(self) -> Tensor:
+    def _sums_over_ranks(self) -> Tensor:
         """Sums over all ranks, (4,) float64: loss, z-loss (nats), targets, and ranks asked to stop. Resets this rank's sums."""
         sums, self.sums = torch.cat((self.sums, self.sums.new_full((1,), float(self.stop_requested())))), None
         if self.trainer.world_size > 1:

@@ -216,8 +216,8 @@ def load_named_state(optimizer: torch.optim.Optimizer, state: State) -> None:
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def after_swap(state: State) -> State:
-    """The state that a swap keeps: all but that of the normalizers, whose parameters are new."""
+def state_after_swap(state: State) -> State:
+    """The state that a swap keeps: all but the state of the normalizers, whose parameters are new."""
     return {name: entry for name, entry in state.items() if not is_normalizer(name)}
 
 

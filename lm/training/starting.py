@@ -39,7 +39,7 @@ from lm.runs.metadata import load_metadata
 from lm.runs.record import arm, seeds, tokens_before
 from lm.runs.same_run import check_environment, trained_config
 from lm.schema import Plain, to_plain
-from lm.training.optimizers import State, after_swap, freeze, optimizer_mismatch
+from lm.training.optimizers import State, freeze, optimizer_mismatch, state_after_swap
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class PhaseStart:
     phase: int
     decoder: Decoder  # on the CPU, with the weights to train from
     state: RunState = field(default_factory=RunState)
-    optimizer: State = field(default_factory=dict)  # its state by parameter name
+    optimizer: State = field(default_factory=dict)  # the optimizer's state by parameter name
     replaced_decoder: Decoder | None = None  # the decoder that a swap at this step replaced
 
 
@@ -176,7 +176,7 @@ def initialize_from(config: Config, store: Store, decoder: Decoder, loaded_model
 
 
 def _encoding_rules(tokenizer: Tokenizer) -> dict[str, Plain]:
-    """All that decides the ids of a text."""
+    """The parts of a tokenizer that decide the ids of a text."""
     return {name: part for name, part in json.loads(tokenizer.to_str()).items() if name not in ("truncation", "padding")}
 
 
@@ -209,7 +209,7 @@ def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> Phas
     start = PhaseStart(metadata["step"], phase, decoder, state, checkpoint["optimizer"])
     if phase != metadata["phase"]:
         start.decoder, start.replaced_decoder = swapped(decoder, config.model_in(phase).normalizer), decoder
-        start.optimizer = after_swap(start.optimizer)
+        start.optimizer = state_after_swap(start.optimizer)
     freeze(start.decoder, config.train_only)
     return start
 
@@ -271,7 +271,7 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
     if is_own_checkpoint and any(step_of(checkpoint_path) > metadata["step"] for checkpoint_path in steps_saved(path.parent)):
         notes.append(f"note: back to step {metadata['step']}; checkpoints, metrics and evaluations of later steps are deleted")
     steps = saved_config.trainer.max_steps, config.trainer.max_steps
-    step = min(metadata["step"], saved_config.trainer.max_steps - 1)  # a run at its end had no rate in mind for a further step
+    step = min(metadata["step"], saved_config.trainer.max_steps - 1)  # a run at its end planned no rate for a further step
     rates = saved_config.optim.lr_at(step, saved_config.trainer.max_steps), config.optim.lr_at(metadata["step"], config.trainer.max_steps)
     if is_own_checkpoint and steps[0] != steps[1] and config.optim.schedule.name != "constant":
         jump = "" if math.isclose(*rates, rel_tol=0.01) else ": the learning rate jumps"
