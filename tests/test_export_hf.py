@@ -107,6 +107,17 @@ def test_a_run_is_exported_with_its_tokenizer_and_a_card(tiny, tmp_path: Path):
         assert phrase in card, card
 
 
+def test_the_card_of_swapped_weights_says_what_they_were_trained_with(tiny, tmp_path: Path):
+    config = tiny("name=run", "model.normalizer=softmax", "eval.swap_lengths=[1]")
+    train(config)
+    assert lm("swap", str(config.run_folder), "--to", "ssmax", "-o", str(tmp_path / "swapped")).returncode == 0
+    cards = [
+        (exported(folder, tmp_path / f"hf{n}") / "README.md").read_text()
+        for n, folder in enumerate((config.run_folder, tmp_path / "swapped"))
+    ]
+    assert ["| normalizer | softmax, replaced by ssmax after training |" in card for card in cards] == [False, True], cards[1]
+
+
 def test_an_evaluation_of_an_older_version_is_refused_by_name_and_one_of_another_step_is_not_read(tiny, tmp_path: Path):
     config = tiny("name=run", "eval.long_context.length_factor=0")
     train(config)

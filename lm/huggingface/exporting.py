@@ -73,6 +73,8 @@ def _training(loaded_model: Loaded) -> str:
         "precision": str(environment.get("precision", "not recorded")),
         "started from": (environment.get("started_from") or {}).get("path", "random weights"),
     }
+    if swap := environment.get("swap"):  # the configuration names the new normalizer alone
+        rows["normalizer"] = f"{swap['normalizer']}, replaced by {loaded_model.spec.model.normalizer.label()} after training"
     text = f"{_table(rows)}\n\n<details><summary>The whole configuration</summary>\n\n```yaml\n{to_yaml(config)}```\n\n</details>"
     return f"{origin_note}\n\n{text}" if origin_note else text
 
