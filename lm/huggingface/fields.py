@@ -111,7 +111,7 @@ class Fields:
         """The error that names a field, its value and why it can't be used."""
         return RunError(f"{self.path}: {name} = {abbreviated(as_written(self._plain.get(name)), 80)}: {reason}")
 
-    def finish(self, irrelevant_names: Container[str] = IRRELEVANT) -> None:
+    def finish(self, irrelevant_names: Container[str]) -> None:
         """Raises RunError if a field was neither used nor is irrelevant."""
         unknown_names = [name for name in self._plain if name not in self._used and name not in irrelevant_names]
         if unknown_names:

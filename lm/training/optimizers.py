@@ -38,9 +38,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         fused: whether AdamW runs as one kernel over all parameters.
     """
 
-    def __init__(
-        self, groups: list[dict[str, object]], options: Muon, projections: Mapping[str, Mapping[str, slice]], fused: bool | None = None
-    ):
+    def __init__(self, groups: list[dict[str, object]], options: Muon, projections: Mapping[str, Mapping[str, slice]], fused: bool):
         self.options, self.projections = options, projections
         adamw_options = {"betas": (options.beta1, options.beta2), "eps": options.eps, "fused": fused}
         self.adamw = torch.optim.AdamW([torch.empty(0)], **adamw_options)  # its groups and state are lent to it at each step
@@ -94,7 +92,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
                 projection.sub_(update, alpha=rate)
 
 
-def orthogonalised(matrices: Tensor, steps: int, products: torch.dtype = torch.bfloat16) -> Tensor:
+def orthogonalised(matrices: Tensor, steps: int, products: torch.dtype) -> Tensor:
     """About the nearest orthogonal matrix of each: its singular values are brought to between 0.7 and 1.2, but for those near 0.
 
     Args:
