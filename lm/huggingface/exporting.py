@@ -14,7 +14,7 @@ from lm.config.tree import function_of
 from lm.data.tokenizer import TOKENIZER_CONFIG
 from lm.errors import DataError, RunError, one_line
 from lm.files import new_folder, replacing
-from lm.huggingface.architectures import ARCHITECTURES, Architecture
+from lm.huggingface.architectures import ARCHITECTURES, FULL, HEAD, SLIDING, Architecture
 from lm.huggingface.fields import Fields
 from lm.huggingface.gguf_file import CUTS
 from lm.huggingface.importing import CONFIG, OWN_TYPE, SINGLE
@@ -242,7 +242,7 @@ def _own_config(loaded_model: Loaded) -> dict[str, Plain]:
         radians = frequencies(model.key_dims, rope, AS_TRAINED, spec.seq_len, spec.seq_len).tolist()
         layer_rotates = [rope.rotates_in(layer) for layer in range(model.n_layer)]
         rotation = {"rope_frequencies": radians, "rope_amplitude": rope.scaling.amplitude, "rope_layers": layer_rotates}
-    windows = [normalizer.options.name == Window.name for normalizer in layers]
+    window_sizes = [normalizer.options.size if normalizer.options.name == Window.name else None for normalizer in layers]
     return {
         **OWN, "vocab_size": spec.vocab_size, "hidden_size": model.n_embd, "block": model.block.name,
         "intermediate_size": model.mlp_width if model.block.name == AttentionBlock.name else model.value_dims,
@@ -252,8 +252,8 @@ def _own_config(loaded_model: Loaded) -> dict[str, Plain]:
         "qk_norm": model.qk_norm, **rotation, "learned_positions": rope.has_last, "embedding_norm": model.embedding_norm,
         "value_residual": model.value_residual, "output_gate": model.output_gate, "logit_softcap": model.logit_softcap,
         "tie_word_embeddings": model.tied,
-        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
-        "sliding_window": next((normalizer.options.size for normalizer in layers if normalizer.options.name == Window.name), None),
+        "layer_types": [SLIDING if size else FULL for size in window_sizes],
+        "sliding_window": next(filter(None, window_sizes), None),
         "initializer_range": model.init_std, "dtype": "float32", "normalizers": [_own_normalizer(normalizer) for normalizer in layers],
     }  # fmt: skip
 
@@ -269,7 +269,7 @@ def _own_tensors(loaded_model: Loaded) -> dict[str, Tensor]:
     state = loaded_model.decoder.state_dict()
     if loaded_model.spec.model.tied:
         del state["head.weight"]
-    return {"lm_head.weight" if name == "head.weight" else f"model.{name}": value for name, value in state.items()}
+    return {HEAD if name == "head.weight" else f"model.{name}": value for name, value in state.items()}
 
 
 def check_hub_name(name: str) -> None:
