@@ -21,7 +21,7 @@ from lm.config.tree import Config
 from lm.errors import ConfigError
 from lm.files import read_json
 from lm.runs.folder import ENVIRONMENT, METRICS, PEAK_MEMORY, read_metrics
-from lm.training.mirror import wandb_mode
+from lm.training.mirror import LightningMirror, wandb_mode
 from lm.training.train import train
 
 BLOCK, HEADER = 32768, 7  # bytes of a block of the file, and of a header in it: checksum, length, type
@@ -148,6 +148,19 @@ def test_a_server_that_vanishes_while_training_ends_no_run_late(tiny, monkeypatc
     (file,) = config.run_folder.glob("wandb/*run-*/run-*.wandb")
     message = "wandb: the server has not taken everything within 60 s; all is kept, to be sent later: wandb sync "
     assert f"{message}{file.parent}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("moment", ["log", "finish"])
+def test_a_log_that_fails_elsewhere_ends_no_run(tiny, moment: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    def fail(*_: object) -> None:
+        raise ConnectionResetError("Connection lost")
+
+    monkeypatch.setattr(LightningMirror, moment, fail)
+    config = tiny("name=failing", "log.to=[csv]", "trainer.max_steps=4")
+    assert train(config) == 0
+    note = f"note: CSVLogger failed and gets nothing more (Connection lost); {config.run_folder / 'metrics.jsonl'} has all numbers\n"
+    assert capsys.readouterr().out.count(note) == 1
+    assert (config.run_folder / "checkpoints" / "step-000004.ckpt").exists()
 
 
 @pytest.fixture

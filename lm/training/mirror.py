@@ -6,7 +6,7 @@ import math
 import netrc
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -30,6 +30,7 @@ FACTS = ("data_fingerprint", "parameters", "flops_per_token", "tokens_total")  #
 class Mirror:
     """A log elsewhere that is sent what metrics.jsonl gets."""
 
+    name: str  # the log's name for the user
     pictures: ClassVar[bool] = False  # whether it is sent the pictures of evaluations, which are then drawn
 
     def log(self, metrics: dict[str, Plain]) -> None:
@@ -48,6 +49,8 @@ class Mirror:
 class RunMirror(Mirror):
     """A run of trackio, in trackio's folder (TRACKIO_DIR), or of wandb, whose interface trackio has."""
 
+    name = "trackio"
+
     def __init__(self, run: "trackio.Run | wandb.Run"):
         self.run = run
 
@@ -61,6 +64,7 @@ class RunMirror(Mirror):
 class WandbMirror(RunMirror):
     """A wandb run; tokens are the x axis of all of it."""
 
+    name = "wandb"
     pictures = True
 
     def __init__(self, run: "wandb.Run"):
@@ -96,7 +100,7 @@ class LightningMirror(Mirror):
     """One of Lightning's loggers: TensorBoard's event files, or a CSV file."""
 
     def __init__(self, logger: Any):
-        self.logger = logger
+        self.logger, self.name = logger, type(logger).__name__
 
     def log(self, metrics: dict[str, Plain]) -> None:
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float) and name != "step"}
@@ -269,7 +273,7 @@ class MetricLog:
     """Appends one JSON object a line to `metrics.jsonl` and sends it to the mirrors. Does nothing on other ranks."""
 
     def __init__(self, path: Path, mirrors: Sequence[Mirror], main: bool):
-        self.path, self.mirrors, self.main = path, mirrors, main
+        self.path, self.mirrors, self.main = path, [*mirrors], main
 
     @property
     def pictures(self) -> bool:
@@ -286,20 +290,25 @@ class MetricLog:
                 file.write(json.dumps(finite_metrics) + "\n")
         except OSError as error:
             raise RunError(f"{self.path}: can't log step {metrics['step']}: {error.strerror}; go on with resume=auto") from None
-        for mirror in self.mirrors:
-            mirror.log(metrics)
+        self._send(lambda mirror: mirror.log(metrics))
 
     def evaluation(self, result: Evaluation, picture: Path) -> None:
         """Mirror what an evaluation gave beside its lines here: curves, and its picture, if there is one at `picture`."""
-        for mirror in self.mirrors:
-            mirror.evaluation(result, picture)
+        self._send(lambda mirror: mirror.evaluation(result, picture))
 
     def summarize(self, values: dict[str, Plain]) -> None:
         """Mirror facts of the whole run."""
-        for mirror in self.mirrors:
-            mirror.summarize(values)
+        self._send(lambda mirror: mirror.summarize(values))
 
     def close(self) -> None:
         """Finish the mirrors."""
-        for mirror in self.mirrors:
-            mirror.finish()
+        self._send(lambda mirror: mirror.finish())
+
+    def _send(self, send: Callable[[Mirror], None]) -> None:
+        """Call `send` for each mirror. A mirror that fails is left out from then on, as a line says: it must not end a run."""
+        for mirror in [*self.mirrors]:
+            try:
+                send(mirror)
+            except Exception as error:  # a process of wandb that was killed, a full disk: whatever a logger raises
+                self.mirrors.remove(mirror)
+                print(f"note: {mirror.name} failed and gets nothing more ({one_line(error, 120)}); {self.path} has all numbers", flush=True)
