@@ -238,7 +238,7 @@ def send_report(log: LogConfig, name: str, folder: Path, verdicts: list[dict[str
 
     Raises:
         ConfigError: an unknown WANDB_MODE.
-        RunError: wandb can't be started.
+        RunError: wandb can't be started, or fails.
     """
     run_id = hashlib.sha256(f"{name} {folder.resolve()}".encode()).hexdigest()[:12]
     mode = wandb_mode(log, in_experiment=True)
@@ -249,10 +249,14 @@ def send_report(log: LogConfig, name: str, folder: Path, verdicts: list[dict[str
 
     columns = list(dict.fromkeys(key for line in verdicts for key in line))
     cells = [[None if (cell := line.get(key)) is None else str(cell) for key in columns] for line in verdicts]
-    run.log({"report": wandb.Html(str(report), inject=False), "verdicts": wandb.Table(columns=columns, data=cells)})
     verdict_lines = [line for line in verdicts if "verdict" in line]  # all but the baseline
-    run.summary.update({" ".join(filter(None, ("verdict", line["size"], line["arm"]))): line["words"] for line in verdict_lines})
-    _finish(run)
+    words = {" ".join(filter(None, ("verdict", line["size"], line["arm"]))): line["words"] for line in verdict_lines}
+    try:
+        run.log({"report": wandb.Html(str(report), inject=False), "verdicts": wandb.Table(columns=columns, data=cells)})
+        run.summary.update(words)
+        _finish(run)
+    except Exception as error:  # whatever wandb raises, as for a process of it that was killed
+        raise RunError(f"wandb: the report was not sent: {one_line(error, 120)}; it is {report}") from None
 
 
 def _in_experiment(config: Config) -> dict[str, str | list[str] | None]:
