@@ -39,22 +39,10 @@ class _File:
 
 TOKENS = "trainer.tokens_per_parameter"
 _REMEDY = "tuning.csv, which `lm compare` writes, has the form"
+_FILES = ("compare.lock", "pilot.json", RESOLVED, "tuning.csv", "verdicts.csv", "verdicts.json")
 TAKEN = {
     "arms": (".", ".."),
-    "sizes": (
-        ".",
-        "..",
-        "logs",
-        "report",
-        SWAPPED,
-        "workers",
-        "compare.lock",
-        "pilot.json",
-        RESOLVED,
-        "tuning.csv",
-        "verdicts.csv",
-        "verdicts.json",
-    ),  # fmt: skip
+    "sizes": (".", "..", "logs", "report", SWAPPED, "workers", *_FILES),
 }  # names that no arm or size may have: a size's folder lies beside these
 _NAME = "letters, digits, '-', '_' and '.'"
 _KEYS = ("base", "arms", "sizes", *(spec.name for spec in fields(_File)), "evaluate")
