@@ -184,6 +184,12 @@ def test_a_name_with_leading_zeros_stays_as_it_is(name: str):
     assert config.name == name == parse(parse_yaml(to_yaml(config), "it")).name == yaml.safe_load(to_yaml(config))["name"]
 
 
+@pytest.mark.parametrize("name", ["0", "false", "{}"])
+def test_a_name_that_is_no_text_is_refused(name: str):
+    with pytest.raises(ConfigError, match="must be text; "):
+        load(["softmax", f"name={name}"])
+
+
 def test_a_renamed_block_drops_the_options_of_the_old_name():
     base = {"model": {"normalizer": {"name": "ssmax", "init": 0.4}}}
     assert merge(base, {"model": {"normalizer": "softmax"}}) == {"model": {"normalizer": {"name": "softmax"}}}

@@ -215,8 +215,10 @@ def load(arguments: list[str], with_weights: WithWeights | None = None) -> Confi
         weights = interpolated(merge(tree, changes))["init_from"]
     has_weights = with_weights and weights and isinstance(weights, str)
     tree = with_weights(weights, tree, changes) if has_weights else merge(tree, changes)
+    if tree.get("name") in (None, ""):  # 0 and false are no names, and `parse` says so
+        tree["name"] = name or "run"
     with PLUGINS.trusted():
-        config = parse(interpolated({**tree, "name": tree.get("name") or name or "run"}))
+        config = parse(interpolated(tree))
     normalizers = [phase.normalizer for phase in config.plan]
     if problems := [  # not in `parse`, which reads configurations of trained models, too
         problem
