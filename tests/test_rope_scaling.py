@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from lm.config.inference_config import InferenceSetting, Interpolation, YaRNScaling
+from lm.config.inference_config import InferenceSetting, Interpolation, ThetaFactor, YaRNScaling
 from lm.config.model_config import LinearScaling, Llama3Scaling, ModelConfig, NoPosition, Rope, TrainedScaling, YarnScaling
 from lm.data.batches import Batch
 from lm.errors import ConfigError
@@ -76,6 +76,12 @@ def test_listed_layers_rotate_and_the_others_have_no_positions():
         attention(block.inputs.x, replace(context, layer_inputs=captured))
         torch.testing.assert_close(captured[0].q, block.inputs.q)
         torch.testing.assert_close(captured[0].k, block.inputs.k)
+
+
+def test_different_settings_have_different_labels():
+    settings = [InferenceSetting(ThetaFactor(factor)) for factor in (50.0, 1e6, 100000.1, 100000.2)]
+    assert [setting.label for setting in settings] == ["theta x 50", "theta x 1e+06", "theta x 100000.1", "theta x 100000.2"]
+    assert InferenceSetting(YaRNScaling(fast=32.00001, temperature=False)).label == "yarn, fast 32.00001, temperature 0"
 
 
 @pytest.mark.parametrize(

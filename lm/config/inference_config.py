@@ -109,9 +109,9 @@ class InferenceSetting:
         rope = self.rope
         words = {"as_trained": "as trained", "theta": "theta x"}.get(rope.name, rope.name)
         if getattr(rope, "factor", None):
-            words += f" {rope.factor:g}"
+            words += f" {_number(rope.factor)}"
         options = [
-            f"{spec.name} {getattr(rope, spec.name):g}"
+            f"{spec.name} {_number(getattr(rope, spec.name))}"
             for spec in fields(rope)
             if spec.name != "factor" and getattr(rope, spec.name) != spec.default
         ]
@@ -139,6 +139,12 @@ class InferenceSetting:
         """The options that it sets and that none of the normalizers has."""
         names = {spec.name for options in normalizers for layer in options.layer_options() for spec in fields(layer)}
         return [name for name in self.normalizer if name not in names]
+
+
+def _number(value: float) -> str:
+    """A number in at most six digits, or in all of its digits where these would change it."""
+    text = f"{value:g}"
+    return text if float(text) == value else repr(value)
 
 
 def check_inference(settings: list[InferenceSetting], position: Position) -> list[Problem]:
