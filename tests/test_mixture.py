@@ -13,16 +13,18 @@ import torch
 from conftest import ROOT
 from texts import TEXTS, files_config, stored_texts, write_parquet, write_texts
 
-from lm.config.data_config import DataConfig, Files, Mixture, TrainedTokenizer, WeightedSource
+from lm.config.data_config import DataConfig, Files, Mixture, TrainedTokenizer, WeightedSource, WeightedTask
 from lm.config.load import load
+from lm.config.task_config import Needle
 from lm.data.batches import TrainSequences, train_sequences
 from lm.data.inspect import describe
 from lm.data.prepare import prepare, summary
 from lm.data.store import Split, Store
 from lm.errors import ConfigError, DataError
-from lm.evaluation.held_out import Validation
+from lm.evaluation.held_out import Validation, trained_level
 from lm.model.decoder import Decoder
 from lm.model.device import Device
+from lm.runs.evaluations import UNIGRAM
 
 LETTERS = [f"letter {n} of many: " + "yours truly, " * (n % 7 + 3) for n in range(30)]
 
@@ -136,6 +138,13 @@ def test_a_weight_of_which_the_run_has_no_sequence_is_refused(options: list[str]
 def test_sources_of_filler_alone_need_no_sequences():
     source = "data.source={name: mixture, of: [{weight: 0.996}, {weight: 0.004, source: {package: kjv}}]}"
     load([str(ROOT / "tests" / "tiny.yaml"), source, "data.tasks=[{weight: 1.0, task: needle}]"])
+
+
+def test_tasks_whose_weights_sum_to_1_but_for_rounding_leave_no_text(tmp_path: Path):
+    tasks = [WeightedTask(0.3333333, Needle(depth=depth)) for depth in (0.1, 0.5, 0.9)]
+    data = mixture(tmp_path, {"novels": TEXTS, "letters": LETTERS}, tasks=tasks)
+    assert data.text_weight == 0
+    assert trained_level(prepare(data), data) == (None, UNIGRAM)
 
 
 # ---------------------------------------------------------------- copies, short and long documents

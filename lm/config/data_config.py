@@ -493,4 +493,4 @@ class DataConfig:
     def text_weight(self) -> float:
         """Fraction of the training sequences that are text alone; 0 up to rounding is 0."""
         fraction = 1 - sum(weighted.weight for weighted in self.tasks)
-        return fraction if fraction > 1e-9 else 0.0
+        return fraction if fraction > 1e-6 else 0.0

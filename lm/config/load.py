@@ -138,7 +138,7 @@ def check_weights(config: Config) -> list[Problem]:
     """Problems of tasks and sources whose weights give less than one sequence of the run: they may never be drawn."""
     data, text_weight = config.data, config.data.text_weight
     weights = {f"data.tasks[{index}].weight": (weighted.weight, weighted.weight) for index, weighted in enumerate(data.tasks)}
-    if len(data.sources) > 1 and text_weight > 1e-6:
+    if len(data.sources) > 1 and text_weight:
         weights |= {
             f"data.source.of[{index}].weight": (source.weight, source.weight * text_weight) for index, source in enumerate(data.sources)
         }

@@ -385,7 +385,7 @@ class TrainSequences:
         text = Text(self.store) if any(task.vocab_size is None for task in tasks) else None
         for number, task in enumerate(tasks):
             streams.append(TaskStream(task, integer_hash((seed, number)) % 2**32, self.seq_len, self.length.shortest, text))
-        if text_weight < 1e-6:  # tasks alone, of which the store may hold sequences as its parts
+        if not text_weight:  # tasks alone, of which the store may hold sequences as its parts
             return weights, streams
         split, first = self.store.train, 0
         for number, (source, weighted_source) in enumerate(zip(split.sources, self.data.sources, strict=True)):

@@ -139,7 +139,7 @@ def resolve_compile(
         return ResolvedSetting(str(setting).lower(), reason)
     if not compiler:
         return ResolvedSetting("false", "auto: no C++ compiler found")
-    if accelerator == "cpu" and config.data.text_weight < 1e-6:
+    if accelerator == "cpu" and not config.data.text_weight:
         return ResolvedSetting("false", "auto: steps on tasks alone compute less eager")
     if seconds is None:
         amount, run_threshold, total_threshold = flops, LOADING_PAYS_FLOPS[accelerator], COMPILE_PAYS_FLOPS[accelerator]

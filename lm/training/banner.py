@@ -168,7 +168,7 @@ def _groups(config: Config, decoder: Decoder) -> str:
 def _epochs(store: Store, config: Config) -> list[tuple[str, float]]:
     """The number of times that the run reads each source of text, by its label; a single source has an empty label."""
     text_weight = config.data.text_weight
-    if text_weight < 1e-6:
+    if not text_weight:
         return []
     tokens = config.trainer.max_steps * config.optim.batch_tokens * text_weight / (1 - train_sequences(store, config).length.left_out)
     pairs = list(zip(config.data.sources, store.train.sources, strict=True))
