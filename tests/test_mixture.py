@@ -16,9 +16,10 @@ from texts import TEXTS, files_config, stored_texts, write_parquet, write_texts
 from lm.config.data_config import DataConfig, Files, Mixture, TrainedTokenizer, WeightedSource, WeightedTask
 from lm.config.load import load
 from lm.config.task_config import Needle
+from lm.config.tree import Config
 from lm.data.batches import TrainSequences, train_sequences
 from lm.data.inspect import describe
-from lm.data.prepare import prepare, summary
+from lm.data.prepare import check_sequences, prepare, summary
 from lm.data.store import Split, Store
 from lm.errors import ConfigError, DataError
 from lm.evaluation.held_out import Validation, trained_level
@@ -138,6 +139,16 @@ def test_a_weight_of_which_the_run_has_no_sequence_is_refused(options: list[str]
 def test_sources_of_filler_alone_need_no_sequences():
     source = "data.source={name: mixture, of: [{weight: 0.996}, {weight: 0.004, source: {package: kjv}}]}"
     load([str(ROOT / "tests" / "tiny.yaml"), source, "data.tasks=[{weight: 1.0, task: needle}]"])
+
+
+def test_a_small_source_is_refused_unless_it_is_filler_alone(tmp_path: Path):
+    data = mixture(tmp_path, {"novels": TEXTS, "notes": LETTERS[:2]}, seq_len=160)
+    store, tasks = prepare(data), [WeightedTask(1.0, Needle())]
+    with pytest.raises(ConfigError, match=r"data\.source\.of\[1\] = 'notes': its weight is 0\.5, but"):
+        check_sequences(store, Config(data=data))
+    config = Config(data=dataclasses.replace(data, tasks=tasks))
+    check_sequences(store, config)
+    assert train_sequences(store, config).batch(0).tokens.size(1) == 160
 
 
 def test_tasks_whose_weights_sum_to_1_but_for_rounding_leave_no_text(tmp_path: Path):

@@ -145,8 +145,9 @@ def check_sequences(store: Store, config: Config, fixed: str = "") -> None:
         if fixed:
             raise ConfigError([Problem("data.source", store.path.name, f"too little text for {fixed}: {reason}", "name more text")])
         raise ConfigError([Problem("data.seq_len", seq_len, reason, f"set it to {n_tokens - 1} or less, or add text")])
+    is_mixed = len(config.data.sources) > 1 and config.data.text_weight  # else no sequence is drawn from a source by its weight
     for index, (weighted, source) in enumerate(zip(config.data.sources, store.train.sources, strict=False)):
-        if len(config.data.sources) > 1 and weighted.weight and source.n_tokens <= seq_len:
+        if is_mixed and weighted.weight and source.n_tokens <= seq_len:
             size = f"its training text has {source.n_tokens:,} tokens"
             reason = f"its weight is {weighted.weight:g}, but {size}, and a sequence needs {seq_len + 1:,}"
             raise ConfigError([Problem(f"data.source.of[{index}]", source.label, reason, "add text, leave it out, or lower data.seq_len")])
