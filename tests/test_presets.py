@@ -9,6 +9,7 @@ import pytest
 from conftest import ROOT
 
 import lm
+from lm.commands.arguments import split_overrides
 from lm.commands.info import facts
 from lm.config import presets
 from lm.config.load import load
@@ -55,6 +56,15 @@ def test_a_file_that_is_there_comes_first_and_what_is_nowhere_is_said_as_before(
     for name, near in (("nothere.yaml", "; lm configs lists presets"), ("onearms.yaml", "; did you mean 'onearm.yaml'?")):
         with pytest.raises(ConfigError, match=rf"^{name}: no such configuration file{re.escape(near)}$"):
             load([name])
+
+
+def test_a_path_with_an_equals_sign_is_no_override(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr=0.1").mkdir()
+    (tmp_path / "lr=0.1" / "config.yaml").write_text("name: mine\n")
+    assert load(["lr=0.1/config.yaml", "optim.lr=0.2"]).name == "mine"
+    assert split_overrides(["lr=0.1", "lr=0.2", "runs"]) == ([Path("lr=0.1"), Path("runs")], ["lr=0.2"])
+    assert split_overrides([long_value := f"log.notes={'x' * 5000}"]) == ([], [long_value])
 
 
 @pytest.mark.parametrize("base", ["recall", "recall.yaml", "configs/recall.yaml"])

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from lm.config.presets import is_override
 from lm.errors import ConfigError
 from lm.machine import without_collection
 from lm.schema import Plain
@@ -53,4 +54,5 @@ def paths_and_overrides(arguments: list[str], message: str) -> tuple[list[Path],
 
 def split_overrides(arguments: list[str]) -> tuple[list[Path], list[str]]:
     """The paths and the `KEY=VALUE` of a command line."""
-    return [Path(text) for text in arguments if "=" not in text], [text for text in arguments if "=" in text]
+    overrides = [text for text in arguments if is_override(text)]
+    return [Path(text) for text in arguments if text not in overrides], overrides

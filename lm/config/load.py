@@ -200,7 +200,7 @@ def load(arguments: list[str], with_weights: WithWeights | None = None) -> Confi
     overrides = []
     name = ""
     for argument in arguments:
-        if "=" in argument:
+        if presets.is_override(argument):
             overrides.append(argument)
         else:
             path = presets.find(argument)

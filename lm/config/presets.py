@@ -1,5 +1,6 @@
 """Presets: the configurations, recipes and experiments that come with the package, found by name."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,11 @@ def find(argument: str | Path, kind: str = "") -> Path:
     kind: `experiments` for an experiment, empty for a configuration.
     """
     return _or_preset(Path(argument), Path(argument), kind)
+
+
+def is_override(argument: str) -> bool:
+    """Whether an argument of the command line is a `key=value`: it has a `=`, and is not the path of a file or folder."""
+    return "=" in argument and not os.path.exists(argument)
 
 
 def base(heir: Path, name: str) -> Path:
