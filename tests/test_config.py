@@ -198,6 +198,8 @@ def test_a_renamed_block_drops_the_options_of_the_old_name():
     assert merge(unnamed, {"optim": {"schedule": "wsd"}}) == {"optim": {"schedule": {"final_fraction": 0.2, "name": "wsd"}}}
     layers = {"model": {"normalizer": {"name": "layers", "of": ["window", "softmax"], "temperature": 0.5}}}  # an error, as of no layer
     assert merge({"model": {"normalizer": ["window", "softmax"]}}, {"model": {"normalizer": {"temperature": 0.5}}}) == layers
+    tasks = {"eval": {"recall": {"tasks": {"needles": 3}}}}  # an error, as a list is given whole
+    assert merge({"eval": {"recall": {"tasks": ["needle"]}}}, tasks) == tasks
     assert merge({"position": "rope"}, {"position": {"theta": 5.0}}) == {"position": {"name": "rope", "theta": 5.0}}
     with pytest.raises(ConfigError, match=r"optim\.schedule = 3: must be a block of keys; there is also optim\.schedule\.name"):
         merge({"optim": {"schedule": 3}}, {"optim": {"schedule": {"name": "cosine"}}})

@@ -414,7 +414,7 @@ def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -
             )
         if isinstance(old, str) and isinstance(value, dict):
             old = {"name": old}
-        if isinstance(old, list) and isinstance(value, dict) and effect(Config, f"{prefix}{name}.of"):  # a list stands for layers
+        if isinstance(old, list) and isinstance(value, dict) and f"{prefix}{name}" == "model.normalizer":  # a list stands for layers
             old = {"name": Layers.name, "of": old}
         if isinstance(old, dict) and isinstance(value, dict):
             is_renamed = "name" in old and value.get("name", old["name"]) != old["name"]
