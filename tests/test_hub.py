@@ -197,6 +197,18 @@ def test_a_saved_dataset_reads_like_any_other(hub: Hub, tmp_path: Path):
     assert identity(source) != identity(Hub(dataset=str(tmp_path / "one"), split="test"))
 
 
+def test_a_tilde_is_the_home_folder(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import datasets
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(str(tmp_path / "saved"))
+    for folder in ("dataset", "saved"):
+        source = Hub(dataset=f"~/{folder}")
+        assert list(documents(source)) == TEXTS
+        assert identity(source)["files"] == identity(Hub(dataset=str(tmp_path / folder)))["files"]
+    assert "~/nowhere': no such folder" in one_line_error(Hub(dataset="~/nowhere"))
+
+
 # ---------------------------------------------------------------- licences, and no network
 
 

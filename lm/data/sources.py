@@ -336,7 +336,7 @@ def _hub_identity(source: Hub, root: Path, hashes: FileHashes) -> dict[str, Plai
     """
     names = ("dataset", "config", "split", "validation_split", "column", "revision", "max_documents")
     options = {name: getattr(source, name) for name in names}
-    folder = Path(source.dataset)
+    folder = Path(_location(source))
     if folder.is_dir():
         paths = sorted(files_in(folder))
         return options | {"files": [{"path": path.relative_to(folder).as_posix(), "sha256": hashes.sha256(path)} for path in paths]}
@@ -372,7 +372,7 @@ def _card_licence(source: Hub) -> str:
     from huggingface_hub import DatasetCard, hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
-    path = Path(source.dataset, "README.md")
+    path = Path(_location(source), "README.md")
     if not path.parent.is_dir():
         with suppress(EntryNotFoundError):
             path = Path(hf_hub_download(source.dataset, "README.md", repo_type="dataset", revision=source.revision))
@@ -387,30 +387,35 @@ def _dataset(source: Hub) -> "Dataset | IterableDataset":
 
     if not _is_saved(source):
         return datasets.load_dataset(
-            source.dataset, source.config, split=source.split, revision=source.revision, streaming=source.streaming
+            _location(source), source.config, split=source.split, revision=source.revision, streaming=source.streaming
         )
-    dataset = datasets.load_from_disk(source.dataset)
+    dataset = datasets.load_from_disk(_location(source))
     splits = dict(dataset) if isinstance(dataset, datasets.DatasetDict) else {str(dataset.split or source.split): dataset}
     if source.split not in splits:
         raise ValueError(f"it was saved with the splits {', '.join(splits)}")
     return splits[source.split]
 
 
+def _location(source: Hub) -> str:
+    """The dataset's name on the hub, or its folder, in which `~` is the home folder."""
+    return os.path.expanduser(source.dataset)
+
+
 def _is_saved(source: Hub) -> bool:
     """True for a folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
-    return any(Path(source.dataset, name).is_file() for name in ("state.json", "dataset_dict.json"))
+    return any(Path(_location(source), name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def _builder(source: Hub) -> "DatasetBuilder":
     import datasets
 
-    return datasets.load_dataset_builder(source.dataset, source.config, revision=source.revision)
+    return datasets.load_dataset_builder(_location(source), source.config, revision=source.revision)
 
 
 @contextmanager
 def _library_errors(source: Hub) -> Iterator[None]:
     """Turn every error of the library or the network into a DataError of one line."""
-    if source.dataset.startswith((".", "/", "~")) and not Path(source.dataset).is_dir():
+    if source.dataset.startswith((".", "/", "~")) and not Path(_location(source)).is_dir():
         raise DataError(f"data.source.dataset: '{source.dataset}': no such folder")
     try:
         yield
