@@ -46,7 +46,8 @@ def temporary_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
 
 def unfinished(path: Path) -> str:
     """The beginning of the name of a file that this process fills in place of `path`: it names the machine and the process."""
-    return f".{path.name[:100]}-{UNFINISHED}-{_machine()}-{os.getpid()}-{born(os.getpid())}-"
+    name = os.fsencode(path.name)[:100].decode(errors="ignore")  # file systems count bytes
+    return f".{name}-{UNFINISHED}-{_machine()}-{os.getpid()}-{born(os.getpid())}-"
 
 
 def _delete_abandoned(new_path: Path) -> None:

@@ -101,6 +101,14 @@ def test_what_a_killed_process_left_is_deleted_by_the_next_that_writes_there(tmp
     assert {path.name for path in tmp_path.iterdir() if path.name.startswith(".")} == foreign
 
 
+def test_names_as_long_as_a_file_system_takes_them_can_be_written(tmp_path: Path):
+    path = tmp_path / ("ä長" * 50 + ".json")  # 255 bytes
+    write_text(path, "text")
+    with new_folder(path.with_suffix("")) as new:
+        assert new.name.startswith(".ä長")
+    assert sorted(tmp_path.iterdir()) == [path.with_suffix(""), path]
+
+
 def test_what_another_process_writes_is_left_until_it_is_killed(tmp_path: Path):
     process = subprocess.Popen([sys.executable, "-c", HELD, str(tmp_path / "file")], cwd=ROOT, stdout=subprocess.PIPE)
     process.stdout.readline()
