@@ -313,6 +313,13 @@ def test_gpt2_and_rank_files_give_the_tokens_of_the_tokenizer_they_were_made_fro
     assert sorted(stored_texts(store)) == sorted(TEXTS)
 
 
+def test_gpt2_files_with_line_ends_of_windows_are_read(trained, tmp_path: Path):
+    vocab, merges, other_merges = tmp_path / "encoder.json", tmp_path / "vocab.bpe", tmp_path / "windows.bpe"
+    other_merges.write_bytes(merges.read_bytes().replace(b"\n", b"\r\n"))
+    tokenizers = [tokenizer_of(GPT2Tokenizer(str(vocab), str(path))) for path in (merges, other_merges)]
+    assert tokenizers[0].to_str() == tokenizers[1].to_str()
+
+
 def test_bad_rank_files_are_one_line(trained, tmp_path: Path):
     (tmp_path / "cut.tiktoken").write_bytes((tmp_path / "r50k_base.tiktoken").read_bytes()[100:])
     (tmp_path / "text.txt").write_text("hello world again\n")

@@ -318,7 +318,7 @@ def gpt2_tokenizer(vocab: Path, merges: Path) -> "Tokenizer":
     if ids is MISSING or not _are_ids(ids.values()):
         raise DataError(f"{vocab}: not an encoder.json, which holds {{token: id}} (data.tokenizer.vocab)")
     try:
-        lines = read(merges, "data.tokenizer.merges").decode().split("\n")
+        lines = read(merges, "data.tokenizer.merges").decode().replace("\r\n", "\n").split("\n")
         pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
         assert all(len(pair) == 2 and {*pair, "".join(pair)} <= ids.keys() for pair in pairs)
     except (ValueError, AssertionError):
