@@ -149,7 +149,7 @@ def test_a_sequence_too_short_says_how_long_it_must_be(task: Task, text: Text):
 
 
 def test_the_least_length_named_is_the_least():
-    for task in (MQAR(), Copy(), Induction(), Maximum()):
+    for task in (MQAR(), Copy(), Induction(), Maximum(), FlipFlop(16)):
         with pytest.raises(ValueError, match="at least") as error:
             example(task, 1, 0, 1)
         least = int(str(error.value).split(" tokens")[0].split()[-1])

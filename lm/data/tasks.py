@@ -230,7 +230,7 @@ def maximum(task: Maximum, draw: Draw, length: int, text: Text | None = None) ->
 def flip_flop(task: FlipFlop, draw: Draw, length: int, text: Text | None = None) -> Example:
     """A sequence of `FlipFlop`."""
     count, start = divmod(length + 1, 2)
-    require(count - 2, "a write and a read", length)
+    require(length - 3, "a write and a read", length)
     write_id, ignore_id, read_id = task.symbols, task.symbols + 1, task.symbols + 2
     threshold = round((1 - task.ignored) / 2 * 2**32)
     for _ in draw.tries():
