@@ -9,7 +9,10 @@ from lm.runs.record import arm
 from lm.schema import flatten, to_plain
 from lm.training.train import train
 
-WRITTEN_OUT = ["model.head_size=16", "model.n_kv_head=4", "model.n_mlp=192", "model.qkv_bias=false", "model.normalizer=[softmax, softmax]"]
+WRITTEN_OUT = [
+    "model.head_size=16", "model.n_kv_head=4", "model.n_mlp=192", "model.qkv_bias=false", "model.mlp_bias=false",
+    "model.normalizer=[softmax, softmax]",
+]  # fmt: skip
 SIZES = ["model.n_embd=64", "model.n_head=4", "model.n_layer=2", "model.normalizer=softmax"]
 
 

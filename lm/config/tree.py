@@ -147,7 +147,9 @@ def canonical(config: dict[str, Plain]) -> dict[str, Plain]:
     if problems:
         return config
     resolved_values = {name: value for name, value in model_config.block.resolved(model_config).items() if name in model}
-    result = {**config, "model": _with_shortest_list({**model, **resolved_values}, model_config.n_layer)}
+    # A key that is still null is one that plain data leave out: it says no more than another key.
+    model = {name: value for name, value in (model | resolved_values).items() if value is not None or name not in resolved_values}
+    result = {**config, "model": _with_shortest_list(model, model_config.n_layer)}
     if isinstance(phases := config.get("phases"), list):
         result["phases"] = [_with_shortest_list(phase, model_config.n_layer) for phase in phases]
     return result
