@@ -305,18 +305,18 @@ class FileHashes:
 
     def __init__(self, root: Path):
         self.path = root / HASHES_FILE
-        self.changed = False
+        self.is_changed = False
         try:
             content = json.loads(self.path.read_bytes())
         except (OSError, ValueError, RecursionError):
             content = {}
-        entries = content.items() if isinstance(content, dict) else ()  # other content: a damaged cache, which is computed again
-        self.known = {name: entry for name, entry in entries if isinstance(entry, list) and len(entry) == 5 and isinstance(entry[-1], str)}
+        items = content.items() if isinstance(content, dict) else ()  # other content: a damaged cache, which is computed again
+        self.hashes = {name: entry for name, entry in items if isinstance(entry, list) and len(entry) == 5 and isinstance(entry[-1], str)}
 
     def cached(self, path: Path) -> str | None:
         """The file's cached sha256; None if the file must be read for it."""
         try:
-            entry = self.known.get(str(path.resolve()))
+            entry = self.hashes.get(str(path.resolve()))
             return entry[-1] if entry and entry[:-1] == _state(path) else None
         except OSError:
             return None
@@ -331,15 +331,15 @@ class FileHashes:
         except OSError as error:
             raise DataError(f"{path}: can't be read: {error.strerror}") from None
         if time.time_ns() - max(state[1:3]) > _SETTLED_NS:
-            self.known[str(path.resolve())] = [*state, digest]
-            self.changed = True
+            self.hashes[str(path.resolve())] = [*state, digest]
+            self.is_changed = True
         return digest
 
     def save(self) -> None:
         """Save the cache, if its folder exists and can be written."""
-        if self.changed and self.path.parent.is_dir():
+        if self.is_changed and self.path.parent.is_dir():
             with suppress(RunError):
-                write_text(self.path, json.dumps(self.known))
+                write_text(self.path, json.dumps(self.hashes))
 
 
 def sources_sha256(places: Iterable[str | Path]) -> str:

@@ -63,23 +63,23 @@ class Plugins:
     """Packages that this process may import, and imported classes, by their `module:Class`."""
 
     def __init__(self) -> None:
-        self._allowed: set[str] = set()
-        self._trusting = False
-        self._loaded: dict[str, Plugin] = {}
-        self._noted: set[tuple[str, str]] = set()  # groups and built-in names whose entry points have been looked for
+        self._allowed_packages: set[str] = set()
+        self._is_trusting = False
+        self._plugins: dict[str, Plugin] = {}
+        self._noted_names: set[tuple[str, str]] = set()  # groups and built-in names whose entry points have been looked for
 
     def allow(self, packages: Iterable[str]) -> None:
         """Allow imports of the code of these packages (or modules) that files name."""
-        self._allowed.update(packages)
+        self._allowed_packages.update(packages)
 
     @contextmanager
     def trusted(self) -> Iterator[None]:
         """A context for reading text that the user wrote: code from outside that it names is imported."""
-        was_trusting, self._trusting = self._trusting, True
+        was_trusting, self._is_trusting = self._is_trusting, True
         try:
             yield
         finally:
-            self._trusting = was_trusting
+            self._is_trusting = was_trusting
 
     def options(self, name: str, kind: Kind) -> type:
         """The options of the code that `name` means; their attribute `name` is the code's `module:Class`.
@@ -92,53 +92,53 @@ class Plugins:
             raise Unavailable("names no class", "write package.module:Class")
         reference = name if ":" in name else metadata.entry_points(group=kind.group)[name].value  # nothing is imported
         module = reference.partition(":")[0]
-        is_allowed = any(f"{module}.".startswith(f"{package}.") for package in self._allowed)
-        if reference not in self._loaded or self._loaded[reference].kind is not kind:
-            if not self._trusting and not is_allowed:
-                package, allowed_packages = package_of(module), ", ".join(sorted(self._allowed))
+        is_allowed = any(f"{module}.".startswith(f"{package}.") for package in self._allowed_packages)
+        if reference not in self._plugins or self._plugins[reference].kind is not kind:
+            if not self._is_trusting and not is_allowed:
+                package, allowed_packages = package_of(module), ", ".join(sorted(self._allowed_packages))
                 remedy = f"if you trust it: --allow-plugin {package}, in Python PLUGINS.allow(['{package}']) of lm.plugins"
                 remedy += f"; allowed is {allowed_packages}" if allowed_packages else ""
                 raise Unavailable("is code from outside, which a file names", remedy)
-            self._loaded[reference] = _imported(reference, kind)
-        return self._loaded[reference].options
+            self._plugins[reference] = _imported(reference, kind)
+        return self._plugins[reference].options
 
     def note_hidden(self, name: str, kind: Kind) -> None:
         """Print once to stderr that an entry point has the built-in name that the user gave, and that `name` does not mean it."""
-        if not self._trusting or (kind.group, name) in self._noted:
+        if not self._is_trusting or (kind.group, name) in self._noted_names:
             return
-        self._noted.add((kind.group, name))
+        self._noted_names.add((kind.group, name))
         for entry in metadata.entry_points(group=kind.group, name=name):
             print(f"note: {name} is lm's own; the entry point of that name is meant by {entry.value}", file=sys.stderr)
 
     def implementation(self, name: str) -> type:
         """The class that was imported for the options that `options` gave the attribute `name`."""
-        return self._loaded[name].implementation
+        return self._plugins[name].implementation
 
     def versions(self, names: Iterable[str] | None = None) -> dict[str, str]:
         """Versions of the imported code from outside among `names`; None: of all imported code."""
-        return {name: self._loaded[name].version for name in (self._loaded if names is None else names) if name in self._loaded}
+        return {name: self._plugins[name].version for name in (self._plugins if names is None else names) if name in self._plugins}
 
     def code(self, names: Iterable[str]) -> dict[str, str]:
         """A digest of the Python files of the whole package when it was imported, for each code from outside among `names`."""
-        return {name: self._loaded[name].code for name in names if name in self._loaded}
+        return {name: self._plugins[name].code for name in names if name in self._plugins}
 
     def failure(self, error: BaseException) -> tuple[str, str]:
         """The code from outside that raised `error`, with its function, file and line, in words, and the command that checks it.
 
         Both are empty if no code from outside was running.
         """
-        modules = {place: name for name in self._loaded for place in (package_of(name), name.partition(":")[0])}
+        modules = {place: name for name in self._plugins for place in (package_of(name), name.partition(":")[0])}
         for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
             module = frame.f_globals.get("__name__", "")
             if name := modules.get(module) or modules.get(package_of(module)):
-                kind = self._loaded[name].kind
+                kind = self._plugins[name].kind
                 location = f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{line})"
                 return f"{kind.noun} {name} failed in {location}", kind.command(name)
         return "", ""
 
     def checks(self) -> list[str]:
         """The commands that check the imported code from outside."""
-        return [plugin.kind.command(name) for name, plugin in self._loaded.items()]
+        return [plugin.kind.command(name) for name, plugin in self._plugins.items()]
 
 
 PLUGINS = Plugins()  # one for the whole process, as imports are

@@ -86,12 +86,12 @@ class StepProgress(Progress):
 
     def __init__(self, mode: str, max_steps: int):
         super().__init__(mode)
-        self.max_steps, self.every, self.due = max_steps, max(1, max_steps // LINES), 0
-        self.started, self.first, self.step, self._bars = 0.0, 0, 0, ExitStack()
+        self.max_steps, self.every, self.next_line = max_steps, max(1, max_steps // LINES), 0
+        self.start_time, self.first_step, self.step, self._bars = 0.0, 0, 0, ExitStack()
 
     def start(self, step: int) -> None:
         """Show that training starts or continues at `step`."""
-        self.started, self.first, self.step = time.perf_counter(), step, step
+        self.start_time, self.first_step, self.step = time.perf_counter(), step, step
         columns = (TextColumn("{task.completed}/{task.total}  {task.fields[text]}"), TimeElapsedColumn(), TextColumn("ETA"))
         self._show = self._bars.enter_context(self.bar("step", self.max_steps, step, *columns, TimeRemainingColumn()))
 
@@ -100,12 +100,12 @@ class StepProgress(Progress):
         text = {} if loss is None else {"text": f"loss {loss:.4f}  {speed:,.0f} tokens/s"}
         self._show(step - self.step, **text)
         self.step = step
-        if self.lines and text and (step >= self.due or step == self.max_steps):
-            self.due = (step // self.every + 1) * self.every
-            seconds = (time.perf_counter() - self.started) / (step - self.first) * (self.max_steps - step)
+        if self.lines and text and (step >= self.next_line or step == self.max_steps):
+            self.next_line = (step // self.every + 1) * self.every
+            seconds = (time.perf_counter() - self.start_time) / (step - self.first_step) * (self.max_steps - step)
             remaining = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
             # The first step warms up: a time by it alone would be many times too long.
-            self.say(f"step {step}/{self.max_steps}  {text['text']}" + (step > self.first + 1) * f"  ETA {remaining}")
+            self.say(f"step {step}/{self.max_steps}  {text['text']}" + (step > self.first_step + 1) * f"  ETA {remaining}")
 
     def stop(self) -> None:
         """Remove the bar."""

@@ -432,7 +432,7 @@ def reference(schema: type, path: str = "", described_options: set[type] | None 
         key_path, default, blocks = _join(path, spec.name), _default(spec), {}
         table, block = spec.metadata.get("table"), spec.metadata.get("schema")
         if container := spec.metadata.get("many"):
-            kind, default_text = _MANY[container, table is not None], yaml_flow(_plain(default))
+            kind, default_text = _CONTAINER_TYPES[container, table is not None], yaml_flow(_plain(default))
             blocks = {"[]": block} if block else {}
         elif table is not None:
             kind, default_text = " | ".join(table), spec.metadata["default"]
@@ -451,7 +451,7 @@ def reference(schema: type, path: str = "", described_options: set[type] | None 
     return rows
 
 
-_MANY = {  # types of several blocks, by whether a name picks each
+_CONTAINER_TYPES = {  # types of several blocks, by whether a name picks each
     (list, False): "a list of blocks",
     (list, True): "a list of names or blocks",
     (dict, True): "a map from names to blocks",

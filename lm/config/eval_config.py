@@ -38,7 +38,7 @@ class Timing:
         return step in {max(1, round(fraction * max_steps)) for fraction in self.at} or bool(self.every and step % self.every == 0)
 
 
-WHEN = tuple(spec.name for spec in fields(Timing))
+TIMING_KEYS = tuple(spec.name for spec in fields(Timing))
 
 
 @dataclass
@@ -64,7 +64,7 @@ class EvaluationConfig(Timing, ABC):
         return None
 
     def misspelt(self, normalizers: list[Options]) -> list[Problem]:
-        """Problems of the options of its inference settings, for a model that has had these `normalizers`, also if it is not wanted."""
+        """Problems of options in inference settings, for a model with these `normalizers` in its phases; the evaluation may be unwanted."""
         settings: list[InferenceSetting] = getattr(self, "inference", [])
         return [
             problem
@@ -463,7 +463,7 @@ class EvalConfig:
         if kind == "validation":
             return {"sequences": self.sequences}
         plain = to_plain(self.kinds[kind]) if kind in self.kinds else {}
-        return {name: value for name, value in plain.items() if value is not None and name not in WHEN}
+        return {name: value for name, value in plain.items() if value is not None and name not in TIMING_KEYS}
 
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         """Changes that a named suite makes."""

@@ -14,8 +14,8 @@ Schema = dict[str, Plain]
 
 BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
 TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", dict: "object", types.NoneType: "null"}
-INTERPOLATED: Schema = {"type": "string", "pattern": r"\$\{"}  # `${...}` may take the place of any value
-OUTSIDE: Schema = {"type": "string", "pattern": ":"}  # an option of a package: `package.module:Class`
+INTERPOLATION: Schema = {"type": "string", "pattern": r"\$\{"}  # `${...}` may take the place of any value
+OUTSIDE_NAME: Schema = {"type": "string", "pattern": ":"}  # an option of a package: `package.module:Class`
 
 
 def configuration_schema() -> Schema:
@@ -60,7 +60,7 @@ def _value(spec: Field, definitions: dict[str, Schema]) -> Schema:
     table, block, container = (spec.metadata.get(name) for name in ("table", "schema", "many"))
     if table is None and block is None:
         value = _type(spec.type, spec.metadata["limits"])
-        return value if value.get("type") == "string" else {"anyOf": [*value.get("anyOf", [value]), INTERPOLATED]}
+        return value if value.get("type") == "string" else {"anyOf": [*value.get("anyOf", [value]), INTERPOLATION]}
     value = _variant(table, spec.metadata.get("default"), definitions) if block is None else _reference(block, definitions)
     if container is dict:
         return {"type": "object", "additionalProperties": value}
@@ -74,7 +74,7 @@ def _value(spec: Field, definitions: dict[str, Schema]) -> Schema:
 
 def _variant(table: Mapping[str, type], default: str | None, definitions: dict[str, Schema]) -> Schema:
     """One block of a table, or its bare name; the block of the default needs no `name`."""
-    options: list[Plain] = [{"enum": list(table)}, INTERPOLATED] if table else [INTERPOLATED]
+    options: list[Plain] = [{"enum": list(table)}, INTERPOLATION] if table else [INTERPOLATION]
     for name, schema in table.items():
         reference = _reference(schema, definitions, name)
         options.append(reference if name == default else {**reference, "required": ["name"]})
@@ -82,7 +82,7 @@ def _variant(table: Mapping[str, type], default: str | None, definitions: dict[s
         layer_table = {name: schema for name, schema in table.items() if name != Layers.name}
         options.append({"type": "array", "items": _variant(layer_table, None, definitions), "minItems": 1})
     if isinstance(table, Table) or Layers.name in table:  # there may be further options, from outside
-        options += [OUTSIDE, {"type": "object", "properties": {"name": OUTSIDE}, "required": ["name"]}]
+        options += [OUTSIDE_NAME, {"type": "object", "properties": {"name": OUTSIDE_NAME}, "required": ["name"]}]
     return {"anyOf": options}
 
 

@@ -306,8 +306,8 @@ def _read(path: Path, heirs: tuple[Path, ...], cache: dict[Path, dict[str, Plain
 def over_bases(
     plain: dict[str, Plain], path: Path, key: str = "base", heirs: tuple[Path, ...] = (), cache: dict[Path, dict[str, Plain]] | None = None
 ) -> dict[str, Plain]:
-    """The keys of a block of the file `path`, merged over the keys of the files that its `base` names (paths relative to `path`, else
-    names of presets), later files winning.
+    """The keys of a block of the file `path`, merged over the keys of the files that its `base` names, later files winning. Names are
+    paths relative to `path`, else presets.
 
     Args:
         key: the path of `base` in the file, for errors.

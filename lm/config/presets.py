@@ -9,7 +9,7 @@ import lm
 from lm.errors import ConfigError
 from lm.schema import suggest
 
-_FIRST = {"experiments": ("experiments", ""), "": ("", "recipes", "models", "data")}  # folders in which a name is looked up, by kind
+_FOLDERS = {"experiments": ("experiments", ""), "": ("", "recipes", "models", "data")}  # folders in which a name is looked up, by kind
 
 
 def folder() -> Path:
@@ -45,7 +45,7 @@ def _or_preset(path: Path, name: Path, kind: str = "") -> Path:
         return path
     relative_path = Path(*name.parts[1:]) if len(name.parts) > 1 and name.parts[0] == "configs" else name
     relative_path = relative_path if relative_path.suffix in (".yaml", ".yml") else relative_path.with_name(f"{relative_path.name}.yaml")
-    return next((file for place in _FIRST[kind] if (file := folder() / place / relative_path).is_file()), path)
+    return next((file for place in _FOLDERS[kind] if (file := folder() / place / relative_path).is_file()), path)
 
 
 def names() -> Iterator[tuple[str, str]]:

@@ -108,7 +108,7 @@ class Muon(AdamW):
     name: ClassVar[str] = "muon"
     needs: ClassVar[str] = "matrices"
     momentum: float = key(0.95, "decay of the mean of gradients that is orthogonalised", ge=0, lt=1)
-    nesterov: bool = key(True, "orthogonalise the mean of that and the gradient, weighted by `momentum`")
+    nesterov: bool = key(True, "orthogonalise a mean of that mean and the gradient, weighted by `momentum`")
     ns_steps: int = key(5, "Newton-Schulz iterations", ge=1, le=99)
     adjust_lr: Literal["match_rms_adamw", "original"] = key(
         "match_rms_adamw",
@@ -135,7 +135,7 @@ class Muon(AdamW):
 
 OPTIMIZER = Kind("lm.optimizers", "optimizer", Optimizer, ("make",))
 OPTIMIZERS = Table(OPTIMIZER, {v.name: v for v in (AdamW, Muon)})  # each of these has a builder in lm.training.optimizers
-DECAYED = ("matrices", "embedding", "head")  # groups with the optimizer's weight decay if `groups.*.weight_decay` is null
+DECAYED_GROUPS = ("matrices", "embedding", "head")  # groups with the optimizer's weight decay if `groups.*.weight_decay` is null
 
 
 @dataclass
@@ -194,7 +194,8 @@ class OptimConfig:
 
     def weight_decay(self, group: str) -> float:
         """The weight decay of a group: a step subtracts learning rate x weight decay x weight."""
-        optimizer_decay, group_decay = self.optimizer.weight_decay if group in DECAYED else 0.0, getattr(self.groups, group).weight_decay
+        group_decay = getattr(self.groups, group).weight_decay
+        optimizer_decay = self.optimizer.weight_decay if group in DECAYED_GROUPS else 0.0
         return optimizer_decay if group_decay is None else group_decay
 
     def problems(self) -> list[Problem]:
@@ -237,7 +238,7 @@ class Profile:
         return [Problem("last", self.last, f"is before first = {self.first}", "give both")] if self.last < self.first else []
 
 
-EVERYWHERE = ("train", "eval", "swap", "diagnose")  # the commands that run a model
+COMMANDS = ("train", "eval", "swap", "diagnose")  # the commands that run a model
 
 
 @dataclass
@@ -251,12 +252,12 @@ class TrainerConfig:
         gt=0,
         le=10**6,
     )
-    accelerator: Literal["auto", "cpu", "gpu"] = key("auto", "`auto`: the GPU if there is one", {"acts_in": EVERYWHERE})
+    accelerator: Literal["auto", "cpu", "gpu"] = key("auto", "`auto`: the GPU if there is one", {"acts_in": COMMANDS})
     devices: int = key(1, "processes on this machine, one a device (DDP)", ge=1, le=1024)
     num_nodes: int = key(1, "machines", ge=1, le=10**4)
     micro_batch: int | None = key(None, "sequences in one forward pass; null: as many as give at most 16,384 tokens", ge=1, le=10**6)
     precision: Literal["auto", 32, "bf16-mixed"] = key(
-        "auto", "`auto`: bf16-mixed where the device has native bf16, else 32", {"affects": "numerics", "acts_in": EVERYWHERE}
+        "auto", "`auto`: bf16-mixed where the device has native bf16, else 32", {"affects": "numerics", "acts_in": COMMANDS}
     )
     compile: Literal["auto", True, False] = key(
         "auto", "torch.compile; `auto`: when the run, or its experiment, is long enough to repay it", {"affects": "numerics"}
@@ -267,7 +268,7 @@ class TrainerConfig:
         omit_default=True,
     )
     threads: int | None = key(
-        None, "CPU threads of each process; null: usable cores / devices, at most OMP_NUM_THREADS", {"acts_in": EVERYWHERE}, ge=1, le=1024
+        None, "CPU threads of each process; null: usable cores / devices, at most OMP_NUM_THREADS", {"acts_in": COMMANDS}, ge=1, le=1024
     )
     checkpoint_every: int | None = key(None, "steps between checkpoints; null: ten a run", ge=1, le=10**9)
     keep_checkpoints: int = key(

@@ -183,7 +183,7 @@ def _with_shortest_list(block: Plain, n_layer: int) -> Plain:
 # ---------------------------------------------------------------- the effect of a key
 
 
-LEARNED = ("model", "training", "numerics")  # effects on the weights that a run learns, except through its seed
+LEARNED_EFFECTS = ("model", "training", "numerics")  # effects on the weights that a run learns, except through its seed
 
 
 @lru_cache(maxsize=2**14)  # a report of many runs asks for the same keys of each
@@ -194,7 +194,7 @@ def effect_of(path: str) -> Effect:
 
 def is_learned(path: str) -> bool:
     """True if the key affects the weights that a run learns: runs that differ in it belong to different arms."""
-    return effect_of(path).affects in LEARNED
+    return effect_of(path).affects in LEARNED_EFFECTS
 
 
 @lru_cache(maxsize=1)

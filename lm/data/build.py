@@ -143,9 +143,9 @@ def read_spool(path: Path) -> Iterator[str]:
 
 SCAN, SPOOL = "scan.npz", "spool"
 JOURNAL_BYTES = 64 << 20  # bytes of text between entries in the journal
-SHOWN = 64  # sequences of each task in each split of a store without text
+SEQUENCES = 64  # sequences of each task in each split of a store without text
 ANSWERS_A_SYMBOL, MOST_COUNTED = 16, 8192  # of training: answers that are counted for their frequencies, and sequences of a task
-LISTED = 100  # unreadable files, documents and rows that the manifest names
+MOST_LISTED = 100  # unreadable files, documents and rows that the manifest names
 TRAIN, VAL, COPY = 0, 1, 2  # assignment of a document
 
 
@@ -185,7 +185,7 @@ class OmissionCounts:
             raise error
         self.unreadable["count"] += 1
         self.unreadable["bytes"] += error.n_bytes or 0
-        if len(self.unreadable["first"]) < LISTED:
+        if len(self.unreadable["first"]) < MOST_LISTED:
             self.unreadable["first"].append(str(error))
 
     def words(self, copies: int = 0) -> str:
@@ -210,8 +210,8 @@ def build(data: DataConfig, spec: dict[str, Plain], target: Path, progress: Prog
     """Build the store `target`, or finish an interrupted preparation.
 
     Raises:
-        DataError: a source is too small, changed meanwhile or can't be read. Once the journal has an entry, the complete parts stay on
-            disk for the next call.
+        DataError: a source is too small, changed meanwhile or can't be read. Once the journal counts documents, the complete parts stay
+            on disk for the next call.
     """
     folder = target.with_name(f".{target.name}.partial")
     try:
@@ -300,11 +300,12 @@ def _build_symbol_store(data: DataConfig, folder: Path) -> dict[str, Plain]:
     tokenizer = symbol_tokenizer(tasks)
     size = vocab_size(tokenizer)
     write_file(folder / TOKENIZER, tokenizer.to_str(pretty=True).encode())
-    sources, counts = [SourceCounts(task.name, licence, 0, SHOWN, SHOWN * (length + 1)) for task in tasks], {}  # a byte a symbol
+    sources = [SourceCounts(task.name, licence, 0, SEQUENCES, SEQUENCES * (length + 1)) for task in tasks]  # a byte a symbol
+    counts: dict[str, np.ndarray] = {}
     with ExitStack() as stack:
         writers = {name: stack.enter_context(closing(SplitWriter(folder, name, size, size - 1))) for name in SPLITS}
         for subset, (name, writer) in zip(SUBSETS, writers.items(), strict=True):
-            for task, index in product(tasks, range(SHOWN)):
+            for task, index in product(tasks, range(SEQUENCES)):
                 writer.add(np.array([size - 1, *example(task, STORE_SEED, index, length, subset).tokens], writer.dtype))
             counts[name] = _answer_counts(tasks, length, subset, size, ANSWERS_A_SYMBOL * size if subset == "train" else 0)
         sources_by_split = dict.fromkeys(SPLITS, sources)
@@ -313,10 +314,10 @@ def _build_symbol_store(data: DataConfig, folder: Path) -> dict[str, Plain]:
 
 
 def _answer_counts(tasks: list[Task], length: int, subset: Subset, size: int, enough: int) -> np.ndarray:
-    """The number of times that each of `size` symbols is an answer, (size,), in `SHOWN` sequences of each task, and in more until there are
+    """The number of times that each of `size` symbols is an answer, (size,), in `SEQUENCES` of each task, and in more until there are
     `enough` answers."""
     counts, sequences = np.zeros(size, np.int64), 0
-    while sequences < SHOWN or (sequences < MOST_COUNTED and counts.sum() < enough):
+    while sequences < SEQUENCES or (sequences < MOST_COUNTED and counts.sum() < enough):
         for task in tasks:
             sequence = example(task, STORE_SEED, sequences, length, subset)
             np.add.at(counts, sequence.tokens[1:][sequence.answers], 1)
@@ -380,9 +381,9 @@ def _scanned(data: DataConfig, journal: Journal, progress: Progress) -> Scan:
 def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
     """Hash every document, find copies, and hold out the documents with the smallest hashes of each source.
 
-    Equal texts have equal hashes: a document that is held out of one source is in the training split of none. If a source has a
-    validation split, this split is held out, whole; without `data.deduplicate`, its training split stays whole, too. A text that is
-    read for evaluation alone (`data.val_fraction` is 1, which no run can have) is held out whole.
+    Equal texts have equal hashes: a document that is held out of one source is in the training split of none. A source's validation split
+    is held out, whole; without `data.deduplicate`, its training split loses the texts of validation splits alone. A text that is read for
+    evaluation alone (`data.val_fraction` is 1, which no run can have) is held out whole.
     """
     hashes, sizes, ends, omissions = array("Q"), array("q"), [], OmissionCounts(data.on_error)
     with progress.bytes("scan", None) as advance:

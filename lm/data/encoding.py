@@ -61,7 +61,7 @@ class Encoder:
         self.end = self.tokenizer.token_to_id(end_of_text)
         self.dtype = np.dtype(token_dtype(vocab_size(self.tokenizer)))
         self.bytes = token_bytes(self.tokenizer)
-        self.special = special_tokens(self.tokenizer)
+        self.is_special = special_tokens(self.tokenizer)
         is_plain = self.tokenizer.normalizer is None and getattr(self.tokenizer.model, "unk_token", None) is None
         added_tokens = self.tokenizer.get_added_tokens_decoder().items()
         is_reversible = all(token.special or decode(self.tokenizer, [index]) == token.content for index, token in added_tokens)
@@ -96,8 +96,8 @@ class Encoder:
                 f"data.tokenizer: does not give text back unchanged: {before} is decoded as {after}; "
                 "use a byte-level tokenizer, or one with byte fallback, without a normalizer or prefix space"
             )
-        if self.special[tokens].any():
-            place = int(np.flatnonzero(self.special[tokens])[0])
+        if self.is_special[tokens].any():
+            place = int(np.flatnonzero(self.is_special[tokens])[0])
             context = decode(self.tokenizer, tokens[max(0, place - 3) : place + 4].tolist(), special=True)
             raise DataError(
                 f"data.tokenizer: the text {context!r} has the special token {self.tokenizer.id_to_token(int(tokens[place]))!r} in it as a "

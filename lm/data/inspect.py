@@ -11,7 +11,7 @@ from lm.data.store import MANIFEST, SPLITS, Split, Store
 from lm.data.tokenizer import decode
 
 N_GRAM = 13  # tokens, as in GPT-3's study of contamination (arXiv 2005.14165, appendix C)
-SAMPLED = 2**17  # held-out n-grams of each source that are looked up
+MOST_SAMPLED = 2**17  # held-out n-grams of each source that are looked up
 _BLOCK = 2**22  # training tokens hashed at a time
 _FILTER_BITS = 24  # index into a table of 16 MB, which rules out most training n-grams
 _BASE = 0x9E3779B97F4A7C15  # odd: hashes are polynomials in it, modulo 2^64
@@ -20,8 +20,8 @@ _BASE = 0x9E3779B97F4A7C15  # odd: hashes are polynomials in it, modulo 2^64
 def overlap(store: Store) -> list[tuple[str, int, float]]:
     """(source, n-grams looked up, fraction of them found anywhere in the training text), for each source with held-out n-grams.
 
-    The n-grams are windows of `N_GRAM` tokens of single documents, all of them or `SAMPLED` that are evenly spaced. They are compared by 64
-    bits of a hash. Reads the training tokens once; memory does not grow with them.
+    The n-grams are windows of `N_GRAM` tokens of single documents: all of them, or `MOST_SAMPLED` that are evenly spaced. They are compared
+    by 64 bits of a hash. Reads the training tokens once; memory does not grow with them.
     """
     by_source, first = [], 0
     for source in store.val.sources:
@@ -52,7 +52,7 @@ def _held_out_hashes(split: Split, end_of_text: int, first: int, n_tokens: int) 
     n_windows = n_tokens - N_GRAM + 1
     if n_windows < 1:
         return np.empty(0, np.uint64)
-    starts = first + np.unique(np.linspace(0, n_windows - 1, min(n_windows, SAMPLED)).astype(np.int64))
+    starts = first + np.unique(np.linspace(0, n_windows - 1, min(n_windows, MOST_SAMPLED)).astype(np.int64))
     windows = split.take(starts, N_GRAM)
     windows = windows[(windows != end_of_text).all(1)]
     return n_gram_hashes(windows.ravel())[::N_GRAM]

@@ -64,7 +64,7 @@ class SourceReader:
 
 def reader(source: Source) -> SourceReader:
     """The functions that read a source."""
-    return SOURCE_READERS.get(type(source), OUTSIDE)
+    return SOURCE_READERS.get(type(source), OUTSIDE_READER)
 
 
 def documents(source: Source, root: Path = ROOT, on_error: OnError = fail, vocabulary: Vocabulary | None = None) -> Documents:
@@ -443,7 +443,7 @@ def _outside_identity(source: OutsideSource, root: Path, hashes: FileHashes) -> 
     return {"options": to_plain(source), "identity": source.identity(), "code": PLUGINS.code([source.name])}
 
 
-OUTSIDE = SourceReader(_outside_documents, _outside_identity, lambda source: source.licence())
+OUTSIDE_READER = SourceReader(_outside_documents, _outside_identity, lambda source: source.licence())
 SOURCE_READERS: dict[type, SourceReader] = {
     Package: SourceReader(_package_documents, _package_identity, lambda source: PACKAGES[source.package].licence),
     Files: SourceReader(text_files.documents, text_files.identity, description=text_files.description),

@@ -128,7 +128,8 @@ class Text:
         return decode(self._tokenizer, tokens.tolist())
 
     def filler(self, draw: Draw, count: int) -> np.ndarray:
-        """`count` tokens side by side, int64: a random window within a document, or across documents if none is as long.
+        """`count` tokens side by side, int64: a random window within a document, or across documents if none of `MOST_TRIES` windows, or
+        no document, is long enough.
 
         Raises TaskError: the split has fewer tokens.
         """

@@ -127,6 +127,7 @@ def check_column(location: str, column: str, names: list[str]) -> None:
 
 
 def damaged(location: str, error: Exception, n_bytes: int | None = None) -> Unreadable:
+    """The error of a file, or of a part of it, at `location`, in whose bytes the system or a library found `error`."""
     if isinstance(error, PermissionError | FileNotFoundError):
         reason = "a link to nothing" if os.path.islink(location) else os.strerror(error.errno)
         return Unreadable(f"{location}: can't be read: {reason}; mend it, remove it, or set data.on_error=skip", n_bytes)

@@ -71,7 +71,7 @@ def origin(spec: AnyTokenizer) -> dict[str, Plain]:
 
 def tokenizer_of(spec: InFiles) -> "Tokenizer":
     """The tokenizer that files hold. Raises DataError if they can't be read."""
-    return IN_FILES[type(spec)](spec)
+    return FILE_TOKENIZERS[type(spec)](spec)
 
 
 def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer":
@@ -198,7 +198,7 @@ def token_bytes(tokenizer: "Tokenizer") -> np.ndarray | None:
     return result
 
 
-IN_FILES: dict[type[InFiles], Callable[[InFiles], "Tokenizer"]] = {
+FILE_TOKENIZERS: dict[type[InFiles], Callable[[InFiles], "Tokenizer"]] = {
     TokenizerFile: lambda spec: load_tokenizer(Path(spec.path), spec.end_of_text),
     GPT2Tokenizer: lambda spec: gpt2_tokenizer(Path(spec.vocab), Path(spec.merges)),
     TiktokenTokenizer: lambda spec: tiktoken_tokenizer(Path(spec.path), spec.known_encoding),
@@ -212,8 +212,8 @@ IN_FILES: dict[type[InFiles], Callable[[InFiles], "Tokenizer"]] = {
 TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 # Files of tokenizers that transformers converts.
 VOCABULARY, SENTENCEPIECE = "vocab.json", ("tokenizer.model", "spiece.model")
-OLDER = (VOCABULARY, "merges.txt", *SENTENCEPIECE, "vocab.txt")
-KINDS = (TOKENIZER_CONFIG, "config.json")  # one of them names the class of a tokenizer
+OLDER_FILES = (VOCABULARY, "merges.txt", *SENTENCEPIECE, "vocab.txt")
+CLASS_FILES = (TOKENIZER_CONFIG, "config.json")  # one of them names the class of a tokenizer
 
 
 def pretrained(spec: PretrainedTokenizer) -> tuple[str, str]:
@@ -225,7 +225,7 @@ def pretrained(spec: PretrainedTokenizer) -> tuple[str, str]:
         if spec.revision:
             raise DataError(f"{folder}: is on this machine, not on the hub; set data.tokenizer.revision to null")
         return named_tokenizer(folder), ""
-    patterns = [TOKENIZER_FILE, *KINDS, "special_tokens_map.json", *OLDER]
+    patterns = [TOKENIZER_FILE, *CLASS_FILES, "special_tokens_map.json", *OLDER_FILES]
     folder = downloaded(spec.model, spec.revision, patterns, " (data.tokenizer.model)")
     return named_tokenizer(folder), folder.name
 
@@ -260,7 +260,7 @@ def read_tokenizer(path: Path) -> str | None:
             raise DataError(f"{file}: not readable: {one_line(error, 160)}") from None
     if not path.is_dir():
         raise DataError(f"{path}: no such tokenizer")
-    if not any((path / name).is_file() for name in OLDER):
+    if not any((path / name).is_file() for name in OLDER_FILES):
         return None
     try:
         from transformers import AutoTokenizer
@@ -272,8 +272,8 @@ def read_tokenizer(path: Path) -> str | None:
         vocabulary = dict(json.loads((path / VOCABULARY).read_text(encoding="utf-8"))) if (path / VOCABULARY).is_file() else {}
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True).backend_tokenizer
     except Exception as error:  # all that transformers raises for files that it can't read
-        is_bare = all((path / name).is_file() for name in OLDER[:2]) and not any((path / name).is_file() for name in KINDS)
-        remedy = f"two files alone are named: data.tokenizer={{name: gpt2, vocab: {path / OLDER[0]}, merges: {path / OLDER[1]}}}"
+        is_bare = all((path / name).is_file() for name in OLDER_FILES[:2]) and not any((path / name).is_file() for name in CLASS_FILES)
+        remedy = f"two files alone are named: data.tokenizer={{name: gpt2, vocab: {path / VOCABULARY}, merges: {path / 'merges.txt'}}}"
         raise DataError(f"{path}: its tokenizer can't be converted: {remedy if is_bare else one_line(error, 200)}") from None
     if missing_tokens := vocabulary.keys() - tokenizer.get_vocab().keys():
         reason = f"transformers leaves out {len(missing_tokens):,} of the {len(vocabulary):,} tokens of its {VOCABULARY}"
@@ -285,7 +285,7 @@ def named_tokenizer(path: Path) -> str:
     """`read_tokenizer` of a path that the user named. Raises DataError: also if there is no tokenizer there."""
     content = read_tokenizer(path)
     if content is None:
-        raise DataError(f"{path}: no tokenizer there: neither {TOKENIZER_FILE} nor {', '.join(OLDER)}")
+        raise DataError(f"{path}: no tokenizer there: neither {TOKENIZER_FILE} nor {', '.join(OLDER_FILES)}")
     return content
 
 

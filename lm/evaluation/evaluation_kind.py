@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 from torch import nn
 
-from lm.config.eval_config import WHEN, Timing
+from lm.config.eval_config import TIMING_KEYS, Timing
 from lm.config.tree import Config, function_of
 from lm.data.store import Store
 from lm.errors import RunError
@@ -55,7 +55,7 @@ class Measurement(ABC):
     @property
     def asked_plain(self) -> dict[str, Plain]:
         """The evaluation's block of `eval`, without the keys that set when the evaluation runs, and for how long."""
-        return {name: value for name, value in to_plain(self.asked).items() if name not in WHEN}
+        return {name: value for name, value in to_plain(self.asked).items() if name not in TIMING_KEYS}
 
     def with_settings(self, **fields: Plain) -> dict[str, Plain]:
         """Options of an evaluation under several inference settings: the training length, `fields`, and the settings."""
