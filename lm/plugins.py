@@ -114,9 +114,9 @@ class Plugins:
         """The class that was imported for the options that `options` gave the attribute `name`."""
         return self._plugins[name].implementation
 
-    def versions(self, names: Iterable[str] | None = None) -> dict[str, str]:
-        """Versions of the imported code from outside among `names`; None: of all imported code."""
-        return {name: self._plugins[name].version for name in (self._plugins if names is None else names) if name in self._plugins}
+    def versions(self, names: Iterable[str]) -> dict[str, str]:
+        """Versions of the imported code from outside among `names`."""
+        return {name: self._plugins[name].version for name in names if name in self._plugins}
 
     def code(self, names: Iterable[str]) -> dict[str, str]:
         """A digest of the Python files of the whole package when it was imported, for each code from outside among `names`."""
