@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -353,7 +352,8 @@ def tiktoken_tokenizer(path: Path, encoding: str) -> "Tokenizer":
 
     words = pre_tokenizers.Split(Regex(pattern), "isolated")
     cutter = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    spellings = {token: _spelled(token) for token in ranks}
+    alphabet = _alphabet()
+    spellings = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
     ids = {spellings[token]: rank for token, rank in ranks.items()}
     return _byte_level(ids, [(spellings[first], spellings[second]) for first, second in pairs], end, cutter, ignore_merges=True)
 
@@ -375,13 +375,8 @@ def _byte_level(ids: dict[str, int], pairs: list[tuple[str, str]], end: int, cut
     return tokenizer
 
 
-def _spelled(token: bytes) -> str:
-    """Bytes in GPT-2's alphabet: one printable character each."""
-    return "".join(_alphabet()[byte] for byte in token)
-
-
-@cache
 def _alphabet() -> list[str]:
+    """GPT-2's printable character for each byte."""
     printable_bytes = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     substitutes = iter(range(256, 512))
     return [chr(byte if byte in printable_bytes else next(substitutes)) for byte in range(256)]
