@@ -65,8 +65,7 @@ class Journal:
     @property
     def n_documents(self) -> int:
         """Documents whose tokens are on disk."""
-        count = self.entry.get("documents")
-        return count if isinstance(count, int) and count > 0 else 0
+        return self.entry.get("documents", 0)
 
     def holds(self, name: str) -> bool:
         """True if the file `name` is what `keep` wrote."""
@@ -247,7 +246,7 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> dic
             tokenizer = tokenizer_of(data.tokenizer)
         else:
             with progress.bytes("tokenizer", int(scan.n_bytes[scan.assignment == TRAIN].sum())) as advance:
-                tokenizer = train_tokenizer(_training_texts(data, journal.folder, scan, advance), data.tokenizer)
+                tokenizer = train_tokenizer(_training_texts(data, folder, scan, advance), data.tokenizer)
         journal.keep(TOKENIZER, tokenizer.to_str(pretty=True).encode())
     tokenizer = load_tokenizer(folder / TOKENIZER, end_of_text)
     size, end_id = vocab_size(tokenizer), tokenizer.token_to_id(end_of_text)
@@ -260,7 +259,7 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> dic
         workers = data.prepare_workers or default_workers(int(scan.n_bytes[n_encoded:][is_stored[n_encoded:] & is_text].sum()))
         unsaved_bytes = 0
         with progress.bytes("encode", total, encoded_bytes) as advance:
-            for batch in encode_all(_documents_from(data, journal.folder, scan, n_encoded), tokenizer, end_of_text, workers):
+            for batch in encode_all(_documents_from(data, folder, scan, n_encoded), tokenizer, end_of_text, workers):
                 in_val = np.repeat([document.held_out for document in batch.documents], batch.lengths)
                 writers["train"].add(batch.tokens[~in_val])
                 writers["val"].add(batch.tokens[in_val])
