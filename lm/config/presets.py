@@ -26,17 +26,19 @@ def find(argument: str | Path, kind: str = "") -> Path:
 
     kind: `experiments` for an experiment, empty for a configuration.
     """
-    return _or_preset(Path(argument), Path(argument), kind)
+    path = Path(os.path.expanduser(argument))
+    return _or_preset(path, path, kind)
 
 
 def is_override(argument: str) -> bool:
     """Whether an argument of the command line is a `key=value`: it has a `=`, and is not the path of a file or folder."""
-    return "=" in argument and not os.path.exists(argument)
+    return "=" in argument and not os.path.exists(os.path.expanduser(argument))
 
 
 def base(heir: Path, name: str) -> Path:
     """The file that `base: name` in the file `heir` names: a file relative to its folder, else the preset of that name, as in `find`."""
-    return _or_preset(heir.parent / name, Path(name))
+    path = Path(os.path.expanduser(name))
+    return _or_preset(heir.parent / path, path)
 
 
 def _or_preset(path: Path, name: Path, kind: str = "") -> Path:
