@@ -74,6 +74,7 @@ def test_what_loading_takes_is_valid(validator, plain: dict[str, Plain]):
 
 def test_what_is_interpolated_and_normalizers_from_outside_are_valid(validator):
     content = {"seed": "${oc.env:SEED}", "base": ["a.yaml"], "model": {"normalizer": {"name": "package.module:Class", "own": 1}}}
+    content |= {"data": {"lengths": {"name": "mixed", "weights": {32: "${seed}"}}}, "eval": {"swap_lengths": [1, "${seed}"]}}
     assert [error.message for error in validator.iter_errors(content)] == []
 
 

@@ -59,8 +59,7 @@ def _default(spec: Field) -> Schema:
 def _value(spec: Field, definitions: dict[str, Schema]) -> Schema:
     table, block, container = (spec.metadata.get(name) for name in ("table", "schema", "many"))
     if table is None and block is None:
-        value = _type(spec.type, spec.metadata["limits"])
-        return value if value.get("type") == "string" else {"anyOf": [*value.get("anyOf", [value]), INTERPOLATION]}
+        return _interpolable(_type(spec.type, spec.metadata["limits"]))
     value = _variant(table, spec.metadata.get("default"), definitions) if block is None else _reference(block, definitions)
     if container is dict:
         return {"type": "object", "additionalProperties": value}
@@ -70,6 +69,11 @@ def _value(spec: Field, definitions: dict[str, Schema]) -> Schema:
     if block is None:
         return value
     return {"anyOf": [value, {"type": "null"}]} if "optional" in spec.metadata else {"allOf": [value]}
+
+
+def _interpolable(value: Schema) -> Schema:
+    """The schema of a value, or of an interpolation in its place."""
+    return value if value.get("type") == "string" else {"anyOf": [*value.get("anyOf", [value]), INTERPOLATION]}
 
 
 def _variant(table: Mapping[str, type], default: str | None, definitions: dict[str, Schema]) -> Schema:
@@ -94,8 +98,8 @@ def _type(hint: type, limits: Limits) -> Schema:
     if origin is typing.Literal:
         return {"enum": list(arguments)}
     if origin is list:
-        return {"type": "array", "items": _type(arguments[0], limits)}
+        return {"type": "array", "items": _interpolable(_type(arguments[0], limits))}
     if origin is dict:
-        return {"type": "object", "additionalProperties": _type(arguments[1], limits)}
+        return {"type": "object", "additionalProperties": _interpolable(_type(arguments[1], limits))}
     bounds = {BOUNDS[name]: bound for name, bound in vars(limits).items() if bound is not None} if hint in (int, float) else {}
     return {"type": TYPES[hint], **bounds}
