@@ -144,8 +144,7 @@ def _call(
     _check_parameters(kind, parameters, _shapes(named, layer, train_length is None))
     if has_key_features and q.size(2) != k.size(2):
         raise ValueError(f"{kind} reads the layer's input at each key: {q.size(2)} queries can't go on from {k.size(2)} keys")
-    is_layout = isinstance(positions, AttentionLayout) and cu_seqlens is None
-    layout = positions if is_layout else make_layout(q, k, positions, cu_seqlens)
+    layout = make_layout(q, k, positions, cu_seqlens)
     _check_layout(layout, q, k)
     tensors = {f"normalizer.{name}": value for name, value in parameters.items()}
     return torch.func.functional_call(module, tensors, (function, layout, x, q, k, *values))
@@ -255,7 +254,9 @@ def _shapes(named: str, layer: LayerSpec, any_length: bool = False) -> dict[str,
     }
 
 
-def make_layout(q: Tensor, k: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> AttentionLayout:
+def make_layout(
+    q: Tensor, k: Tensor, positions: Tensor | AttentionLayout | None = None, cu_seqlens: Tensor | None = None
+) -> AttentionLayout:
     """The layout of queries (B, H, T, D) and keys (B, K, S, D), for all layers of a step; arguments as in `attention`.
 
     Raises ValueError: both are given, a sequence does not begin with a document, positions jump, or lengths are not those of the tokens.
@@ -263,6 +264,8 @@ def make_layout(q: Tensor, k: Tensor, positions: Tensor | None = None, cu_seqlen
     queries, keys = q.size(2), k.size(2)
     if positions is not None and cu_seqlens is not None:
         raise ValueError("give positions or cu_seqlens, not both")
+    if isinstance(positions, AttentionLayout):
+        return positions
     if cu_seqlens is not None:
         token = torch.arange(q.size(0) * queries, device=q.device)
         starts = _whole_numbers("cu_seqlens", cu_seqlens, (1,)).to(token)
