@@ -16,7 +16,7 @@ from lm.report.pictures import COLOURS
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
 MOST = 100  # nats, of a margin that is shown: sparse weights leave filler nothing
-GUESSING = 100 * sum(1 / k for k in range(1, 9)) / 8  # of 8 questions about 8 values, each value once: H_8 / 8
+QUESTIONS = {"mqar": 8, "needle": 4}  # about as many answers, each once, in a sequence of the task
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,17 @@ class Recall:
     def place(self) -> str:
         """Name of the tables in the page, and of the picture, docs/PLACE.svg."""
         return self.name
+
+    @property
+    def tokens(self) -> str:
+        """Word for the tokens of a sequence."""
+        return "symbols" if self.task == "mqar" else "tokens"
+
+    @property
+    def guessing(self) -> float:
+        """Accuracy, in per cent, of a guess among the answers that were not asked for yet: H_k / k for k questions."""
+        count = QUESTIONS[self.task]
+        return 100 * sum(1 / rank for rank in range(1, count + 1)) / count
 
     @cached_property
     def data(self) -> pd.DataFrame:
@@ -194,7 +205,7 @@ class Recall:
             axes.set_yticks(range(len(self.arms)), [self.labels[arm] for arm in self.arms])
             axes.set_xticks(range(len(self.lengths)), [f"{length:,}" for length in self.lengths])
             axes.set_xlabel(
-                f"mean accuracy, %, by sequence length (training: {self.lengths[0]} symbols)\n"
+                f"mean accuracy, %, by sequence length (training: {self.lengths[0]} {self.tokens})\n"
                 f"right: the lowest seed at {self.lengths[-1]:,}, and the verdict against {self.labels[self.baseline]}"
             )
             axes.tick_params(length=0)
@@ -212,7 +223,7 @@ class Recall:
                 for axes, arm in zip(row, self.labels, strict=True):
                     colour = COLOURS[HUES[arm.removeprefix("after_").removeprefix("tau_")]]
                     values = 100 * np.array([self.accuracies[arm, rate, length] for length in self.lengths])
-                    axes.axhline(GUESSING, color="0.6", linewidth=1, linestyle=":")
+                    axes.axhline(self.guessing, color="0.6", linewidth=1, linestyle=":")
                     axes.plot(self.lengths, values, color=colour, linewidth=0.8, alpha=0.6)
                     axes.plot(self.lengths, values.mean(1), color=colour, linewidth=2.4)
                     axes.set_xscale("log", base=2)
@@ -226,7 +237,7 @@ class Recall:
                 row[0].annotate("dotted:\na guess", (self.lengths[0], 3), fontsize=8, color="0.35")
             for axes, label in zip(panels[0], self.labels.values(), strict=True):
                 axes.set_title(textwrap.fill(label, 16, break_long_words=False), fontsize=9)
-            figure.supxlabel(f"sequence length, in training lengths of {self.lengths[0]} symbols", fontsize=9)
+            figure.supxlabel(f"sequence length, in training lengths of {self.lengths[0]} {self.tokens}", fontsize=9)
             return saved(figure)
 
 

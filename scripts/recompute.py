@@ -215,7 +215,17 @@ SHOWN = (
         task="needle",
         layers="layers 2, 3",
     ),
-    Recall("needle-and-text", "needle-in-text.md", BESIDE_TEXT, "ssmax_fixed", (4096,), 0.25, task="needle", layers="layers 2, 3"),
+    Recall(
+        "needle-and-text",
+        "needle-in-text.md",
+        BESIDE_TEXT,
+        "ssmax_fixed",
+        (4096,),
+        0.25,
+        picture=True,
+        task="needle",
+        layers="layers 2, 3",
+    ),
     Losses(
         "needle-and-text",
         "needle-in-text.md",
