@@ -245,5 +245,5 @@ def test_the_page_has_a_panel_for_each_key(tmp_path, monkeypatch):
     assert min(means, key=means.get) == 0.2
     frame = lm.results(tmp_path / "runs")
     assert "0.02 / 0.2" in set(frame["rate"])
-    line = lm.judge(frame, metric="val loss", matters=0.02).set_index("arm").loc["ssmax"]
+    line = lm.judge(frame, metric="val loss", matters=0.02, baseline="softmax").set_index("arm").loc["ssmax"]
     assert (line["rate"], line["verdict"]) == ("0.02 / 0.2", "better")
