@@ -215,7 +215,7 @@ def _check_lines(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
             subject, pronoun = (f"{count} lines have", "them") if count > 1 else ("a line has", "it")
             remedy = f"correct or drop {pronoun}"
             if name == "finite value":  # without it the other arms would lose a seed, and the comparison a failure
-                remedy = f"correct {pronoun}, or write {DIVERGED} in a column state: a run that diverged counts against its arm"
+                remedy = f"correct {pronoun}, or write {DIVERGED} in a column state: a run that diverged makes the verdict unstable"
             raise RunError(f"{source}: {subject} no {name}, the first of arm {run['arm']}, seed {run['seed']}; {remedy}")
     if len({len(coordinates(read_rate(rate))) for rate in runs["rate"].dropna().unique()}) > 1:
         raise RunError(f"{source}: rates are of one tuned key in some lines, and of several in others")
