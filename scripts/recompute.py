@@ -64,6 +64,8 @@ PUT_IN = {
 GROWTH_ALONE = tuple((f"{arm}_no_qk_norm", f"{baseline}_no_qk_norm") for arm, baseline in GROWTH)
 WITH_AND_WITHOUT = QK_NORM | {f"{arm}_no_qk_norm": f"{label}, no QK-norm" for arm, label in QK_NORM.items()}
 SETTINGS = ("as trained", "theta x 50", "yarn")
+AT_256 = {"at 256 tokens": ("", "val loss", "", 0)}  # columns of tables of losses (`Losses.columns`)
+AT_2048 = {words: ("", "mean loss", words, 2048) for words in SETTINGS[:2]}
 GAU = {
     "n-256": "relu^2, n = 256",
     "n-sample": "relu^2, n of the sample",
@@ -100,7 +102,7 @@ SHOWN = (
             "length.md",
             WITH_AND_WITHOUT,
             (*GROWTH, *GROWTH_ALONE, ("softmax_no_qk_norm", "softmax")),
-            {"at 256 tokens": ("", "val loss", "", 0)} | {words: ("", "mean loss", words, 2048) for words in SETTINGS},
+            AT_256 | {words: ("", "mean loss", words, 2048) for words in SETTINGS},
             ("as trained", "theta x 50"),
             "theta x 50",
             0.02,
@@ -134,7 +136,7 @@ SHOWN = (
             *((line, baseline) for baseline in ("ssmax_fixed", "ssmax") for line in PUT_IN),
             ("ssmax, n=fixed:256", "ssmax"),
         ),
-        {words: ("", "mean loss", words, 2048) for words in ("as trained", "theta x 50")},
+        AT_2048,
         ("as trained", "theta x 50"),
         "theta x 50",
         0.02,
@@ -157,7 +159,7 @@ SHOWN = (
         "when-to-swap.md",
         WHEN,
         tuple((arm, "ssmax") for arm in WHEN if arm != "ssmax"),
-        {"at 256 tokens": ("", "val loss", "", 0)} | {words: ("", "mean loss", words, 2048) for words in ("as trained", "theta x 50")},
+        AT_256 | AT_2048,
         ("as trained", "theta x 50"),
         "theta x 50",
         0.02,
@@ -231,7 +233,7 @@ SHOWN = (
         "needle-in-text.md",
         BESIDE_TEXT,
         tuple((arm, "ssmax_fixed") for arm in BESIDE_TEXT if arm != "ssmax_fixed"),
-        {"at 256 tokens": ("", "val loss", "", 0)} | {words: ("", "mean loss", words, 2048) for words in ("as trained", "theta x 50")},
+        AT_256 | AT_2048,
         ("at 256 tokens", "as trained", "theta x 50"),
         "at 256 tokens",
         0.02,
