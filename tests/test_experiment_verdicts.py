@@ -485,9 +485,7 @@ def test_an_arm_is_tuned_that_starts_from_one_without_a_rate_of_its_own(tmp_path
     n_planned = procedure.n_runs("")
     while unfinished := [run for run in procedure.known_runs() if not run.outcome.ended]:
         assert all(
-            run.source_folder is None
-            or run.source_folder in trained_folders
-            or run.source_folder in {source.config.run_folder for source in unfinished}
+            run.source is None or run.source.config.run_folder in trained_folders | {source.config.run_folder for source in unfinished}
             for run in unfinished
         )
         trained_folders |= {run.config.run_folder for run in unfinished}

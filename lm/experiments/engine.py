@@ -430,17 +430,11 @@ class Jobs:
 
     def _startable_runs(self, running_folders: set[Path]) -> Iterator[Run]:
         """Runs that have neither ended nor failed, and whose starting weights exist."""
-        self.known_runs = runs = self.procedure.known_runs()
-        finished_folders = {
-            run.config.run_folder for run in runs if run.outcome.state == "finished" and run.config.run_folder not in running_folders
-        }
-        for run in runs:
-            folder = run.config.run_folder
-            if (
-                run.outcome.ended
-                or folder in running_folders | self.failed.keys()
-                or (run.source_folder and run.source_folder not in finished_folders)
-            ):
+        self.known_runs = self.procedure.known_runs()
+        for run in self.known_runs:
+            folder, source = run.config.run_folder, run.source
+            waits = source and (source.outcome.state != "finished" or source.config.run_folder in running_folders)
+            if run.outcome.ended or folder in running_folders | self.failed.keys() or waits:
                 continue
             if failure := read_failure(self.folder, run):
                 self.failed[folder] = failure

@@ -61,12 +61,9 @@ class LiveTable:
         """The lines of all known runs."""
         devices_by_folder = {run.config.run_folder: devices for run, devices in list(self.jobs.pending.values())}
         self._logged = {folder: self._logged.get(folder, {}) | last_logged(folder / METRICS) for folder in devices_by_folder}
-        finished_folders = {run.config.run_folder for run in self.jobs.known_runs if run.outcome.state == "finished"}
-        return [
-            self._line(run, gpu_words(devices_by_folder.get(run.config.run_folder, ())), finished_folders) for run in self.jobs.known_runs
-        ]
+        return [self._line(run, gpu_words(devices_by_folder.get(run.config.run_folder, ()))) for run in self.jobs.known_runs]
 
-    def _line(self, run: Run, devices: str, finished_folders: set[Path]) -> RunLine:
+    def _line(self, run: Run, devices: str) -> RunLine:
         folder, outcome = run.config.run_folder, run.outcome
         if outcome.ended:
             loss = float(outcome.series(SELECTION).means[0]) if outcome.state == "finished" else None
@@ -75,7 +72,7 @@ class LiveTable:
             return RunLine(run, "failed", note=f"status {failure.status}")
         if (logged := self._logged.get(folder)) is not None:
             return RunLine(run, "running", logged.get("step", 0), logged.get(SELECTION), devices)
-        return RunLine(run, note="for the run it starts from" if run.source_folder and run.source_folder not in finished_folders else "")
+        return RunLine(run, note="for the run it starts from" if run.source and run.source.outcome.state != "finished" else "")
 
     def render(self, height: int = 50) -> RenderableType:
         """The table, in at most about `height` lines."""

@@ -31,11 +31,15 @@ class Run:
     seed: int
     config: Config
     outcome: Outcome
-    source_folder: Path | None = None  # folder of the run whose weights it starts from, if any
+    source: "Run | None" = None  # the run whose weights it starts from, if any
     swap: Swap | None = None  # the normalizer that replaces the weights' normalizer; None: the normalizer stays
     trained: bool = True  # False: the swapped weights are measured as they are
     evaluate: tuple[str, ...] = ()  # options `KEY=VALUE` of its evaluation after training
-    packages: frozenset[str] = frozenset()  # packages of code from outside, as its configuration or its source's names it
+
+    @property
+    def packages(self) -> set[str]:
+        """Packages of code from outside, as its configuration or its source's names it."""
+        return {*map(package_of, self.config.plugin_names), *(self.source.packages if self.source else ())}
 
     @property
     def label(self) -> str:
@@ -70,36 +74,30 @@ class Procedure:
 
     def __init__(self, experiment: Experiment):
         self.experiment = experiment
+        self._arms = {arm.name: arm for arm in experiment.arms}
         self._folder = experiment.folder
         self._ended: dict[Path, Outcome] = {}
         self._configs: dict[tuple, Config] = {}
-        self._packages: dict[Path, frozenset[str]] = {}
         self._choices: dict[str, Choice] = {}
         self._evaluated: dict[tuple[str, str], dict[str, dict[str, Plain]]] = {}
 
     def run(self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, rates: dict[str, Rate | None]) -> Run:
         """The run of an arm; `rates` are the rates of the arms before it, of which one may be its source."""
-        source_run = None
-        if arm.start:
-            source_arm = next(candidate for candidate in self.experiment.arms if candidate.name == arm.start)
-            source_run = self.run(size, source_arm, stage, rates[source_arm.name], seed, rates)
-        config = self._config(size, arm, stage, rate, seed, source_run.config if source_run else None)
+        source = self.run(size, self._arms[arm.start], stage, rates[arm.start], seed, rates) if arm.start else None
+        config = self._config(size, arm, stage, rate, seed, source and source.config)
         outcome = self._ended.get(config.run_folder)
         if outcome is None:
-            last_step = config.trainer.max_steps if arm.trained else source_run.outcome.last_step
+            last_step = config.trainer.max_steps if arm.trained else source.outcome.last_step
             kinds = {kind: options for kind, options in config.eval.kinds.items() if options.wanted(config.data)}
             scheduled = tuple(kind for kind, options in kinds.items() if not arm.trained or options.is_due(last_step, last_step))
             metric, requests = self.experiment.primary.metric, self._required_options(size, arm, config)
             outcome = Outcome(config.run_folder, last_step, metric, scheduled, requests)
             if outcome.ended:  # the folder is not read again
                 self._ended[config.run_folder] = outcome
-        if source_run and source_run.outcome.state == "diverged":  # the run has no weights to start from
-            outcome = source_run.outcome
-        source_folder, overrides = source_run and source_run.config.run_folder, tuple(self.experiment.evaluate_overrides)
-        if config.run_folder not in self._packages:
-            self._packages[config.run_folder] = frozenset(map(package_of, config.plugin_names))
-        packages = self._packages[config.run_folder] | (source_run.packages if source_run else frozenset())
-        return Run(size, arm.name, stage, rate, seed, config, outcome, source_folder, arm.swap, arm.trained, overrides, packages)
+        if source and source.outcome.state == "diverged":  # the run has no weights to start from
+            outcome = source.outcome
+        overrides = tuple(self.experiment.evaluate_overrides)
+        return Run(size, arm.name, stage, rate, seed, config, outcome, source, arm.swap, arm.trained, overrides)
 
     def _config(self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, source_config: Config | None) -> Config:
         """The configuration of a run, made once. `source_config`: the configuration of its source; None: it starts from random weights."""
@@ -309,7 +307,7 @@ class Procedure:
         """The names of the arms that an arm starts from: its source, the source of its source, and so on."""
         if not arm.start:
             return []
-        return [arm.start, *self.sources(next(candidate for candidate in self.experiment.arms if candidate.name == arm.start))]
+        return [arm.start, *self.sources(self._arms[arm.start])]
 
     def final_runs(self, size: str) -> Iterator[Run]:
         """The runs that are judged, by seed and arm; none before rates are known."""

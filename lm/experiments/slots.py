@@ -113,12 +113,12 @@ def commands(run: Run, experiment: Path) -> list[list[str]]:
     steps, plugins = [], [f"--allow-plugin={package}" for package in sorted(run.packages)]
     swapped_folder = Path(config.init_from) if run.trained else folder
     if run.swap and not (swapped_folder / CONFIG).exists():
-        init_option = [] if run.swap.init is None else [f"--init={run.swap.init}"]  # in place of `init` in the options
+        options = [] if run.swap.init is None else [f"--init={run.swap.init}"]  # in place of `init` in the normalizer's options
         normalizer = {name: value for name, value in to_plain(config.model.normalizer).items() if name not in ("name", "init")}
-        options = [f"model.normalizer.{name}={json.dumps(value)}" for name, value in normalizer.items()]
+        options += [f"model.normalizer.{name}={json.dumps(value)}" for name, value in normalizer.items()]
         place = {name: value for name, value in to_plain(config.experiment).items() if value is not None}
         options += [f"experiment.{name}={json.dumps(value)}" for name, value in place.items()]  # else lm.results has the source's arm
-        steps.append(["swap", str(run.source_folder), f"--to={run.swap.to}", f"--out={swapped_folder}", *init_option, *options, *plugins])
+        steps.append(["swap", str(run.source.config.run_folder), f"--to={run.swap.to}", f"--out={swapped_folder}", *options, *plugins])
     outcome = run.outcome
     if run.trained and (not outcome.trained or not outcome.complete or outcome.measured):
         # `lm train` makes the evaluations that a kill left out, too
