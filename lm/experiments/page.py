@@ -70,7 +70,7 @@ class SizeResults:
         self.title_suffix, self.tuning_runs, self.choice = f", {size}" if size else "", procedure.tuning_runs(size), procedure.choice(size)
         self.arm_names = [arm.name for arm in procedure.experiment.arms]
         self.verdicts = {name: judgement.verdicts[size, name] for name in self.arm_names[1:]}
-        self.final: list[Run] = list(procedure.final_runs(size))
+        self.final = procedure.final_runs(size)
         finished_runs = [run for run in self.final if run.outcome.state == "finished"]
         self.values = {(run.arm, run.seed): procedure.quantity(run.outcome) for run in finished_runs}
 

@@ -1,9 +1,9 @@
 """The procedure of docs/statistics.md on run folders: the runs that an experiment needs next, and the verdicts on its finished runs."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, product
 from pathlib import Path
 
@@ -79,7 +79,6 @@ class Procedure:
         self._ended: dict[Path, Outcome] = {}
         self._configs: dict[tuple, Config] = {}
         self._choices: dict[str, Choice] = {}
-        self._evaluated: dict[tuple[str, str], dict[str, dict[str, Plain]]] = {}
 
     def run(self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, rates: dict[str, Rate | None]) -> Run:
         """The run of an arm; `rates` are the rates of the arms before it, of which one may be its source."""
@@ -90,8 +89,8 @@ class Procedure:
             last_step = config.trainer.max_steps if arm.trained else source.outcome.last_step
             kinds = {kind: options for kind, options in config.eval.kinds.items() if options.wanted(config.data)}
             scheduled = tuple(kind for kind, options in kinds.items() if not arm.trained or options.is_due(last_step, last_step))
-            metric, requests = self.experiment.primary.metric, self._required_options(size, arm, config)
-            outcome = Outcome(config.run_folder, last_step, metric, scheduled, requests)
+            required_options = self._required_options.get((size, arm.name), {})
+            outcome = Outcome(config.run_folder, last_step, self.experiment.primary.metric, scheduled, required_options)
             if outcome.ended:  # the folder is not read again
                 self._ended[config.run_folder] = outcome
         if source and source.outcome.state == "diverged":  # the run has no weights to start from
@@ -109,25 +108,22 @@ class Procedure:
             values = "_".join(f"{value:g}" for value in tuned_keys.values())
             stem = "-".join(filter(None, (arm.name, values, f"seed{seed}")))
             if source_folder and arm.swap and arm.trained:
-                digest = hashlib.sha256(
-                    " ".join([source_folder.name, str(arm.swap), *self._options(size, arm, rate)]).encode()
-                ).hexdigest()[:8]
+                words = " ".join([source_folder.name, str(arm.swap), *self._options(size, arm, rate)])
+                digest = hashlib.sha256(words.encode()).hexdigest()[:8]
                 changes["init_from"] = str(self._folder / size / SWAPPED / f"{stem}-{digest}")
             elif source_folder and arm.step is not None:
                 changes |= {"branch_from": str(step_path(source_folder / CHECKPOINTS, arm.step)), "init_from": source_config.init_from}
             elif source_folder:
                 changes["init_from"] = str(source_folder)
             config = self.experiment.config(size, arm, seed, rate, changes)
-            hashed_config = config  # starting weights count by their path below the default folder of runs: an experiment may be moved
-            if source_folder:
-                paths = {name: path for name in ("init_from", "branch_from") if (path := getattr(config, name))}
-                default_folder = Path(Config().runs, self.experiment.name)
-                hashed_config = replace(
-                    config, **{name: str(default_folder / Path(path).relative_to(self._folder)) for name, path in paths.items()}
-                )
+            # In the hash, starting weights count by their path below the default folder of runs: an experiment may be moved.
+            paths = {name: path for name in ("init_from", "branch_from") if source_folder and (path := getattr(config, name))}
+            default_folder = Path(Config().runs, self.experiment.name)
+            default_paths = {name: str(default_folder / Path(path).relative_to(self._folder)) for name, path in paths.items()}
+            digest = config_hash(replace(config, **default_paths))
             cell = rate_cell(rate, [key in tuned_keys for key in self.experiment.tune.keys])
             place = ExperimentConfig(self.experiment.name, arm.name, size or None, stage, cell)
-            self._configs[run_key] = replace(config, name=f"{stem}-{config_hash(hashed_config)}", experiment=place)
+            self._configs[run_key] = replace(config, name=f"{stem}-{digest}", experiment=place)
         return self._configs[run_key]
 
     def _options(self, size: str, arm: Arm, rate: Rate | None) -> list[str]:
@@ -136,16 +132,15 @@ class Procedure:
         options, defaults = to_plain(normalizer), to_plain(type(normalizer)())
         return [f"{key}={value}" for key, value in sorted(options.items()) if key not in ("name", "init") and value != defaults.get(key)]
 
-    def _required_options(self, size: str, arm: Arm, config: Config) -> dict[str, dict[str, Plain]]:
-        """The options that the evaluations of an arm's runs must have, by kind; {} where the evaluations in training will do."""
-        if not self.experiment.evaluate:
-            return {}
-        if (size, arm.name) not in self._evaluated:
-            evaluated = self.experiment.evaluated(config)
-            self._evaluated[size, arm.name] = {
-                kind: evaluated.eval.measured_options(kind) for kind in evaluated.eval.measurement_classes(evaluated.data)
-            }
-        return self._evaluated[size, arm.name]
+    @cached_property
+    def _required_options(self) -> dict[Place, dict[str, dict[str, Plain]]]:
+        """The options that evaluations must have, by size and arm, and by kind; {} where the evaluations in training will do."""
+        places = self.experiment.places if self.experiment.evaluate else ()
+        configs = {(size, arm.name): self.experiment.evaluated(self.experiment.config_of(size, arm)) for size, arm in places}
+        return {
+            place: {kind: config.eval.measured_options(kind) for kind in config.eval.measurement_classes(config.data)}
+            for place, config in configs.items()
+        }
 
     def choice(self, size: str) -> Choice:
         """The tuning runs of a size and the rates of its arms, as far as they are known; settled rates are kept.
@@ -154,13 +149,6 @@ class Procedure:
         """
         if size in self._choices:
             return self._choices[size]
-        choice = self._choice(size)
-        if choice.settled and choice.rates is not None:
-            self._choices[size] = choice
-        return choice
-
-    def _choice(self, size: str) -> Choice:
-        """The result of `choice`, by the run folders as they are now."""
         runs: dict[str, dict[Rate, list[Run]]] = {}
         rates: dict[str, Rate | None] = {}
         final_rates: dict[str, tuple[Rate | None, ...]] = {}
@@ -181,7 +169,7 @@ class Procedure:
                 rates |= {arm.name: rates[arm.start]} if not arm.is_tuned and arm.start in rates else {}
             if best_rates is None:
                 return Choice(runs, final_rates, rates if depth == depths[-1] else None, settled=False)
-        return Choice(runs, final_rates, rates)
+        return self._choices.setdefault(size, Choice(runs, final_rates, rates))
 
     def _tuning_outcome(self, size: str, arms: list[Arm], rates: dict[str, Rate], runs: dict[str, dict[Rate, list[Run]]]) -> TuningOutcome:
         """The rates that the tuning runs of arms choose, or the table in their place. The runs start from other arms at `rates`, and are
@@ -217,16 +205,13 @@ class Procedure:
     def _best_rates(self, size: str, candidates: dict[str, tuple[Rate, ...]]) -> dict[str, Rate] | None:
         """The rate that each arm is judged at: the best of its `candidates`, the rates of its final seeds, on the selection text. None
         while runs at several rates have not ended."""
-        rates = {}
-        for arm in self.experiment.arms:
-            arm_rates = candidates.get(arm.name, ())
-            if len(arm_rates) > 1:
-                runs = {rate: [self.run(size, arm, "final", rate, seed, {}) for seed in self.experiment.seeds] for rate in arm_rates}
-                if not all(run.outcome.ended for run in chain(*runs.values())):
-                    return None
-                rates[arm.name] = best_rate(self._costs(runs), arm_rates)
-            elif arm_rates:
-                rates[arm.name] = arm_rates[0]
+        rates = {name: arm_rates[0] for name, arm_rates in candidates.items()}
+        for name, arm_rates in ((name, arm_rates) for name, arm_rates in candidates.items() if len(arm_rates) > 1):
+            arm, seeds = self._arms[name], self.experiment.seeds
+            runs = {rate: [self.run(size, arm, "final", rate, seed, {}) for seed in seeds] for rate in arm_rates}
+            if not all(run.outcome.ended for run in chain(*runs.values())):
+                return None
+            rates[name] = best_rate(self._costs(runs), arm_rates)
         return rates
 
     def _is_possible_rate(self, size: str, arms: list[Arm], rate: Rate) -> bool:
@@ -309,13 +294,11 @@ class Procedure:
             return []
         return [arm.start, *self.sources(self._arms[arm.start])]
 
-    def final_runs(self, size: str) -> Iterator[Run]:
+    def final_runs(self, size: str) -> list[Run]:
         """The runs that are judged, by seed and arm; none before rates are known."""
         rates = self.choice(size).rates or {}
-        for seed in self.experiment.seeds:
-            for arm in self.experiment.arms:
-                if arm.name in rates:
-                    yield self.run(size, arm, "final", rates[arm.name], seed, rates)
+        arms = [arm for arm in self.experiment.arms if arm.name in rates]
+        return [self.run(size, arm, "final", rates[arm.name], seed, rates) for seed, arm in product(self.experiment.seeds, arms)]
 
     def judgement(self) -> Judgement:
         """The verdicts on what the run folders hold now.
@@ -364,23 +347,18 @@ class Procedure:
         units = units.part(selection=False)
         return JudgedRun(*run_fields, units.values.astype(float), units.weights.astype(float), units.groups)
 
-    def crossed_runs(self, size: str) -> Iterator[Run]:
+    def crossed_runs(self, size: str) -> list[Run]:
         """The final runs of arms whose seeds are trained at several rates, by seed, arm and rate."""
         rates = self.choice(size).crossed
-        for seed in self.experiment.seeds:
-            for arm in self.experiment.arms:
-                for rate in rates.get(arm.name, ()):
-                    yield self.run(size, arm, "final", rate, seed, {})
+        places = [(arm, rate) for arm in self.experiment.arms for rate in rates.get(arm.name, ())]
+        return [self.run(size, arm, "final", rate, seed, {}) for seed, (arm, rate) in product(self.experiment.seeds, places)]
 
     def known_runs(self) -> list[Run]:
         """All runs that the experiment needs, as far as they are known: tuning runs first, each run after its source."""
         runs: list[Run] = []
         for size in self.experiment.sizes:
-            runs += chain(
-                *(chain(*runs_by_rate.values()) for runs_by_rate in self.choice(size).runs.values()),
-                self.crossed_runs(size),
-                self.final_runs(size),
-            )
+            tuning_runs = chain(*(chain(*runs_by_rate.values()) for runs_by_rate in self.choice(size).runs.values()))
+            runs += [*tuning_runs, *self.crossed_runs(size), *self.final_runs(size)]
         return list({run.config.run_folder: run for run in runs}.values())
 
     def n_runs(self, size: str) -> dict[str, int]:
