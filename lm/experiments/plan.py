@@ -25,9 +25,9 @@ from lm.data.prepare import open_prepared, vocabulary
 from lm.errors import ConfigError, RunError, one_line
 from lm.experiments.experiment import SHARED, Experiment, Primary
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.slots import Devices, Slots, Stopped, interruptible
+from lm.experiments.slots import Devices, Slots, Stopped, interruptible, start_process
 from lm.files import read_json, unfinished, write_json, write_text
-from lm.machine import child_environment, usable_cores
+from lm.machine import usable_cores
 from lm.runs.folder import ENVIRONMENT, METRICS, read_metrics, step_seconds, training_seconds
 from lm.runs.record import starts
 from lm.schema import flatten, to_plain
@@ -307,7 +307,9 @@ def _time_configurations(
             for place, share, devices in zip(places, shares, lanes, strict=True):
                 for name in share:
                     write_text(place / f"{name}.yaml", to_yaml(replace(configs[name], name=name, runs=str(place))))
-                pilots.append(_start(place, share, devices))
+                command = [*COMMAND, *(str(place / f"{name}.yaml") for name in share)]
+                with (place / _OUTPUT).open("wb") as output, (place / _ERRORS).open("wb") as errors:
+                    pilots.append(start_process(command, output, errors, devices))
             _wait(pilots, places, start_time, budget)
         except KeyboardInterrupt:
             number = signals[-1] if signals else signal.SIGINT
@@ -332,15 +334,6 @@ def _time_configurations(
                 step_times[share[len(lines)]] = step_time * configs[share[len(lines)]].trainer.max_steps
     whole_runs = {name: statistics.fmean(seconds) for name, seconds in run_seconds.items()}
     return whole_runs, {name: seconds for name, seconds in step_times.items() if name not in whole_runs}
-
-
-def _start(place: Path, names: list[str], devices: Devices) -> subprocess.Popen:
-    """Start a process that times the configurations of these names on these GPUs. The folder `place` holds the configurations and gets the
-    output. The process ends with this one."""
-    command = [*COMMAND, *(str(place / f"{name}.yaml") for name in names)]
-    with (place / _OUTPUT).open("wb") as output, (place / _ERRORS).open("wb") as errors:
-        environment = child_environment(devices)
-        return subprocess.Popen(command, stdout=output, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
 
 
 def _wait(pilots: list[subprocess.Popen], places: list[Path], start_time: float, budget: float) -> None:

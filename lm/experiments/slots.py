@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from types import FrameType
+from typing import BinaryIO
 
 from lm.config.load import to_yaml
 from lm.errors import ConfigError, RunError
@@ -164,6 +165,13 @@ def interruptible() -> Iterator[list[int]]:
             signal.signal(number, signal.SIG_DFL)
 
 
+def start_process(command: list[str], output: BinaryIO, errors: BinaryIO, devices: Devices | None) -> subprocess.Popen:
+    """Start a process on these GPUs (None: on all that this process sees) that ends with this one. It has a session of its own: Ctrl-C
+    does not reach it."""
+    environment = child_environment(devices)
+    return subprocess.Popen(command, stdout=output, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
+
+
 class Children:
     """The processes of an experiment's runs on this machine.
 
@@ -207,15 +215,7 @@ class Children:
         folder, output = run.config.run_folder, log_path(self.experiment, run)
         output.parent.mkdir(parents=True, exist_ok=True)
         with output.open("ab") as log:
-            # a session of its own: Ctrl-C reaches it through `stop` alone, once
-            process = subprocess.Popen(
-                [sys.executable, "-m", "lm", *command],
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                env=child_environment(devices),
-            )
+            process = start_process([sys.executable, "-m", "lm", *command], log, log, devices)
         self._running[folder] = process
         if self._stopping.is_set():
             process.send_signal(signal.SIGTERM)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import count, product
 from statistics import fmean
 
 EXTENSIONS = 2  # how often a grid may grow
@@ -112,8 +112,7 @@ def tuning_outcome(
     if not axes or not losses or any(not values or min(values) <= 0 for values in axes):
         raise ValueError("needs a grid of learning rates above 0, and an arm")
     axes = [sorted(set(values)) for values in axes]
-    growths = 0
-    while True:
+    for growths in count():
         rates = rates_of(axes)
         for arm, by_rate in losses.items():
             for rate in rates:
@@ -126,7 +125,6 @@ def tuning_outcome(
         if growths == EXTENSIONS or grown_axes == axes:
             return outcome
         axes = grown_axes
-        growths += 1
 
 
 def rate_choice(losses: Mapping[str, Losses], rates: Iterable[Rate] | None = None) -> TuningOutcome:

@@ -171,44 +171,38 @@ def _verdict(comparison: Comparison, margin: float, amount: str, null: str, comp
     interval = comparison.interval(family) if has_interval else None
     needed_seeds = _needed(comparison, margin, family) if seeds > 1 and finite else None
     document_estimate = comparison.over_documents
-    is_tested = (
-        comparison.is_tuned
-        and comparison.is_complete
-        and not comparison.diverged
-        and has_interval
-        and seeds >= FEWEST_SEEDS
-        and comparison.finite
-    )
-    p = min(1.0, family * p_difference(comparison)) if is_tested else 1.0
-    exact_p = p_exact(comparison) if is_tested else None
 
-    def verdict(kind: Kind, reason: str, open_words: str = "", beyond: bool = False) -> Verdict:
+    def untested(kind: Kind, reason: str, open_words: str) -> Verdict:
         return Verdict(
-            kind, reason, interval, p, needed_seeds,
+            kind, reason, interval, 1.0, needed_seeds,
             single_interval=comparison.interval(looks) if has_interval else None,
-            p_exact=None if exact_p is None else min(1.0, family * exact_p),
             over_documents=document_estimate and comparison.enclosing(document_estimate, family),
-            margin=amount, exceeds_margin=beyond, open_reason=open_words, seeds=seeds if is_tested else 0,
+            margin=amount, open_reason=open_words,
         )  # fmt: skip
 
     if comparison.diverged:
         runs = f"{comparison.diverged} final run{'s' * (comparison.diverged > 1)} diverged"
-        return verdict("unstable", f"{runs}{comparison.divergence and ': '}{comparison.divergence}", runs)
+        return untested("unstable", f"{runs}{comparison.divergence and ': '}{comparison.divergence}", runs)
     if not finite:
-        return verdict("unstable", "a difference is not finite", "a difference is not finite")
+        return untested("unstable", "a difference is not finite", "a difference is not finite")
     if not comparison.is_tuned:
-        return verdict("not tuned", *UNTUNED)
+        return untested("not tuned", *UNTUNED)
     if comparison.unreached_runs:
-        return verdict("not reached", comparison.unreached_runs, "runs have no number of tokens")
+        return untested("not reached", comparison.unreached_runs, "runs have no number of tokens")
     if not comparison.is_complete:
         progress = f"{seeds} of {comparison.n_planned_seeds} seeds have ended"
-        return verdict("incomplete", progress, progress)
+        return untested("incomplete", progress, progress)
     if seeds < FEWEST_SEEDS:
-        words = f"a verdict takes {FEWEST_SEEDS} seeds"
-        return verdict("incomplete", f"{seeds} seeds in common", words)
+        return untested("incomplete", f"{seeds} seeds in common", f"a verdict takes {FEWEST_SEEDS} seeds")
     if not comparison.finite:
         reason = "a difference at another of the learning rates, all of which a verdict is on, is not finite"
-        return verdict("undecided", reason, "another learning rate has no finite difference")
+        return untested("undecided", reason, "another learning rate has no finite difference")
+    p, exact_p = min(1.0, family * p_difference(comparison)), p_exact(comparison)
+
+    def verdict(kind: Kind, reason: str, open_words: str = "", beyond: bool = False) -> Verdict:
+        adjusted_p = None if exact_p is None else min(1.0, family * exact_p)
+        return replace(untested(kind, reason, open_words), p=p, p_exact=adjusted_p, exceeds_margin=beyond, seeds=seeds)
+
     is_within = -margin < interval.low and interval.high < margin
     is_tied = comparison.estimates.error[comparison.judged_pair] == 0
     method = f" by the sign-flip test, as all {seeds} seeds differ by the same" if is_tied else ""
@@ -285,12 +279,8 @@ def _two_sided(comparison: Comparison, p_below: np.ndarray, p_above: np.ndarray)
 
     def claim(p: np.ndarray, place: tuple[int, int], shared: int | None) -> float:
         shared_p = p[:shared]
-        return float(
-            np.maximum(
-                p[place],
-                hardest_claim(shared_p if comparison.all_pairs else np.minimum(1.0, len(shared_p) * shared_p), comparison.all_pairs),
-            )
-        )
+        paid_p = shared_p if comparison.all_pairs else np.minimum(1.0, len(shared_p) * shared_p)
+        return float(np.maximum(p[place], hardest_claim(paid_p, comparison.all_pairs)))
 
     if comparison.higher_is_better:
         p_below, p_above = p_above, p_below
