@@ -225,10 +225,13 @@ def _compilation(experiment: Experiment, seconds: float | None = None) -> "Resol
 def plan_of(experiment: Experiment) -> dict[str, Plain]:
     """The present plan of an experiment: primary metric, options of its evaluation, tuning, looks, and a hash of each arm's configuration,
     by size."""
-    arms = {size: {arm.name: _hash(experiment, size, arm) for arm in experiment.arms} for size in experiment.sizes}
+    configs = {(size, arm.name): experiment.config(size, arm, 0, None, {"name": "any"}) for size, arm in experiment.places}
+    arms = {size: {arm.name: _hash(arm, configs[size, arm.name]) for arm in experiment.arms} for size in experiment.sizes}
     timestamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     primary = {key: value for key, value in vars(experiment.primary).items() if key != "spread"}  # only the plan's power depends on it
-    evaluation_options = {size: _measured_options(experiment, size) for size in experiment.sizes}
+    evaluations = {size: experiment.evaluated(configs[size, experiment.arms[0].name]).eval for size in experiment.sizes}
+    metric_kind = kind_of_metric(experiment.primary.metric)
+    evaluation_options = {size: evaluation.measured_options(metric_kind) for size, evaluation in evaluations.items()}
     tune = dict(vars(experiment.tune))
     if experiment.table:
         rows = sorted(f"{run.size} {run.arm} {run.key} {run.rate} {run.seed} {run.selection} {run.primary}" for run in experiment.table)
@@ -238,16 +241,9 @@ def plan_of(experiment: Experiment) -> dict[str, Plain]:
     return plan | ({"first look": first_seeds} if experiment.more_seeds else {})
 
 
-def _measured_options(experiment: Experiment, size: str) -> dict[str, Plain]:
-    """The options of the evaluation that gives the baseline's primary metric."""
-    config = experiment.config(size, experiment.arms[0], 0, None, {"name": "any"})
-    return experiment.evaluated(config).eval.measured_options(kind_of_metric(experiment.primary.metric))
-
-
-def _hash(experiment: Experiment, size: str, arm: Arm) -> str:
-    digest = config_hash(experiment.config(size, arm, 0, None, {"name": "any"}))
+def _hash(arm: Arm, config: Config) -> str:
     step = () if arm.step is None else (arm.step,)
-    return " ".join(map(str, (digest, *((f"from {arm.start}", arm.swap, arm.trained, *step) if arm.start else ()))))
+    return " ".join(map(str, (config_hash(config), *((f"from {arm.start}", arm.swap, arm.trained, *step) if arm.start else ()))))
 
 
 def is_measured(experiment: Experiment) -> bool:

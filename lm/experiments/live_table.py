@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -80,9 +81,13 @@ class LiveTable:
         if not lines:
             return Text("reading the run folders")
         room = max(1, min(MOST_RUNS, height - 6))  # without borders, heading and the line below
-        groupings = [(names, _line_groups(lines, names)) for names in (_SINGLE_RUN, *_GROUPS)]
-        names, groups = next((grouping for grouping in groupings if len(grouping[1]) <= room), groupings[-1])
-        table = from_lines("", [self._row(names, group) for group in groups], _NUMBERS)
+        for names in (_SINGLE_RUN, *_GROUPS):
+            groups: dict[tuple, list[RunLine]] = {}
+            for line in lines:
+                groups.setdefault(attrgetter(*names)(line.run), []).append(line)
+            if len(groups) <= room:
+                break
+        table = from_lines("", [self._row(names, group) for group in groups.values()], _NUMBERS)
         return Group(grid(table), Text(self._progress_words(lines)))
 
     def _row(self, names: tuple[str, ...], group: list[RunLine]) -> dict[str, str | Text]:
@@ -90,7 +95,8 @@ class LiveTable:
         first_line, is_single = group[0], names == _SINGLE_RUN
         absent_columns = {"size"} if "" in self.experiment.sizes else set()
         absent_columns |= set() if self.experiment.is_tuned else {"rate"}
-        row = {name: _cell(first_line.run, name) for name in names if name not in absent_columns}
+        values = {name: getattr(first_line.run, name) for name in names if name not in absent_columns}
+        row = {name: "" if value is None else rate_words(value) if name == "rate" else str(value) for name, value in values.items()}
         steps = [f"{line.step} of {line.run.outcome.last_step}" for line in group if is_single or line.state == "running"]
         losses = [line.loss for line in group if line.loss is not None and (is_single or line.state == "finished")]
         if is_single:
@@ -131,20 +137,6 @@ class LiveTable:
         return expected_seconds and expected_seconds * self.jobs.slots.slots_per_run(*place) * (
             1 - line.step / max(1, line.run.outcome.last_step)
         )
-
-
-def _cell(run: Run, name: str) -> str:
-    """A cell of the table: the value by which a run is told apart, such as its rate."""
-    value = getattr(run, name)
-    return "" if value is None else rate_words(value) if name == "rate" else str(value)
-
-
-def _line_groups(lines: list[RunLine], names: tuple[str, ...]) -> list[list[RunLine]]:
-    """Groups of lines whose runs are equal in `names`, in the order of the first line of each group."""
-    groups: dict[tuple, list[RunLine]] = {}
-    for line in lines:
-        groups.setdefault(tuple(getattr(line.run, name) for name in names), []).append(line)
-    return list(groups.values())
 
 
 @contextmanager

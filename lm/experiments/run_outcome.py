@@ -33,6 +33,9 @@ class Outcome:
     scheduled_kinds: tuple[str, ...] = ()  # kinds of evaluation that its configuration schedules at that step, beside the validation
     # the keys of `eval` that evaluations of that step must be measured with, by their kind; {}: the scheduled kinds will do
     required_options: dict[str, dict[str, Plain]] = field(default_factory=dict)
+    # what `values` and `tokens_to_reach` have read
+    _values: dict[str, Units | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _reached: dict[bool, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def log(self) -> Log:
@@ -59,9 +62,8 @@ class Outcome:
             return "unfinished"
         if self.divergence:
             return "diverged"
-        if not self.trained:
-            return "unfinished"
-        return "finished" if self.complete and self.measured and self.values(self.metric) is not None else "unfinished"
+        is_finished = self.trained and self.complete and self.measured and self.values(self.metric) is not None
+        return "finished" if is_finished else "unfinished"
 
     @cached_property
     def divergence(self) -> str:
@@ -151,10 +153,6 @@ class Outcome:
             self._values[metric] = series and series.logged_units(metric)
         return self._values[metric]
 
-    @cached_property
-    def _values(self) -> dict[str, Units | None]:
-        return {}
-
     def tokens_to_reach(self, level: float, better: Literal["lower", "higher"], selection: bool) -> float:
         """Tokens at which the metric first reached a level, on the documents that report, or with `selection` on the documents that select.
         The evaluations on the sequences of the last evaluation count. 0 if the first evaluation had reached it; infinite if none had, or
@@ -166,10 +164,6 @@ class Outcome:
             points = [(tokens, values.part(selection).mean) for tokens, values in self._history if values.identity == identity]
             self._reached[selection] = tokens_to_reach(*zip(*points, strict=True), level, better)
         return self._reached[selection]
-
-    @cached_property
-    def _reached(self) -> dict[bool, float]:
-        return {}
 
     @cached_property
     def _history(self) -> list[tuple[int, Units]]:
@@ -210,18 +204,16 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
                 sentences.append(f"runs differ in {name}: {words}")
         origins = [(arm, environment["started_from"]) for arm, environment, _ in records if environment.get("started_from")]
         for path in dict.fromkeys(origin["path"] for _, origin in origins):
-            if words := _value_words(
-                [(arm, origin["weights"]) for arm, origin in origins if origin["path"] == path and "weights" in origin]
-            ):
+            weights = [(arm, origin["weights"]) for arm, origin in origins if origin["path"] == path and "weights" in origin]
+            if words := _value_words(weights):
                 sentences.append(f"runs started from different weights of {path}: {words}; they are not comparable")
         trees = [start_setting(environment, "git_dirty") for _, environment, _ in records if start_setting(environment, "git_commit")]
         if dirty_count := sum(tree is not False for tree in trees):
             sentences.append(
                 f"{dirty_count} of {len(finished_runs)} runs are of a git tree with uncommitted changes: their code is not known"
             )
-        for name in sorted(
-            {name for _, environment, _ in records for name in environment.get("versions", {}) if ":" in name}
-        ):  # from outside
+        plugin_names = {name for _, environment, _ in records for name in environment.get("versions", {}) if ":" in name}
+        for name in sorted(plugin_names):
             versions = [(arm, start_setting(environment, f"versions.{name}")) for arm, environment, _ in records]
             if words := _value_words([(arm, version) for arm, version in versions if version and version.startswith("source sha256")]):
                 sentences.append(f"runs started with different code of {name}: {words}; what it trained is no longer comparable")
