@@ -178,15 +178,8 @@ def _read(path: Path) -> Failure | None:
 
 
 _SIGNAL = "SUBMITIT_PREEMPT_SIGNAL"  # the variable from which submitit takes the signal that announces a job's end, here and in the job
-_COMMON_OPTIONS = (
-    "timeout_min",
-    "mem_gb",
-    "nodes",
-    "cpus_per_task",
-    "gpus_per_node",
-    "tasks_per_node",
-    "name",
-)  # options that all engines have
+# options that all engines have
+_COMMON_OPTIONS = ("timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node", "name")
 _DEFAULTS = {"name": "lm", "timeout_min": 60}
 _REQUEUES = 1000  # how often a job may meet its time limit
 
@@ -452,15 +445,15 @@ class Jobs:
             words = f"diverged ({outcome.divergence})" if diverged else self._result(run, outcome)
             words += f", did not learn: {outcome.not_learned}" if outcome.not_learned and not diverged else ""
             runs = self.procedure.known_runs()
-            slot_counts = [
-                self.slots.slots_per_run(waiting_run.size, waiting_run.arm) for waiting_run in runs if not waiting_run.outcome.ended
-            ]
+            slot_counts = [self.slots.slots_per_run(other.size, other.arm) for other in runs if not other.outcome.ended]
             durations = [*chain(*self.seconds.values())]
             rest_words = f"{len(slot_counts)} of the {len(runs)} runs known so far are left"
             rest_words += f", about {duration(statistics.fmean(durations) * sum(slot_counts) / self.slots.jobs)}" if durations else ""
             device_words = f" on {gpu_words(devices)}" if devices else ""
             print(f"{run.stage}: {run.label}: {words}, {seconds:.0f} s{device_words}; {rest_words}", flush=True)
-        elif not status:  # trained and measured, without a result
+            return
+        reason = ""
+        if not status:  # trained and measured, without a result
             metric, names = self.procedure.experiment.primary.metric, outcome.names
             reasons = [f"{kind}: {reason}" for kind, reason in outcome.failed_evaluations.items()]
             unmeasured = f"primary.metric {metric} was not measured by sequence at the last step"
@@ -470,12 +463,7 @@ class Jobs:
                 raise RunError(f"{folder}: {unmeasured}; {remedy}, measured were: {', '.join(names)}")
             reason = f"{unmeasured} ({'; '.join(reasons)}); lm eval {folder} measures it, without a limit of time"
             reason = "an evaluation or checkpoint of its last step is missing after training" if metric in names else reason
-            self._report_failure(run, note_failure(self.folder, run, status, reason))
-        else:
-            self._report_failure(run, note_failure(self.folder, run, status))
-
-    def _report_failure(self, run: Run, failure: Failure) -> None:
-        self.failed[run.config.run_folder] = failure
+        failure = self.failed[folder] = note_failure(self.folder, run, status, reason)
         print(f"{run.stage}: {run.label}: failed with {failure} ({failure.log})", flush=True)
 
     def _result(self, run: Run, outcome: Outcome) -> str:

@@ -13,7 +13,6 @@ from typing import Literal
 
 from lm.attention.catalogue import make_normalizer
 from lm.attention.normalizer import LayerSpec
-from lm.attention.options import Options
 from lm.config.load import merge, nested, parse
 from lm.config.tree import Config, effect_of
 from lm.config.yaml_text import interpolated
@@ -249,8 +248,12 @@ class Experiment:
         values = dict(zip(self.tune.keys, coordinates(rate), strict=True))
         if not any(key.startswith(_NORMALIZER_GROUP) for key in values):
             return values
+        import torch  # takes seconds
+
         plan = self.config(size, arm, self.seeds[0], None, {"name": "any"}).plan
-        has_parameters = any(_has_parameters(options) for phase in plan for options in phase.normalizer.layer_options())
+        layer_options = [options for phase in plan for options in phase.normalizer.layer_options()]
+        with torch.device("meta"):
+            has_parameters = any([*make_normalizer(options, LayerSpec(1, 2, 2, 2)).parameters()] for options in layer_options)
         return {key: value for key, value in values.items() if has_parameters or not key.startswith(_NORMALIZER_GROUP)}
 
     @property
@@ -303,14 +306,6 @@ class Experiment:
     def evaluate_overrides(self) -> list[str]:
         """`evaluate` as the `KEY=VALUE` of `lm eval`."""
         return [f"{path}={json.dumps(value)}" for path, value in _leaves(self.evaluate)]
-
-
-def _has_parameters(options: Options) -> bool:
-    """Whether the normalizer with these options has parameters."""
-    import torch  # takes seconds
-
-    with torch.device("meta"):
-        return any(True for _ in make_normalizer(options, LayerSpec(1, 2, 2, 2)).parameters())
 
 
 def _leaves(plain: dict[str, Plain], prefix: str = "") -> Iterator[tuple[str, Plain]]:

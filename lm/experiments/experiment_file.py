@@ -334,8 +334,7 @@ def check_experiment(experiment: Experiment) -> None:
         except ConfigError as error:
             for problem in error.problems or [str(error)]:
                 places_by_problem.setdefault(str(problem), []).append((size, arm.name))
-    for text, places in places_by_problem.items():
-        problems.append(f"{_places(experiment, places)}{text}")
+    problems += [f"{_places(experiment, places)}{text}" for text, places in places_by_problem.items()]
     for size in experiment.sizes:
         problems += _check_arms(experiment, [(arm, configs[size, arm.name]) for arm in experiment.arms if (size, arm.name) in configs])
     problems += _check_sizes(experiment, configs)

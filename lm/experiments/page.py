@@ -374,7 +374,7 @@ def rates_picture(results: SizeResults) -> Picture | None:
         key_words = f", by {key}" if len(experiment.tune.keys) > 1 else ""
         panels += [
             replace(panel, title=f"{panel.title}{key_words}")
-            for panel in (runs_panel, *([differences_panel] if any(map(_has_points, differences_panel.traces)) else []))
+            for panel in (runs_panel, *([differences_panel] if any(len(trace.x) for trace in differences_panel.traces) else []))
         ]
     means_words = " of the best other values" if len(experiment.tune.keys) > 1 else ""
     caption = f"Left: dots are single tuning seeds, lines their means{means_words}, rings the rates that were chosen."
@@ -385,10 +385,6 @@ def rates_picture(results: SizeResults) -> Picture | None:
     margin = 0.0 if primary.learned is not None else primary.matters
     caption += f" Shaded: differences below {margin:g}." if margin else ""
     return Picture(panels, [arm.name for arm in experiment.arms], caption)
-
-
-def _has_points(trace: Trace) -> bool:
-    return len(trace.x) > 0
 
 
 def _tuning_panel(results: SizeResults, number: int, ticks: dict[float, str]) -> Panel:
@@ -426,7 +422,7 @@ def _differences_panel(results: SizeResults, number: int, ticks: dict[float, str
         label, means = f"{arm.name} - {baseline}", np.array([np.mean(values) for values in value_differences.values()])
         traces.append(_dots(index, f"{label}, single seeds", [(x, value) for x, values in value_differences.items() for value in values]))
         traces.append(Trace(index, f"{label}, mean", np.array([*value_differences]), means, "mean"))
-    quantity, margin = _difference(experiment), primary.matters
+    quantity, margin = _difference_label(experiment), primary.matters
     if primary.learned is not None:
         quantity, margin = "fraction of runs that have learned", 0.0
     title = f"Difference to {baseline}, both at the same rate"
@@ -438,8 +434,7 @@ def _dots(number: int, label: str, points: list[tuple[float, float]]) -> Trace:
     return Trace(number, label, *np.array(points).reshape(-1, 2).T, "dots")
 
 
-def _difference(experiment: Experiment) -> str:
-    """The label of an axis of differences."""
+def _difference_label(experiment: Experiment) -> str:
     primary = experiment.primary
     return primary.metric if primary.reach is None else f"relative difference of {primary.quantity}"
 
@@ -461,7 +456,7 @@ def differences_picture(sizes: list[SizeResults]) -> Picture | None:
     if not traces:
         return None
     title = f"Difference to {names[0]}" + (" by size" if by_size else "")
-    label = f"{_difference(experiment)}, {experiment.measured_on(experiment.primary.quantity, 'report')}"
+    label = f"{_difference_label(experiment)}, {experiment.measured_on(experiment.primary.quantity, 'report')}"
     panel = Panel(title, "", label, traces, dict(enumerate(places)), zero_line=True, margin=margin)
     rates_part = " and rates" if any(results.choice.crossed for results in sizes) else ""
     caption = f"Dots: single seeds. Bars: mean with its Student t interval over seeds{rates_part}; all of them hold together with 95%."

@@ -120,10 +120,9 @@ def plan(procedure: Procedure, run_costs: Costs | None, time_words: str, slot_wo
     untrained_count = sum(counts[size, arm.name] for size in sizes for arm in experiment.arms if not arm.trained)
     runs = f"{run_count} runs" + (f" ({untrained_count} of them are measured without training)" if untrained_count else "")
     if run_costs:
-        totals = (
+        tokens, flops, disk = (
             sum(counts[place] * getattr(run_cost, name) for place, run_cost in run_costs.items()) for name in ("tokens", "flops", "disk")
         )
-        tokens, flops, disk = totals
         yield f"{runs}, {tokens / 1e6:.1f} M tokens, {flops:.2e} FLOPs, about {decimal(int(disk))} on disk{note}"
     else:
         reason = "the vocabulary is not known before the text is there: lm prepare makes it"

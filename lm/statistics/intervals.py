@@ -112,7 +112,8 @@ def interval_of(series: Series, column: int, mean: float | None = None) -> Inter
         return None
     sample, values = series.column(column)
     if series.interval == "wilson":
-        right_answers, questions = by_group(values * sample.weights, sample.groups), by_group(sample.weights, sample.groups)
+        labels = np.unique(sample.groups, return_inverse=True)[1]
+        right_answers, questions = np.bincount(labels, values * sample.weights), np.bincount(labels, sample.weights)
         trials, unit = effective_trials(right_answers, questions), "sequences" if questions.max() > 1 else "questions"
         return replace(wilson(mean * trials, trials), coverage=f"{unit}, 1 seed")
     interval = over_documents(values, sample.weights, sample.groups)
@@ -225,11 +226,6 @@ def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np
         _estimate(mean, document_variance, document_degrees, largest_value, coverage),
     )
     return replace(_estimate(mean, np.maximum(total - interaction_variance, 0.0), degrees, largest_value, coverage), floors=floors)
-
-
-def by_group(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Sums of values (units,) over the units of each label in `groups` (units,): (groups,)."""
-    return np.bincount(np.unique(groups, return_inverse=True)[1], values)
 
 
 def effective_trials(right_answers: np.ndarray, questions: np.ndarray) -> float:

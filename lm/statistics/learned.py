@@ -25,11 +25,6 @@ class LearnedCounts:
     n_planned_seeds: int = 0  # number of planned seeds
 
     @property
-    def is_complete(self) -> bool:
-        """Whether the runs of all planned seeds have ended."""
-        return self.ended >= self.n_planned_seeds
-
-    @property
     def p(self) -> list[float]:
         """The p of Fisher's test at each pair of rates; 1 where the difference has another direction than at the first pair."""
         arm_count, base_count = self.learned[0]
@@ -54,13 +49,14 @@ def learned_verdicts(counts: Mapping[Name, LearnedCounts], looks: int = 1) -> di
 
 def _verdict(counts: LearnedCounts, family: int, fewest: int) -> Verdict:
     (arm_count, base_count), seeds = counts.learned[0], counts.ended
-    p = min(1.0, family * max(counts.p)) if counts.is_tuned and counts.is_complete else 1.0
+    is_tested = counts.is_tuned and seeds >= counts.n_planned_seeds
+    p = min(1.0, family * max(counts.p)) if is_tested else 1.0
     words = f"{arm_count} of {seeds} have learned, {base_count} of {seeds} of the baseline"
     words += f"; {counts.diverged} diverged, and count as not learned" if counts.diverged else ""
     kind, reason, open_words = "undecided", f"{words}; Fisher's exact test: p = {p:.2g}", "no arm is shown to learn more often"
     if not counts.is_tuned:
         kind, (reason, open_words) = "not tuned", UNTUNED
-    elif not counts.is_complete:
+    elif not is_tested:
         kind, reason = "incomplete", f"{seeds} of {counts.n_planned_seeds} seeds have ended"
         open_words = reason
     elif p <= ALPHA:
@@ -69,8 +65,7 @@ def _verdict(counts: LearnedCounts, family: int, fewest: int) -> Verdict:
         reason = f"{words}; but not so at the other rates that the arms were trained at"
     elif seeds < fewest:
         reason = f"{words}; Fisher's exact test can show a difference from {fewest} seeds on"
-    tested_seeds = seeds if counts.is_tuned and counts.is_complete else 0
-    return Verdict(kind, reason, None, p, (fewest, fewest, fewest), open_reason=open_words, seeds=tested_seeds)
+    return Verdict(kind, reason, None, p, (fewest, fewest, fewest), open_reason=open_words, seeds=seeds if is_tested else 0)
 
 
 def fisher_exact(successes: int, runs: int, base_successes: int, base_runs: int) -> float:

@@ -51,16 +51,6 @@ class Comparison:
     over_documents: Estimate | None = None
     unreached_runs: str = ""  # the runs that have no value because they did not reach a level, in words; with such runs there is no verdict
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the runs of all planned seeds have ended."""
-        return self.n_planned_seeds is None or len(self.differences) >= self.n_planned_seeds
-
-    @property
-    def finite(self) -> bool:
-        """Whether all differences are finite, at every pair of rates."""
-        return bool(np.isfinite(self.by_rates).all())
-
     @cached_property
     def at_rates(self) -> np.ndarray:
         """The differences, (the arm's rates, the baseline's rates, seeds)."""
@@ -189,12 +179,12 @@ def _verdict(comparison: Comparison, margin: float, amount: str, null: str, comp
         return untested("not tuned", *UNTUNED)
     if comparison.unreached_runs:
         return untested("not reached", comparison.unreached_runs, "runs have no number of tokens")
-    if not comparison.is_complete:
+    if seeds < (comparison.n_planned_seeds or 0):
         progress = f"{seeds} of {comparison.n_planned_seeds} seeds have ended"
         return untested("incomplete", progress, progress)
     if seeds < FEWEST_SEEDS:
         return untested("incomplete", f"{seeds} seeds in common", f"a verdict takes {FEWEST_SEEDS} seeds")
-    if not comparison.finite:
+    if not np.isfinite(comparison.by_rates).all():
         reason = "a difference at another of the learning rates, all of which a verdict is on, is not finite"
         return untested("undecided", reason, "another learning rate has no finite difference")
     p, exact_p = min(1.0, family * p_difference(comparison)), p_exact(comparison)
