@@ -72,8 +72,7 @@ def compare_experiments(
         plan_only: print the plans alone.
         report_only: print no plans and train nothing, but judge the runs that exist.
         report_folder: a folder for one report of all experiments.
-        send: a function that is called after the report of a trained experiment is written, with the experiment and the lines of its
-            verdicts.
+        send: called with a trained experiment and the lines of its verdicts, after its report is written.
 
     Raises LMError: an experiment's file is wrong, or runs failed.
     """
@@ -151,7 +150,6 @@ def print_commands(files: list[Path], overrides: list[str], anew: bool) -> None:
 
 
 def _print_plans(procedures: list[Procedure], work: Work) -> list[Times]:
-    """Print the plans; returns the seconds that the runs of each experiment take."""
     times_by_experiment, deadline = [], time.monotonic() + PILOT_SECONDS
     for procedure in procedures:
         run_costs, slots = costs(procedure), work.slots(procedure.experiment)
@@ -183,14 +181,8 @@ def _times(procedure: Procedure, run_costs: Costs | None, slots: Slots, budget: 
 
 
 def _conclude(procedure: Procedure) -> list[dict[str, Plain]]:
-    """Print the verdicts. Write them, the results of tuning, and the report into the experiment's folder: all files or none.
-
-    Returns the verdicts' lines.
-
-    Raises:
-        RunError: nothing has been trained yet.
-        LMError: a run's file that the page shows can't be read.
-    """
+    """Print the verdicts. Write them, the results of tuning, and the report into the experiment's folder: all files or none. Returns the
+    verdicts' lines. Raises LMError: nothing has been trained yet, or a run's file that the page shows can't be read."""
     experiment = procedure.experiment
     if not any(run.outcome.ended for run in procedure.known_runs()):
         ended_others = is_measured(experiment)

@@ -157,13 +157,11 @@ def read_failure(experiment: Path, run: Run) -> Failure | None:
 
 
 def failures(procedure: Procedure) -> list[tuple[Run, Failure]]:
-    """The runs of an experiment that have failed, and why."""
     folder = procedure.experiment.folder
     return [(run, failure) for run in procedure.known_runs() if (failure := read_failure(folder, run))]
 
 
 def _read(path: Path) -> Failure | None:
-    """The failure that `note_failure` has written; None if there is none."""
     if not path.exists():
         return None
     content = read_json(path)
@@ -185,10 +183,7 @@ _REQUEUES = 1000  # how often a job may meet its time limit
 
 
 class Training:
-    """A job that trains a run: submitit calls it, and calls `checkpoint` when the job is about to end.
-
-    experiment: the experiment's folder.
-    """
+    """A job that trains a run: submitit calls it, and calls `checkpoint` when the job is about to end."""
 
     def __init__(self, run: Run, experiment: Path):
         self.run, self.experiment = run, experiment
@@ -279,12 +274,8 @@ class Cluster:
             raise RunError(f"--submit {self.engine}: job {job.job_id} failed; its output says why: {job.paths.stderr}") from None
 
     def train(self, run: Run, devices: Devices) -> tuple[int, float]:
-        """Submit a job that trains a run, or find the job that an earlier process has submitted, and wait for it.
-
-        Returns:
-            The exit status, and the seconds that the job took after its last start. A job that vanished counts as killed, perhaps for its
-            memory.
-        """
+        """Submit a job that trains a run, or find the job that an earlier process has submitted, and wait for it. Returns the exit status,
+        and the seconds that the job took after its last start. A job that vanished counts as killed, perhaps for its memory."""
         record = _job(self.experiment, run)
         job = self._executor.job_class(self._executor.folder, str(record["id"])) if record else None
         if job is None or not self._is_alive(job, record["born"]):
@@ -336,7 +327,6 @@ class RunsFailed(RunError):
 
 
 def retry(procedure: Procedure) -> None:
-    """Let the runs that failed be tried again."""
     for run in procedure.known_runs():
         log_path(procedure.experiment.folder, run, FAILED).unlink(missing_ok=True)
 
@@ -345,10 +335,7 @@ class Jobs:
     """Trains what an experiment needs until nothing is left, or nothing more can be done.
 
     Args:
-        procedure: gives the runs that are needed next.
-        slots: the number of runs at a time, and their GPUs.
-        launch: a function that trains or continues a run, and returns the exit status; None: a process of `lm`, or a job of `cluster`,
-            does.
+        launch: trains or continues a run, and returns the exit status; None: a process of `lm`, or a job of `cluster`, does.
         cluster: jobs that train the runs; None: this machine does.
 
     Attributes:
@@ -435,7 +422,6 @@ class Jobs:
                 yield run
 
     def _report_end(self, run: Run, devices: Devices, status: int, seconds: float) -> None:
-        """Print how a run has ended, and how many runs remain."""
         outcome, folder = replace(run.outcome), run.config.run_folder  # the copy reads the files again
         if outcome.ended:
             log_path(self.folder, run, FAILED).unlink(missing_ok=True)

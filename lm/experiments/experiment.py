@@ -33,7 +33,6 @@ KINDS = {"val": "validation", "long": "long_context", "text": "texts"}
 
 
 def kind_of_metric(metric: str) -> str:
-    """The kind of evaluation that logs a metric of this name."""
     prefix = metric.partition("/")[0]
     return KINDS.get(prefix, prefix)
 
@@ -48,8 +47,6 @@ class Swap:
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm."""
-
     name: str
     changes: dict[str, Plain]  # how the arm's configuration differs from the base
     start: str = ""  # the earlier arm whose trained weights it starts from; empty: random weights
@@ -78,7 +75,6 @@ class Tune:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys that are tuned."""
         return (self.key,) if isinstance(self.key, str) else tuple(self.key)
 
     @property
@@ -93,11 +89,9 @@ class Tune:
 
     @property
     def heading(self) -> str:
-        """The tuned keys as the heading of their values."""
         return " / ".join(self.keys)
 
     def problems(self) -> list[Problem]:
-        """Contradictions between keys."""
         problems = []
         if not self.keys or len(set(self.keys)) < len(self.keys):
             problems.append(Problem("key", self.key, "must be a key, or a list of different keys"))
@@ -130,7 +124,6 @@ class Primary:
     reach: float | None = key(None, "compare the tokens at which the metric first reaches this; null: its values at the end")
 
     def problems(self) -> list[Problem]:
-        """Contradictions between keys."""
         is_ambiguous = self.learned is not None and self.reach is not None
         return [Problem("reach", self.reach, "runs would be compared in two ways", "give learned or reach")] if is_ambiguous else []
 
@@ -142,8 +135,6 @@ class Primary:
 
 @dataclass(frozen=True)
 class TuningRun:
-    """One tuning run."""
-
     size: str
     arm: str
     key: str  # the configuration keys that are tuned, as `Tune.heading` gives them
@@ -157,7 +148,6 @@ class TuningRun:
 
     @property
     def diverged(self) -> bool:
-        """Whether the run diverged."""
         return self.selection == math.inf
 
 
@@ -258,7 +248,6 @@ class Experiment:
 
     @property
     def folder(self) -> Path:
-        """The folder of the experiment's runs and report."""
         return expanded(self.first_config.runs) / self.name
 
     @property
@@ -268,7 +257,6 @@ class Experiment:
 
     @property
     def places(self) -> list[tuple[str, Arm]]:
-        """All pairs of a size and an arm."""
         return [*product(self.sizes, self.arms)]
 
     @property

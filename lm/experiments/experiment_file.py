@@ -142,7 +142,6 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
 
 
 def read_arms(arm_blocks: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
-    """The arms that `arm_blocks`, the value of the file's key `arms`, describes. Problems are appended to `problems`."""
     arms: dict[str, Arm] = {}
     for name, block in read_blocks("arms", arm_blocks, problems).items():
         prefix, keys = f"arms.{name}", dict(block)
@@ -358,7 +357,6 @@ def _places(experiment: Experiment, places: list[tuple[str, str]]) -> str:
 
 
 def _check_sizes(experiment: Experiment, configs: dict[tuple[str, str], Config]) -> Iterator[Problem]:
-    """Check that no two sizes have the same runs."""
     size_by_hashes = {}
     for size, changes in experiment.sizes.items() if len(experiment.sizes) > 1 else ():
         hashes = tuple(config_hash(configs[size, arm.name]) for arm in experiment.arms if (size, arm.name) in configs)
@@ -493,7 +491,6 @@ def _names(config: Config, kind: str) -> list[str] | None:
 
 
 def _check_evaluate(experiment: Experiment) -> Iterator[Problem]:
-    """Check that `evaluate` holds only keys of evaluations."""
     evaluation_keys = flatten(experiment.evaluate) if experiment.evaluate else {}
     if other_paths := [path for path in evaluation_keys if not path.startswith("eval.")]:
         yield from (

@@ -143,14 +143,9 @@ def other_runs(procedure: Procedure) -> str:
 
 
 def _count_and_differences(runs: list[tuple[Path, Config]], tuned_keys: tuple[str, ...]) -> tuple[int, dict[str, tuple[Plain, Plain]]]:
-    """The number of ended runs, and the keys in which the first run differs from its requested configuration; (0, {}) if no run has ended
-    or no key differs.
-
-    runs: the folders of one arm's runs at one rate, each with the requested configuration.
-
-    Returns:
-        The number; and by key the folder's value and the requested value, None where the key is not set.
-    """
+    """The number of ended runs among `runs` (the folders of one arm's runs at one rate, with the requested configurations); and where the
+    first run differs from its configuration, by key the folder's and the requested value, None where it is not set. (0, {}) if no run has
+    ended or no key differs."""
     if not runs:
         return 0, {}
     folder, config = runs[0]
@@ -181,7 +176,6 @@ def _overrides_of(experiment: Experiment, differing_values: dict[str, tuple[Plai
 
 
 def _first_problem(settings: dict[str, Plain]) -> str:
-    """The first problem of the settings of a first start, in words; empty if there is none."""
     if missing_names := {*SHARED} - settings.keys():
         return f"has no {', '.join(sorted(missing_names))}"
     problems = [Problem(name, settings[name], "is not settled") for name in SHARED if settings[name] in ("auto", None)]
@@ -195,7 +189,6 @@ def _first_problem(settings: dict[str, Plain]) -> str:
 
 
 def _machine_settings(experiment: Experiment, jobs: int) -> dict[str, Plain]:
-    """Precision, compilation and threads of runs on this machine, `jobs` runs at a time."""
     from lm.model.device import gpus_of, resolve_precision
 
     config = experiment.first_config
@@ -223,8 +216,7 @@ def _compilation(experiment: Experiment, seconds: float | None = None) -> "Resol
 
 
 def plan_of(experiment: Experiment) -> dict[str, Plain]:
-    """The present plan of an experiment: primary metric, options of its evaluation, tuning, looks, and a hash of each arm's configuration,
-    by size."""
+    """The present plan: primary metric, options of its evaluation, tuning, looks, and a hash of each arm's configuration, by size."""
     configs = {(size, arm.name): experiment.config(size, arm, 0, None, {"name": "any"}) for size, arm in experiment.places}
     arms = {size: {arm.name: _hash(arm, configs[size, arm.name]) for arm in experiment.arms} for size in experiment.sizes}
     timestamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -304,8 +296,7 @@ def departures(experiment: Experiment, settings: dict[str, Plain] | None) -> tup
 
 
 def _extends(value: Plain, planned_value: Plain) -> bool:
-    """Whether a value equals the planned value, or is a list that holds all of the planned list: further measurements do not change a
-    metric."""
+    """Whether a value is the planned one, or a list with all of the planned one: further measurements do not change a metric."""
     return value == planned_value or (
         isinstance(value, list) and isinstance(planned_value, list) and all(element in value for element in planned_value)
     )

@@ -22,8 +22,6 @@ Pair = tuple[Rate | None, Rate | None]  # the rates of an arm and of the baselin
 
 @dataclass(frozen=True, eq=False)
 class JudgedRun:
-    """A run that is judged."""
-
     arm: str
     state: str  # finished, unfinished or diverged
     note: str  # how the run diverged, or that the finished run did not learn, in words
@@ -34,7 +32,6 @@ class JudgedRun:
 
     @property
     def ended(self) -> bool:
-        """Whether the run has finished or diverged."""
         return self.state != "unfinished"
 
     @cached_property
@@ -95,7 +92,6 @@ class Judgement:
 
     @cached_property
     def comparisons(self) -> dict[Place, Comparison]:
-        """The comparison of each arm with the baseline, in each size, by the runs so far."""
         return {place: self._comparison(*place) for place in self.places}
 
     def judged_runs(self, size: str, arm: str) -> list[JudgedRun]:

@@ -35,8 +35,6 @@ _GROUPS = (("size", "arm", "rate", "stage"), ("size", "arm", "stage"), ("size", 
 
 @dataclass
 class RunLine:
-    """A run as the table shows it."""
-
     run: Run
     state: str = "waiting"  # one of `STATES`
     step: int = 0  # the last logged step
@@ -49,9 +47,7 @@ class LiveTable:
 
     It reads the runs that `jobs` knows, and the ends of the logs of pending runs.
 
-    Args:
-        jobs: the work that the table shows.
-        times: seconds that a run takes, by size and arm, as the plan estimates them; {}: not known.
+    times: seconds that a run takes, by size and arm, as the plan estimates them; {}: not known.
     """
 
     def __init__(self, jobs: Jobs, times: Times):
@@ -59,7 +55,6 @@ class LiveTable:
         self._logged: dict[Path, dict[str, Plain]] = {}  # the last value of each metric, by the folders of pending runs
 
     def lines(self) -> list[RunLine]:
-        """The lines of all known runs."""
         devices_by_folder = {run.config.run_folder: devices for run, devices in list(self.jobs.pending.values())}
         self._logged = {folder: self._logged.get(folder, {}) | last_logged(folder / METRICS) for folder in devices_by_folder}
         return [self._line(run, gpu_words(devices_by_folder.get(run.config.run_folder, ()))) for run in self.jobs.known_runs]

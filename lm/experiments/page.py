@@ -55,10 +55,6 @@ class SizeResults:
     """The final runs of a size.
 
     Attributes:
-        judgement: the verdicts on the runs of all sizes.
-        tuning_runs: the tuning runs, or lines of a table in their place.
-        choice: the rates of the arms, as far as they are known.
-        arm_names: names of the arms, the baseline first.
         verdicts: the verdict on each arm but the baseline, by name.
         final: the final runs that are known, by seed and arm.
         values: the number by which each finished run is compared (`Procedure.quantity`), by arm and seed.
@@ -94,23 +90,17 @@ class SizeResults:
 
 
 def write_page(procedures: list[Procedure], folder: Path) -> Path:
-    """Write the page of experiments and its files into `folder`, all of them or none. Returns the path of the page.
-
-    Raises LMError: run folders can't be read or compared, or `folder` can't be written.
-    """
+    """Write the page of experiments and its files into `folder`, all of them or none. Returns the path of the page. Raises LMError: run
+    folders can't be read or compared, or `folder` can't be written."""
     write_together(experiment_files(procedures, folder), "the report")
     return folder / PAGE
 
 
 def experiment_files(procedures: list[Procedure], folder: Path, judgement: Judgement | None = None) -> dict[Path, bytes]:
-    """The page of experiments and each of its tables and pictures, as files in `folder`.
+    """The page of experiments and each of its tables and pictures: the content of files in `folder`, by path. Where there are several
+    experiments, the name of a file begins with the name of its experiment.
 
-    Args:
-        procedures: the experiments; where there are several, the name of a file begins with the name of its experiment.
-        judgement: the verdicts on a single procedure, if they are known already.
-
-    Returns:
-        The content of each file, by path.
+    judgement: the verdicts on a single procedure, if they are known already.
 
     Raises LMError: run folders can't be read or compared.
     """

@@ -39,8 +39,6 @@ _TOKENIZER_BYTES, _VALUE_BYTES = 65, 70  # of one entry of tokenizer.json, and o
 
 @dataclass(frozen=True)
 class Cost:
-    """The resources that one run takes."""
-
     parameters: int  # number of the model's parameters
     tokens: int  # number of tokens that it is trained on
     flops: int  # floating-point operations of its training
@@ -204,7 +202,6 @@ def run_times(procedure: Procedure, run_costs: Costs, slots: Slots, budget: floa
 
 
 def duration(seconds: float) -> str:
-    """A time in words."""
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
 

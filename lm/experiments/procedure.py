@@ -22,8 +22,6 @@ from lm.statistics.tuning import Rate, TuningOutcome, best_rate, crossed_rates, 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of an experiment."""
-
     size: str
     arm: str
     stage: str  # `tune` if it chooses a rate, `final` if it is judged
@@ -43,7 +41,6 @@ class Run:
 
     @property
     def label(self) -> str:
-        """The run's size, arm, rate and seed in words."""
         rate = "" if self.rate is None else f"at {rate_words(self.rate)}"
         return " ".join(filter(None, (self.size, self.arm, rate, f"seed {self.config.seed}")))
 
@@ -67,10 +64,7 @@ class Choice:
 
 
 class Procedure:
-    """An experiment and the runs it consists of.
-
-    experiment: as its file describes it, resolved (`lm.experiments.experiment_folder.open_experiment`).
-    """
+    """An experiment, resolved by `lm.experiments.experiment_folder.open_experiment`, and the runs it consists of."""
 
     def __init__(self, experiment: Experiment):
         self.experiment = experiment
@@ -215,7 +209,6 @@ class Procedure:
         return rates
 
     def _is_possible_rate(self, size: str, arms: list[Arm], rate: Rate) -> bool:
-        """Whether the tuned keys may have these values in all of these arms."""
         try:
             for arm in arms:
                 self.experiment.config(size, arm, self.experiment.seeds[0], rate, {"name": "any"})
@@ -284,7 +277,6 @@ class Procedure:
         return notes
 
     def exploratory(self, size: str, arm: str) -> bool:
-        """Whether the verdict on an arm is exploratory."""
         departures = (departure.place in (None, (size, arm)) for departure in self.experiment.departures if departure.exploratory)
         return bool(self.added_seeds or self.omitted_seeds) or any(departures)
 
@@ -301,10 +293,8 @@ class Procedure:
         return [self.run(size, arm, "final", rates[arm.name], seed, rates) for seed, arm in product(self.experiment.seeds, arms)]
 
     def judgement(self) -> Judgement:
-        """The verdicts on what the run folders hold now.
-
-        Raises RunError: finished runs were not measured on the same sequences, or give the primary metric another direction.
-        """
+        """The verdicts on what the run folders hold now. Raises RunError: finished runs were not measured on the same sequences, or give
+        the primary metric another direction."""
         experiment = self.experiment
         places = [(size, arm.name) for size in experiment.sizes for arm in experiment.arms[1:]]
         return Judgement(

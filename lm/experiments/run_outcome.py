@@ -39,7 +39,6 @@ class Outcome:
 
     @cached_property
     def log(self) -> Log:
-        """The run's log, read once."""
         return read_metrics(self.folder / METRICS)
 
     @property
@@ -85,7 +84,6 @@ class Outcome:
 
     @property
     def checkpoint(self) -> Path:
-        """The file of the last checkpoint."""
         return step_path(self.folder / CHECKPOINTS, self.last_step)
 
     @cached_property
@@ -189,12 +187,8 @@ class Outcome:
 
 
 def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
-    """Sentences on the differences between finished runs beside their arms, by environment.json and their evaluations.
-
-    outcomes: the name of an arm with each outcome.
-
-    Raises RunError: an environment.json can't be read.
-    """
+    """Sentences on the differences between finished runs beside their arms, which stand before them, by environment.json and their
+    evaluations. Raises RunError: an environment.json can't be read."""
     finished_runs = [(arm, run) for arm, run in outcomes if run.state == "finished"]
     records = [(arm, read_json(run.folder / ENVIRONMENT), run) for arm, run in finished_runs if (run.folder / ENVIRONMENT).is_file()]
     sentences = []

@@ -43,14 +43,11 @@ class Slots:
     gpus_per_run: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     def slots_per_run(self, size: str, arm: str) -> int:
-        """The number of slots that a run of an arm takes."""
         return max(1, self.gpus_per_run.get((size, arm), 0))
 
     def devices(self, size: str, arm: str, busy_devices: Iterable[Devices]) -> Devices | None:
-        """The GPUs of a run that starts beside others, first the GPUs on which fewest runs work; None while there are too few slots.
-
-        busy_devices: the GPUs of each run that is under way.
-        """
+        """The GPUs of a run that starts beside others, which have `busy_devices`: first the GPUs on which fewest runs work. None while
+        there are too few slots."""
         device_lists = list(busy_devices)
         if sum(max(1, len(gpus)) for gpus in device_lists) + self.slots_per_run(size, arm) > self.jobs:
             return None
@@ -173,10 +170,7 @@ def start_process(command: list[str], output: BinaryIO, errors: BinaryIO, device
 
 
 class Children:
-    """The processes of an experiment's runs on this machine.
-
-    experiment: the experiment's folder.
-    """
+    """The processes of an experiment's runs on this machine."""
 
     def __init__(self, experiment: Path):
         self.experiment = experiment
@@ -184,11 +178,8 @@ class Children:
         self._stopping = threading.Event()
 
     def train(self, run: Run, devices: Devices | None) -> tuple[int, float]:
-        """Train a run, or go on with it, on these GPUs and no others (None: on all that this process sees).
-
-        Returns:
-            The exit status of the last of its commands, negative if a signal killed it, and the seconds that it took.
-        """
+        """Train a run, or go on with it, on these GPUs and no others (None: on all that this process sees). Returns the exit status of the
+        last of its commands, negative if a signal killed it, and the seconds that it took."""
         while under_way(run.config.run_folder) and not self._stopping.is_set():  # in a process that an earlier start of the experiment left
             self._stopping.wait(1)
         status, start = 128 + signal.SIGTERM if self._stopping.is_set() else 0, time.monotonic()
@@ -211,7 +202,6 @@ class Children:
                 os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
     def _execute(self, run: Run, command: list[str], devices: Devices | None) -> int:
-        """Execute one `lm` command of a run to its end; returns its exit status."""
         folder, output = run.config.run_folder, log_path(self.experiment, run)
         output.parent.mkdir(parents=True, exist_ok=True)
         with output.open("ab") as log:

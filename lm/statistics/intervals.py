@@ -59,7 +59,6 @@ class Estimate:
     floors: tuple["Estimate", ...] = ()
 
     def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> "Estimate":
-        """The estimates of the samples at `index`, as an array is indexed."""
         return Estimate(
             self.mean[index], self.error[index], self.degrees[index], self.coverage, tuple(floor[index] for floor in self.floors)
         )

@@ -45,7 +45,7 @@ class Comparison:
     # whether higher values of the metric are better: an arm's best rate is then the rate of its highest value
     higher_is_better: bool = False
     is_tuned: bool = True  # False if the best rate of either arm is at an edge of the grid
-    n_planned_seeds: int | None = None  # number of planned seeds; None: the seeds in `by_rates`. Until all have ended there is no verdict
+    n_planned_seeds: int = 0  # number of planned seeds; 0: the seeds in `by_rates`. Until all have ended there is no verdict
     divergence: str = ""  # the runs that diverged, and how, in words
     # (the arm's rates, the baseline's rates), the estimates over seeds and documents, where there are enough of both
     over_documents: Estimate | None = None
@@ -90,8 +90,6 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A verdict on an arm."""
-
     kind: Kind
     reason: str  # the facts that the verdict rests on, with the smallest difference of interest
     # the interval of the difference, from which the verdict follows. All intervals of the experiment hold together with 95 %. None with
@@ -179,7 +177,7 @@ def _verdict(comparison: Comparison, margin: float, amount: str, null: str, comp
         return untested("not tuned", *UNTUNED)
     if comparison.unreached_runs:
         return untested("not reached", comparison.unreached_runs, "runs have no number of tokens")
-    if seeds < (comparison.n_planned_seeds or 0):
+    if seeds < comparison.n_planned_seeds:
         progress = f"{seeds} of {comparison.n_planned_seeds} seeds have ended"
         return untested("incomplete", progress, progress)
     if seeds < FEWEST_SEEDS:
