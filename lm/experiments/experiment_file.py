@@ -126,19 +126,9 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
             [Problem("tune.key", settings.tune.heading, f"the table {settings.tune.table} is of {', '.join(sorted(wrong_keys))}")]
         )
     return Experiment(
-        file.stem,
-        base,
-        arms,
-        sizes,
-        seeds,
-        settings.tune,
-        settings.primary,
-        file,
-        tuple(overrides),
-        table,
-        nested(evaluation_keys),
+        file.stem, base, arms, sizes, seeds, settings.tune, settings.primary, file, tuple(overrides), table, nested(evaluation_keys),
         more_seeds=tuple(settings.more_seeds),
-    )
+    )  # fmt: skip
 
 
 def read_arms(arm_blocks: Plain, problems: list[Problem]) -> tuple[Arm, ...]:

@@ -1,10 +1,10 @@
 """Verdicts on runs as docs/statistics.md defines them, whoever trained the runs."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 
 import numpy as np
 
@@ -78,13 +78,12 @@ class Judgement:
         if primary.learned is not None:
             results = learned_verdicts({place: self.learned_counts(*place) for place in self.places}, self.looks)
         else:
-            ratio = primary.reach is not None
-            results = verdicts(self.comparisons, primary.matters, ratio, self.looks)
-            if ratio:
-                results = {
-                    place: replace(verdict, interval=factor(verdict.interval), single_interval=factor(verdict.single_interval))
-                    for place, verdict in results.items()
-                }
+            results = verdicts(self.comparisons, primary.matters, primary.reach is not None, self.looks)
+        if primary.reach is not None:
+            results = {
+                place: replace(verdict, interval=factor(verdict.interval), single_interval=factor(verdict.single_interval))
+                for place, verdict in results.items()
+            }
         return {
             place: replace(verdict, exploratory=place in self.exploratory, reason=verdict.reason + self._not_learned(*place))
             for place, verdict in results.items()
@@ -119,24 +118,19 @@ class Judgement:
         arm_runs, baseline_runs = (
             {rate: [runs[seed] for seed in seeds] for rate, runs in runs_by_rate.items()} for runs_by_rate in (arm_runs, baseline_runs)
         )
-        unreached_words, document_interval = "", None
+        unreached_words, document_estimate = "", None
         # Without shared rates, all rates of the baseline count.
         shared_count = None if arm in self.sources or diverged_runs else sum(rate in arm_rates for rate in baseline_runs) or None
         differences = _differences(arm_runs, baseline_runs, lambda run: log_tokens(run.value) if counts_tokens else run.value)
         if counts_tokens:
-            unreached_words = self._unreached_words(
-                [run for runs_by_rate in (arm_runs, baseline_runs) for runs in runs_by_rate.values() for run in runs]
-            )
-        elif seeds:
-            first_run = next(iter(arm_runs.values()))[0]
-            unit_differences = _differences(arm_runs, baseline_runs, lambda run: run.values) if first_run.groups is not None else None
-            document_interval = (
-                None if unit_differences is None else over_seeds_and_documents(unit_differences, first_run.weights, first_run.groups)
-            )
+            unreached_words = self._unreached_words(chain(*arm_runs.values(), *baseline_runs.values()))
+        elif seeds and (first_run := next(iter(arm_runs.values()))[0]).groups is not None:
+            unit_differences = _differences(arm_runs, baseline_runs, lambda run: run.values)
+            document_estimate = over_seeds_and_documents(unit_differences, first_run.weights, first_run.groups)
         higher_is_better = not counts_tokens and primary.better == "higher"
         return Comparison(
             differences, ([*arm_runs].index(pair[0]), [*baseline_runs].index(pair[1])), len(diverged_runs), shared_count, self.all_pairs,
-            higher_is_better, n_planned_seeds=seed_count, divergence=reason, over_documents=document_interval,
+            higher_is_better, n_planned_seeds=seed_count, divergence=reason, over_documents=document_estimate,
             unreached_runs=unreached_words,
         )  # fmt: skip
 
@@ -175,7 +169,7 @@ class Judgement:
         notes = [run.note for runs in runs_by_seed for run in runs if run.state == "finished" and run.note]
         return f"; did not learn: {'; '.join(notes[:3])}{'; ...' if len(notes) > 3 else ''}" if notes else ""
 
-    def _unreached_words(self, runs: list[JudgedRun]) -> str:
+    def _unreached_words(self, runs: Iterable[JudgedRun]) -> str:
         """The number of runs of each arm that never reached the level, or had reached it at the first evaluation, in words; empty if there
         are none."""
         primary, words, runs = self.primary, [], [*dict.fromkeys(runs)]
@@ -281,9 +275,8 @@ class Judgement:
 
 def _decisive_runs(pair: Pair, arm_runs: ByRate, baseline_runs: ByRate) -> list[JudgedRun]:
     """The runs that every claim needs: those at the judged rates, and those at the rates that tuning chose."""
-    return list(
-        dict.fromkeys((*arm_runs[pair[0]], *baseline_runs[pair[1]], *next(iter(arm_runs.values())), *next(iter(baseline_runs.values()))))
-    )
+    chosen_runs = *next(iter(arm_runs.values())), *next(iter(baseline_runs.values()))
+    return list(dict.fromkeys((*arm_runs[pair[0]], *baseline_runs[pair[1]], *chosen_runs)))
 
 
 def _usable_runs(runs: ByRate, judged_rate: Rate | None, counts_tokens: bool) -> ByRate:

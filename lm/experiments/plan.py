@@ -311,13 +311,13 @@ def _time_configurations(
             number = signals[-1] if signals else signal.SIGINT
             raise Stopped(f"stopped by {signal.Signals(number).name} while runs were timed: nothing was trained", number) from None
         finally:
-            late_flags = [process.poll() is None for process in pilots]
-            for process in (process for process, was_late in zip(pilots, late_flags, strict=True) if was_late):
+            late_pilots = [process for process in pilots if process.poll() is None]
+            for process in late_pilots:
                 os.killpg(process.pid, signal.SIGKILL)  # and the processes that it has started
                 process.wait()
         run_seconds, step_times = defaultdict(list), {}
-        for process, place, share, was_late in zip(pilots, places, shares, late_flags, strict=True):
-            if process.returncode and not was_late:
+        for process, place, share in zip(pilots, places, shares, strict=True):
+            if process.returncode and process not in late_pilots:
                 output = (place / _ERRORS).read_text(encoding="utf-8", errors="replace").strip() or "no output"
                 message = output.splitlines()[-1].removeprefix("error: ")
                 if process.returncode == ConfigError.exit_code:  # its runs would end with the same error
@@ -326,7 +326,7 @@ def _time_configurations(
             first_line, *lines = _lines(place) or [{}]
             for name, line in zip(share, lines, strict=False):
                 run_seconds[name].append(line["seconds"] + first_line["begun"] - start_time)
-            if was_late and len(lines) < len(share) and (step_time := step_seconds(place / share[len(lines)] / METRICS)):
+            if process in late_pilots and len(lines) < len(share) and (step_time := step_seconds(place / share[len(lines)] / METRICS)):
                 step_times[share[len(lines)]] = step_time * configs[share[len(lines)]].trainer.max_steps
     whole_runs = {name: statistics.fmean(seconds) for name, seconds in run_seconds.items()}
     return whole_runs, {name: seconds for name, seconds in step_times.items() if name not in whole_runs}
