@@ -17,7 +17,6 @@ from lm.statistics.intervals import (
     over_documents,
     over_seeds,
     over_seeds_and_documents,
-    sampled_unit,
     wilson,
 )
 from lm.statistics.learned import clopper_pearson
@@ -62,8 +61,7 @@ def test_sequences_of_a_document_are_not_taken_for_independent():
     values, labels = np.repeat(np.random.default_rng(0).normal(size=12), 10), np.repeat(np.arange(12), 10)
     grouped, ungrouped = (over_documents(values, groups=groups) for groups in (labels, None))
     assert grouped.high - grouped.low > 3 * (ungrouped.high - ungrouped.low)
-    assert sampled_unit(labels) == "documents"
-    assert sampled_unit(np.arange(12)) == "sequences"
+    assert (grouped.coverage, ungrouped.coverage) == ("documents, 1 seed", "sequences, 1 seed")
 
 
 def test_labels_weights_in_another_unit_and_units_without_weight_change_nothing():

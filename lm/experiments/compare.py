@@ -194,8 +194,8 @@ def _conclude(procedure: Procedure) -> list[dict[str, Plain]]:
     judgement = procedure.judgement()
     lines, notes = summary_lines(procedure, judgement), procedure.notes()
     verdicts = {"primary": vars(experiment.primary), "notes": notes, "arms": lines}
-    size_trends = trends(procedure, judgement)
-    verdicts |= {"trends": size_trends} if size_trends else {}
+    if size_trends := trends(procedure, judgement):
+        verdicts["trends"] = size_trends
     files = {
         experiment.folder / f"{VERDICTS}.json": json_bytes(verdicts),
         experiment.folder / f"{VERDICTS}.csv": csv_text(lines, intervals=INTERVALS).encode(),
@@ -214,7 +214,7 @@ def _conclude(procedure: Procedure) -> list[dict[str, Plain]]:
     for run, failure in failures(procedure):
         print(f"failed: {run.stage}: {run.label}: {failure} ({failure.log}); --retry tries again")
     write_together(files | experiment_files([procedure], experiment.folder / REPORT, judgement), "verdicts and report")
-    if table := trend_table(judgement, size_trends):
+    if table := trend_table(procedure, judgement):
         print_tables(table)
     print(f"verdicts: {experiment.folder / VERDICTS}.json")
     print(f"report: {experiment.folder / REPORT / PAGE}")

@@ -15,16 +15,7 @@ from lm.experiments.experiment import Experiment
 from lm.experiments.judging import Judgement
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION
-from lm.experiments.summary import (
-    amount,
-    differences_by_rate,
-    has_reached,
-    measured_words,
-    summary_lines,
-    summary_table,
-    trend_table,
-    trends,
-)
+from lm.experiments.summary import amount, differences_by_rate, has_reached, measured_words, summary_lines, summary_table, trend_table
 from lm.files import write_together
 from lm.report.comparison import ArmRuns, RunComparison, comparison_of
 from lm.report.comparison_pictures import LOSSES, DrawnRun, by_layer, curves
@@ -122,8 +113,7 @@ def _part(procedure: Procedure, prefix: str, judgement: Judgement | None) -> Pag
         summary.add("picture", differences_picture(sizes), f"{prefix}differences")
     else:
         summary.add("picture", learned_picture(sizes, lines), f"{prefix}learned")
-    size_trends = trend_table(judgement, trends(procedure, judgement))
-    summary.add("table", size_trends, f"{prefix}trends")
+    summary.add("table", trend_table(procedure, judgement), f"{prefix}trends")
     for results in sizes:
         summary.add("table", seeds_table(results) if results.final else None, f"{prefix}{results.size}{'-' * bool(results.size)}seeds")
     sections, commands = [summary], PageSection("Commands")

@@ -1,6 +1,7 @@
 """Results of an experiment so far: the arms with their verdicts as a table and in words, and the tuning runs."""
 
 import math
+from collections import defaultdict
 from dataclasses import replace
 from operator import attrgetter
 
@@ -179,9 +180,9 @@ def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]
     return lines
 
 
-def trend_table(judgement: Judgement, lines: list[dict[str, Plain]]) -> Table | None:
+def trend_table(procedure: Procedure, judgement: Judgement) -> Table | None:
     """A row for each of the lines of `trends`; None if there are none."""
-    if not lines:
+    if not (lines := trends(procedure, judgement)):
         return None
     baseline, is_factor = judgement.arms[0], judgement.primary.reach is not None
     changes = [Interval(*(math.nan if value is None else value for value in line["change"])) for line in lines]
@@ -211,15 +212,12 @@ def tuning_table(procedure: Procedure) -> list[dict[str, Plain]]:
 
 def tuning_means(procedure: Procedure) -> list[dict[str, Plain]]:
     """The mean of the metric that chooses rates, by size, arm and rate of the tuning runs; null where a run diverged or has not ended."""
-    experiment, lines = procedure.experiment, []
-    for size in experiment.sizes:
-        values: dict[tuple[str, Rate], list[float]] = {}
-        for run in procedure.tuning_runs(size):
-            value = experiment.choice_value(run)
-            values.setdefault((run.arm, run.rate), []).append(math.inf if value is None else value)
-        means = {place: mean_loss(costs) for place, costs in values.items()}
-        lines += [
-            {"size": size, "arm": arm, "rate": rate_cell(rate), experiment.chosen_by: mean if math.isfinite(mean) else None}
-            for (arm, rate), mean in means.items()
-        ]
-    return lines
+    experiment, values = procedure.experiment, defaultdict[tuple[str, str, Rate], list[float]](list)
+    for run in (run for size in experiment.sizes for run in procedure.tuning_runs(size)):
+        value = experiment.choice_value(run)
+        values[run.size, run.arm, run.rate].append(math.inf if value is None else value)
+    means = {place: mean_loss(costs) for place, costs in values.items()}
+    return [
+        {"size": size, "arm": arm, "rate": rate_cell(rate), experiment.chosen_by: mean if math.isfinite(mean) else None}
+        for (size, arm, rate), mean in means.items()
+    ]

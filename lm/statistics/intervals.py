@@ -75,14 +75,14 @@ class Estimate:
         half = np.where(self.error == 0, exact_half, stdtrit(self.degrees, 1 - tail) * self.error)
         return np.maximum.reduce([half, *(floor.half(family) for floor in self.floors)])
 
-    def p(self, value: float, sign: int) -> np.ndarray:
-        """One-sided p, (...,), of the hypothesis that a mean is not below `value` (`sign` 1), or not above it (`sign` -1).
+    def p(self, sign: int) -> np.ndarray:
+        """One-sided p, (...,), of the hypothesis that a mean is not below 0 (`sign` 1), or not above it (`sign` -1).
 
-        It is at most 0.025 / family where the interval by `half(family)` leaves out the value on this side.
+        It is at most 0.025 / family where the interval by `half(family)` leaves out 0 on this side.
         """
         from scipy.special import stdtr
 
-        distance = sign * (self.mean - value)
+        distance = sign * self.mean
         exact_p = np.where(distance < 0, 0.5 ** (self.degrees + 1), 1.0)
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(self.error == 0, exact_p, stdtr(self.degrees, distance / self.error))
@@ -93,15 +93,10 @@ class Estimate:
         return Interval(mean, mean - half, mean + half, self.coverage)
 
 
-def _estimate(mean: np.ndarray, variance: np.ndarray, degrees: np.ndarray, largest_value: np.ndarray, coverage: str = "") -> Estimate:
+def _estimate(mean: np.ndarray, variance: np.ndarray, degrees: np.ndarray, largest_value: np.ndarray, coverage: str) -> Estimate:
     """The estimate of a mean from its variance; a spread that is mere rounding of `largest_value` counts as none."""
     error = np.sqrt(variance)
     return Estimate(mean, np.where(error <= 1e-9 * largest_value, 0.0, error), np.broadcast_to(degrees, np.shape(mean)), coverage)
-
-
-def sampled_unit(groups: np.ndarray) -> str:
-    """The units that an interval over these groups covers: `documents` where some hold several units, else `sequences`."""
-    return "documents" if len(np.unique(groups)) < len(groups) else "sequences"
 
 
 def interval_of(series: Series, column: int, mean: float | None = None) -> Interval | None:
@@ -139,12 +134,12 @@ def over_documents(values: np.ndarray, weights: np.ndarray | None = None, groups
     labels = np.arange(len(values)) if groups is None else np.unique(groups, return_inverse=True)[1]
     if len(np.unique(labels[weights > 0])) < FEWEST_DOCUMENTS:
         return None
-    coverage = f"{sampled_unit(labels)}, 1 seed"
+    coverage = f"{'documents' if len(np.unique(labels)) < len(labels) else 'sequences'}, 1 seed"
     if not np.isfinite(values).all():
         return Interval(np.nan, np.nan, np.nan, coverage)
     (mean,), variance, degrees = _mean_variance(values[:, None], weights, labels)
-    half = float(_estimate(mean, variance[0], degrees, np.abs(values).max()).half())
-    return Interval(float(np.average(values, weights=weights)), float(mean) - half, float(mean) + half, coverage)
+    interval = _estimate(mean, variance[0], degrees, np.abs(values).max(), coverage).interval()
+    return replace(interval, mean=float(np.average(values, weights=weights)))
 
 
 def _mean_variance(values: np.ndarray, weights: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:

@@ -245,7 +245,7 @@ def p_difference(comparison: Comparison) -> float:
     It is at most 0.05 / family where `Comparison.interval` of this family leaves out 0. Without spread it is p of the sign-flip test.
     """
     estimates = comparison.estimates
-    return _two_sided(comparison, estimates.p(0.0, 1), estimates.p(0.0, -1))
+    return _two_sided(comparison, estimates.p(1), estimates.p(-1))
 
 
 def p_exact(comparison: Comparison) -> float | None:
