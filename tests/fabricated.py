@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from lm.experiments.engine import Jobs
 from lm.experiments.procedure import Procedure, Run
+from lm.experiments.slots import Slots
 from lm.files import write_sealed
 from lm.runs.checkpoints import link_checkpoint
 from lm.runs.evaluations import Evaluation, Sample, Series, evaluation_path, measuring_code, validation_series
@@ -67,6 +69,13 @@ def logged(run: Run, *losses: float) -> None:
     (run.config.run_folder / METRICS).write_text("".join(f"{line}\n" for line in lines))
     if run.outcome.checkpoint.exists():
         save(run.config.run_folder, run.outcome.last_step)
+
+
+def launching(procedure: Procedure, launch: Callable[[Run], int], slots: Slots | None = None) -> Jobs:
+    """The work on an experiment whose runs a function trains in place of a process; it returns the exit status."""
+    jobs = Jobs(procedure, slots or Slots(1))
+    jobs.trainer.train = lambda run, devices: (launch(run), 0.0)
+    return jobs
 
 
 def finish_all(procedure: Procedure, loss: Callable[[Run], float]) -> Procedure:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from fabricated import finish
+from fabricated import finish, launching
 from folders import losses, metrics, same, weights
 from trials import written
 from waiting import wait_until
@@ -84,18 +84,18 @@ def test_a_run_that_crashes_twice_at_the_same_place_has_failed(file, overrides, 
 
     for launch in (saves_and_crashes, saves_and_crashes):
         with pytest.raises(RunError, match=rf"killed by {number.name}.*; the same command goes on with them"):
-            Jobs(procedure, Slots(1), launch).work()
+            launching(procedure, launch).work()
     for _ in range(2):
         with pytest.raises(RunError, match=rf"killed by {number.name}.*, twice in a row at the same place\); --retry tries them again"):
-            Jobs(procedure, Slots(1), crash).work()
+            launching(procedure, crash).work()
     assert len(numbers) == 3, "it is left alone from then on"
     assert "twice" in read_failure(procedure.experiment.folder, run).reason
-    jobs = Jobs(procedure, Slots(1), crash)
+    jobs = launching(procedure, crash)
     retry(procedure)
     with pytest.raises(RunError, match=r"the same command goes on"):
         jobs.work()
     assert read_failure(procedure.experiment.folder, run) is None
-    Jobs(procedure, Slots(1), lambda run: finish(run, 5.0) or 0).work()
+    launching(procedure, lambda run: finish(run, 5.0) or 0).work()
     assert not list((procedure.experiment.folder / "logs").glob("*.failed.json"))
 
 
@@ -104,7 +104,7 @@ def test_a_run_that_is_stopped_has_not_failed_however_often(file, overrides, sta
     procedure = with_one_run_left(file, overrides)
     for _ in range(3):
         with pytest.raises(RunError, match=r"the same command goes on"):
-            Jobs(procedure, Slots(1), lambda _: int(status)).work()
+            launching(procedure, lambda _: int(status)).work()
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, Inline
+from fabricated import launching
 from test_documents import blocks
 from test_experiments import SHORT, here
 from trials import written
@@ -17,9 +18,7 @@ from waiting import wait_until
 
 import lm
 from lm.errors import ConfigError, LMError, RunError
-from lm.experiments.engine import Jobs
 from lm.experiments.experiment_folder import open_experiment
-from lm.experiments.slots import Slots
 from lm.experiments.summary import summary_lines
 from lm.runs.folder import read_config
 from lm.training.banner import git_state
@@ -41,7 +40,7 @@ def experiment(corpus: Path, store_root: Path, tmp_path_factory: pytest.TempPath
     overrides = [f"data.source.paths=[{corpus}]", f"data.root={store_root}", f"runs={folder / 'runs'}", *SHORT, "optim.batch_tokens=512"]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("lm.experiments.engine.ThreadPoolExecutor", Inline)
-        Jobs(open_experiment(path, overrides), Slots(1), here).work()
+        launching(open_experiment(path, overrides), here).work()
     return path, overrides
 
 

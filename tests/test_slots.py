@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, lm
-from fabricated import finish
+from fabricated import finish, launching
 from rich.console import Console
 from trials import written
 
@@ -174,7 +174,7 @@ def test_a_run_of_several_gpus_is_not_passed_by_later_ones(tmp_path):
         finish(run, 5.0)
         return 0
 
-    jobs = Jobs(procedure, slots, launch)
+    jobs = launching(procedure, launch, slots)
     jobs.work()
     starts = [(arm, seed) for arm, seed, _ in order]
     for seed in (1, 2, 3):

@@ -129,7 +129,7 @@ def _work(procedure: Procedure, work: Work, times: Times) -> Procedure:
     """Train the runs of an experiment, and those of its second look if it needs one; returns the experiment at its last look. Raises
     RunsFailed."""
     experiment = procedure.experiment
-    jobs = Jobs(procedure, work.slots(experiment), cluster=work.cluster(experiment.folder))
+    jobs = Jobs(procedure, work.slots(experiment), work.cluster(experiment.folder))
     with live_table(jobs, times):
         jobs.work()
     next_procedure = next_look(procedure)

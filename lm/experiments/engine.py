@@ -335,7 +335,6 @@ class Jobs:
     """Trains what an experiment needs until nothing is left, or nothing more can be done.
 
     Args:
-        launch: trains or continues a run, and returns the exit status; None: a process of `lm`, or a job of `cluster`, does.
         cluster: jobs that train the runs; None: this machine does.
 
     Attributes:
@@ -345,10 +344,9 @@ class Jobs:
         seconds: the seconds that ended runs would have taken without interruption, by size and arm.
     """
 
-    def __init__(self, procedure: Procedure, slots: Slots, launch: Callable[[Run], int] | None = None, cluster: Cluster | None = None):
+    def __init__(self, procedure: Procedure, slots: Slots, cluster: Cluster | None = None):
         self.procedure, self.slots, self.folder = procedure, slots, procedure.experiment.folder
         self.cluster, self.trainer = cluster, cluster or Children(self.folder)
-        self.train = self.trainer.train if launch is None else lambda run, devices: (launch(run), 0.0)
         self.known_runs: list[Run] = []
         self.pending: dict[Future, tuple[Run, Devices]] = {}
         self.failed: dict[Path, Failure] = {}
@@ -371,7 +369,7 @@ class Jobs:
                         devices = self.slots.devices(run.size, run.arm, [devices for _, devices in pending.values()])
                         if devices is None:
                             break  # no later run goes first: else a run of several GPUs would wait for as long as there are others
-                        pending[pool.submit(self.train, run, devices)] = run, devices
+                        pending[pool.submit(self.trainer.train, run, devices)] = run, devices
                     if not pending:
                         break
                     for future in wait(pending, None, FIRST_COMPLETED).done:
