@@ -100,9 +100,8 @@ class Tune:
         has_several_keys = isinstance(self.key, list)
         if self.grid and (any(isinstance(values, list) != has_several_keys for values in self.grid) or len(self.axes) != len(self.keys)):
             reason = f"must be a list of values for each of {', '.join(self.keys)}" if has_several_keys else "must be a list of values"
-            problems.append(
-                Problem("grid", self.grid, reason, "" if has_several_keys else "of several keys name them all: `key: [KEY, ...]`")
-            )
+            remedy = "" if has_several_keys else "of several keys name them all: `key: [KEY, ...]`"
+            problems.append(Problem("grid", self.grid, reason, remedy))
         elif any(len(set(values)) < len(values) or len(values) < 2 for values in self.axes):
             problems.append(Problem("grid", self.grid, "must be at least 2 different values" + " of each key" * has_several_keys))
         if self.grid and len(set(self.seeds)) < FEWEST_TUNING_SEEDS:
@@ -323,14 +322,10 @@ def settings_words(config: Config, tuned_keys: Iterable[str], source_name: str) 
 
     source_name: the arm whose weights the run starts from, which replaces their path; empty: none.
     """
-    changed_values = {
-        path: value for path, value in flatten(to_plain(config)).items() if value is not None and _defaults().get(path) != value
-    }
-    settings = {
-        path: value
-        for path, value in changed_values.items()
-        if path not in (*tuned_keys, "init_from", "branch_from") and effect_of(path).affects in ("model", "training")
-    } | ({"from": source_name} if source_name else {})
+    plain, omitted_keys = flatten(to_plain(config)), (*tuned_keys, "init_from", "branch_from")
+    changed_keys = [path for path, value in plain.items() if value not in (None, _defaults().get(path)) and path not in omitted_keys]
+    settings = {path: plain[path] for path in changed_keys if effect_of(path).affects in ("model", "training")}
+    settings |= {"from": source_name} if source_name else {}
     return "; ".join(f"{path}={value}" for path, value in sorted(settings.items()))
 
 

@@ -110,9 +110,8 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     sizes = {name: over_bases(changes, file, f"sizes.{name}.base") for name, changes in sizes.items()}
     for arm in arms:
         if (tokens := flatten(arm.changes).get(TOKENS)) is not None:
-            problems.append(
-                Problem(f"arms.{arm.name}.{TOKENS}", tokens, "the arms of a size train equally long", "give it in base or sizes")
-            )
+            reason = "the arms of a size train equally long"
+            problems.append(Problem(f"arms.{arm.name}.{TOKENS}", tokens, reason, "give it in base or sizes"))
     override_values = read_overrides(overrides)
     reason = "is a key of the experiment; overrides change its base configuration"
     problems += [Problem(name, override_values[name], reason, f"change it in {file.name}") for name in _KEYS if name in override_values]
@@ -122,9 +121,8 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     sizes, seeds = sizes or {"": {}}, tuple(settings.seeds)
     table = read_table(file.parent / settings.tune.table, settings.primary.quantity) if settings.tune.table else ()
     if wrong_keys := {run.key for run in table} - {settings.tune.heading}:
-        raise ConfigError(
-            [Problem("tune.key", settings.tune.heading, f"the table {settings.tune.table} is of {', '.join(sorted(wrong_keys))}")]
-        )
+        reason = f"the table {settings.tune.table} is of {', '.join(sorted(wrong_keys))}"
+        raise ConfigError([Problem("tune.key", settings.tune.heading, reason)])
     return Experiment(
         file.stem, base, arms, sizes, seeds, settings.tune, settings.primary, file, tuple(overrides), table, nested(evaluation_keys),
         more_seeds=tuple(settings.more_seeds),
@@ -230,10 +228,8 @@ def read_table(path: Path, metric: str) -> tuple[TuningRun, ...]:
     try:
         with path.open(encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file, strict=True)
-            missing_columns = [
-                name for name in ("size", "arm", "key", "rate", "seed", SELECTION, "configuration") if name not in (reader.fieldnames or ())
-            ]
-            if missing_columns:
+            columns = ("size", "arm", "key", "rate", "seed", SELECTION, "configuration")
+            if missing_columns := [name for name in columns if name not in (reader.fieldnames or ())]:
                 raise ConfigError(f"{path}: not a tuning table: it has no column {', '.join(missing_columns)}; {_REMEDY}")
             runs = []
             for line in reader:
@@ -244,9 +240,8 @@ def read_table(path: Path, metric: str) -> tuple[TuningRun, ...]:
                     values, keys = coordinates(rate), line["key"].split(" / ")
                     if not all(0 < value < math.inf for value in values) or len(values) != len(keys):
                         raise ValueError
-                    runs.append(
-                        TuningRun(line["size"], line["arm"], line["key"], rate, seed, selection, primary, line["configuration"] or "")
-                    )
+                    configuration = line["configuration"] or ""
+                    runs.append(TuningRun(line["size"], line["arm"], line["key"], rate, seed, selection, primary, configuration))
                 except (ValueError, TypeError, AttributeError):
                     reason = f"needs a rate above 0, a seed, and a {SELECTION} that is a number or `{DIVERGED}`"
                     raise ConfigError(f"{path}: line {reader.line_num} {reason}; {_REMEDY}") from None
@@ -370,10 +365,8 @@ def _check_arms(experiment: Experiment, arms: list[tuple[Arm, Config]]) -> Itera
             reason = f"has another normalizer than {arm.start}, whose weights it starts from"
             remedy = "swap it: `swap: {to: ...}`, or in during training: `phases`"
             yield Problem(f"arms.{arm.name}.from", arm.start, reason, remedy)
-        data_settings = [
-            repr((arm_config.data.source, arm_config.data.tokenizer, arm_config.data.val_fraction)) for arm_config in (baseline, config)
-        ]
-        if data_settings[0] != data_settings[1]:
+        texts = [repr((data.source, data.tokenizer, data.val_fraction)) for data in (baseline.data, config.data)]
+        if texts[0] != texts[1]:
             reason, remedy = "reads other data than the baseline", "give all arms one data.source, tokenizer and val_fraction"
             yield Problem(f"arms.{arm.name}", arm.changes, reason, remedy)
         if (baseline.data.seq_len, baseline.eval) != (config.data.seq_len, config.eval):
@@ -453,9 +446,8 @@ def _check_metric(experiment: Experiment, config: Config) -> None:
         reason, remedy = f"{metric} is measured once, at the last step", f"measure it on the way: {key}"
         raise ConfigError([Problem("primary.reach", experiment.primary.reach, reason, remedy)])
     if experiment.primary.reach is not None and (untrained_arms := [arm.name for arm in experiment.arms if not arm.trained]):
-        raise ConfigError(
-            [Problem("primary.reach", experiment.primary.reach, f"{untrained_arms[0]} is not trained", "drop the arm, or train it")]
-        )
+        reason = f"{untrained_arms[0]} is not trained"
+        raise ConfigError([Problem("primary.reach", experiment.primary.reach, reason, "drop the arm, or train it")])
 
 
 def _check_primary(primary: Primary, quantity: Quantity | None) -> None:
@@ -483,9 +475,8 @@ def _names(config: Config, kind: str) -> list[str] | None:
 def _check_evaluate(experiment: Experiment) -> Iterator[Problem]:
     evaluation_keys = flatten(experiment.evaluate) if experiment.evaluate else {}
     if other_paths := [path for path in evaluation_keys if not path.startswith("eval.")]:
-        yield from (
-            Problem(f"evaluate.{path}", evaluation_keys[path], "is no key of an evaluation", "name keys of `eval`") for path in other_paths
-        )
+        for path in other_paths:
+            yield Problem(f"evaluate.{path}", evaluation_keys[path], "is no key of an evaluation", "name keys of `eval`")
         return
     try:
         overrides_in("eval", experiment.evaluate_overrides)

@@ -83,9 +83,8 @@ def start(
         print(f"trainer.compile of all runs: {compilation}", flush=True)
         experiment = replace(experiment, base=merge(experiment.base, {"trainer": {"compile": settings["compile"]}}))
     measured, plan = is_measured(experiment), plan_of(experiment)
-    code = PLUGINS.versions(
-        {name for run in procedure.known_runs() for key, name in run.config.plugin_names_by_key.items() if not key.startswith("eval.")}
-    )
+    plugin_names = [run.config.plugin_names_by_key for run in procedure.known_runs()]
+    code = PLUGINS.versions({name for names in plugin_names for key, name in names.items() if not key.startswith("eval.")})
     settings |= {"seeds": list(experiment.all_seeds), _OVERRIDES: list(overrides), PLAN: None if measured else plan, _CODE: code}
     if not write_new(settings_file, json_bytes(settings)) and not measured:  # no measurement exists that the plan could be chosen by
         old_settings = read_json(settings_file)
@@ -98,9 +97,8 @@ def start(
         raise RunError(f"{settings_file}: the text is not what the first runs were trained on; {remedy}")
     for name, version in (settings.get(_CODE) or {}).items():
         if not is_version(version, code.get(name, version)):
-            raise RunError(
-                f"{settings_file}: {name} was {version} in the first runs, it is {code[name]} now; bring that code back, {remedy}"
-            )
+            change = f"{name} was {version} in the first runs, it is {code[name]} now"
+            raise RunError(f"{settings_file}: {change}; bring that code back, {remedy}")
     return open_experiment(path, overrides, jobs, True)
 
 
@@ -132,10 +130,7 @@ def other_runs(procedure: Procedure) -> str:
         return ""
     shared_values = {key: pair for key, pair in differences[0].items() if all(pair == group.get(key) for group in differences)}
     listed_values = [*(shared_values or differences[0]).items()][:4]
-    words = ", ".join(
-        f"{key}={as_written(folder_value)} (asked for: {as_written(requested_value)})"
-        for key, (folder_value, requested_value) in listed_values
-    )
+    words = ", ".join(f"{key}={as_written(value)} (asked for: {as_written(requested)})" for key, (value, requested) in listed_values)
     ellipsis = ", ..." if len(shared_values or differences[0]) > 4 else ""
     overrides = _overrides_of(experiment, shared_values if all(group.keys() == shared_values.keys() for group in differences) else {})
     remedy = f"; the command that goes on with them: {replace(experiment, overrides=overrides).command}" if overrides is not None else ""
@@ -168,11 +163,9 @@ def _overrides_of(experiment: Experiment, differing_values: dict[str, tuple[Plai
         settings_file = experiment.folder / RESOLVED
         first_overrides = convert(list[str], read_json(settings_file).get(_OVERRIDES)) if settings_file.exists() else MISSING
         return None if first_overrides is MISSING or tuple(first_overrides) == experiment.overrides else tuple(first_overrides)
-    overrides = [override for override in experiment.overrides if override.partition("=")[0] not in differing_values]
-    return (
-        *overrides,
-        *(f"{key}={value if isinstance(value, str) else as_written(value)}" for key, (value, _) in differing_values.items()),
-    )
+    other_overrides = (override for override in experiment.overrides if override.partition("=")[0] not in differing_values)
+    folder_values = {key: value if isinstance(value, str) else as_written(value) for key, (value, _) in differing_values.items()}
+    return (*other_overrides, *(f"{key}={value}" for key, value in folder_values.items()))
 
 
 def _first_problem(settings: dict[str, Plain]) -> str:
@@ -240,11 +233,8 @@ def _hash(arm: Arm, config: Config) -> str:
 
 def is_measured(experiment: Experiment) -> bool:
     """Whether a final run, of any configuration, was measured in the experiment's folder."""
-    config_paths = (path for pattern in (f"*/{CONFIG}", f"*/*/{CONFIG}") for path in experiment.folder.glob(pattern))
-    return any(
-        any((config_path.parent / EVALUATIONS).glob("*.json")) and b"stage: final" in config_path.read_bytes()
-        for config_path in config_paths
-    )
+    paths = (path for pattern in (f"*/{CONFIG}", f"*/*/{CONFIG}") for path in experiment.folder.glob(pattern))
+    return any(any((path.parent / EVALUATIONS).glob("*.json")) and b"stage: final" in path.read_bytes() for path in paths)
 
 
 def is_another(plan: dict[str, Plain] | None, current_plan: dict[str, Plain]) -> bool:
@@ -297,9 +287,8 @@ def departures(experiment: Experiment, settings: dict[str, Plain] | None) -> tup
 
 def _extends(value: Plain, planned_value: Plain) -> bool:
     """Whether a value is the planned one, or a list with all of the planned one: further measurements do not change a metric."""
-    return value == planned_value or (
-        isinstance(value, list) and isinstance(planned_value, list) and all(element in value for element in planned_value)
-    )
+    are_lists = isinstance(value, list) and isinstance(planned_value, list)
+    return value == planned_value or (are_lists and all(element in value for element in planned_value))
 
 
 def _changed_arms(

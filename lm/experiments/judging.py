@@ -146,10 +146,8 @@ class Judgement:
         def learned(runs: list[JudgedRun]) -> int:
             return sum(has_learned(runs[seed].value, primary.learned, primary.better) for seed in seeds)
 
-        pairs = [
-            (learned(arm_runs[arm_rate]), learned(baseline_runs[baseline_rate]))
-            for arm_rate, baseline_rate in (pair, *product(arm_runs, baseline_runs))
-        ]
+        run_pairs = [(arm_runs[pair[0]], baseline_runs[pair[1]]), *product(arm_runs.values(), baseline_runs.values())]
+        pairs = [(learned(runs), learned(base_runs)) for runs, base_runs in run_pairs]
         diverged_count = sum(run.state == "diverged" for run in _decisive_runs(pair, arm_runs, baseline_runs))
         return LearnedCounts(pairs, len(seeds), diverged_count, n_planned_seeds=seed_count)
 
@@ -210,13 +208,10 @@ class Judgement:
         primary, runs = self.primary, self.judged_runs(size, arm)
         counts_tokens, runs_by_rate = primary.reach is not None, self.runs[size, arm]
         values = [run.value for run in runs if run.state == "finished"]
+        common_values = [run.value for run, is_common in zip(runs, common_seeds, strict=False) if is_common and run.state == "finished"]
         line: dict[str, Plain] = {
             "size": size, "arm": arm, "rate": rate_cell((self.rates[size] or {}).get(arm)),
-            "runs": len(values), "of": len(self.seeds),
-            "mean": _mean(
-                [run.value for run, is_common in zip(runs, common_seeds, strict=False) if is_common and run.state == "finished"],
-                counts_tokens,
-            ),
+            "runs": len(values), "of": len(self.seeds), "mean": _mean(common_values, counts_tokens),
         }  # fmt: skip
         if len(runs_by_rate) > 1:
             line["means_by_rate"] = {
@@ -227,11 +222,8 @@ class Judgement:
         if primary.learned is not None:
             learned_count = sum(has_learned(value, primary.learned, primary.better) for value in values)
             ended_count = sum(run.ended for run in runs)
-            line |= {
-                "learned": learned_count,
-                "ended": ended_count,
-                "fraction_learned": finite(clopper_pearson(learned_count, ended_count)),
-            }
+            line |= {"learned": learned_count, "ended": ended_count}
+            line["fraction_learned"] = finite(clopper_pearson(learned_count, ended_count))
         if arm != self.arms[0]:
             verdict = self.verdicts[size, arm]
             line |= {"verdict": verdict.label, "words": verdict.words, "reason": verdict.reason}
@@ -286,11 +278,8 @@ def _usable_runs(runs: ByRate, judged_rate: Rate | None, counts_tokens: bool) ->
     def has_no_value(run: JudgedRun) -> bool:
         return run.state == "diverged" or (counts_tokens and run.state == "finished" and run.value == math.inf)
 
-    return {
-        rate: rate_runs
-        for rate, rate_runs in runs.items()
-        if rate in (judged_rate, next(iter(runs))) or not any(map(has_no_value, rate_runs))
-    }
+    kept_rates = judged_rate, next(iter(runs))
+    return {rate: rate_runs for rate, rate_runs in runs.items() if rate in kept_rates or not any(map(has_no_value, rate_runs))}
 
 
 def _differences(arm_runs: ByRate, baseline_runs: ByRate, value_of: Callable[[JudgedRun], float | np.ndarray]) -> np.ndarray:

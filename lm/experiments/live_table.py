@@ -129,9 +129,8 @@ class LiveTable:
         place = line.run.size, line.run.arm
         durations = self.jobs.seconds.get(place)
         expected_seconds = statistics.fmean(durations) if durations else self.times.get(place)
-        return expected_seconds and expected_seconds * self.jobs.slots.slots_per_run(*place) * (
-            1 - line.step / max(1, line.run.outcome.last_step)
-        )
+        remaining_part = 1 - line.step / max(1, line.run.outcome.last_step)
+        return expected_seconds and expected_seconds * self.jobs.slots.slots_per_run(*place) * remaining_part
 
 
 @contextmanager

@@ -95,9 +95,8 @@ def experiment_files(procedures: list[Procedure], folder: Path, judgement: Judge
 
     Raises LMError: run folders can't be read or compared.
     """
-    return page_files(
-        [_part(procedure, f"{procedure.experiment.name}-" if len(procedures) > 1 else "", judgement) for procedure in procedures], folder
-    )
+    prefixes = [f"{procedure.experiment.name}-" if len(procedures) > 1 else "" for procedure in procedures]
+    return page_files([_part(procedure, prefix, judgement) for procedure, prefix in zip(procedures, prefixes, strict=True)], folder)
 
 
 def _part(procedure: Procedure, prefix: str, judgement: Judgement | None) -> PagePart:
@@ -329,12 +328,8 @@ def crossed_table(results: SizeResults) -> Table | None:
         quantity = experiment.primary.quantity
         columns.append((Column(f"mean {quantity}", experiment.measured_on(quantity, "report")), means))
         unit = "95% interval over seeds, not adjusted"
-        columns.append(
-            (
-                Column(f"difference to {baseline}, both at this rate", unit, "difference"),
-                [rate_difference(*place) for place in finished_runs],
-            )
-        )
+        differences = [rate_difference(*place) for place in finished_runs]
+        columns.append((Column(f"difference to {baseline}, both at this rate", unit, "difference"), differences))
     return Table(f"Final seeds at the rates of both arms{results.title_suffix}", "", tuple(columns))
 
 
@@ -396,9 +391,8 @@ def _differences_panel(results: SizeResults, number: int, ticks: dict[float, str
         value_differences: dict[float, list[float]] = {}
         for rate, differences in differences_by_rate(results.procedure, results.size, arm).items():
             value_differences.setdefault(coordinates(rate)[number], []).extend(filter(math.isfinite, differences))
-        value_differences = {
-            x: np.expm1(values).tolist() if primary.reach is not None else values for x, values in value_differences.items() if values
-        }
+        scale = np.asarray if primary.reach is None else np.expm1
+        value_differences = {x: scale(values).tolist() for x, values in value_differences.items() if values}
         label, means = f"{arm.name} - {baseline}", np.array([np.mean(values) for values in value_differences.values()])
         traces.append(_dots(index, f"{label}, single seeds", [(x, value) for x, values in value_differences.items() for value in values]))
         traces.append(Trace(index, f"{label}, mean", np.array([*value_differences]), means, "mean"))

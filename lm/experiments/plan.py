@@ -63,9 +63,8 @@ def cost(config: Config, vocab_size: int, branch_step: int = 0) -> Cost:
     def times(interval: int) -> int:
         return -(-trainer.max_steps // interval) - branch_step // interval
 
-    checkpoint_count = min(trainer.keep_checkpoints, times(config.checkpoint_every)) + sum(
-        end > branch_step for end in config.phase_ends[:-1]
-    )
+    phase_count = sum(end > branch_step for end in config.phase_ends[:-1])
+    checkpoint_count = min(trainer.keep_checkpoints, times(config.checkpoint_every)) + phase_count
     validation_bytes = times(config.validation_every) * config.eval.sequences * _VALUE_BYTES
     # `lm eval` keeps the validation losses a second time
     disk = checkpoint_count * checkpoint_bytes + vocab_size * _TOKENIZER_BYTES + 2 * validation_bytes
@@ -155,9 +154,8 @@ def _seeds(primary: Primary, alpha: float) -> str:
     margin, effect = primary.matters, f"a difference of {primary.matters:g}"
     if primary.reach is not None:
         margin, effect = math.log1p(primary.matters), f"a factor of {1 + primary.matters:g} in {primary.quantity}"
-    seed_counts = ", ".join(
-        f"{seeds_needed(deviation, margin, alpha)} if it is {deviation:.3g}" for deviation in (margin / 2, margin, 2 * margin)
-    )
+    deviations = margin / 2, margin, 2 * margin
+    seed_counts = ", ".join(f"{seeds_needed(deviation, margin, alpha)} if it is {deviation:.3g}" for deviation in deviations)
     return f"seeds to find {effect} with probability {POWER:g} go by the standard deviation of differences between {runs}: {seed_counts}"
 
 

@@ -172,15 +172,13 @@ class Procedure:
         if experiment.table:
             losses = experiment.costs_of(experiment.table, size)
             return rate_choice({arm.name: losses[arm.name] for arm in arms})
-        outcome, missing_rates = TuningOutcome({}), tuple(experiment.tune.rates) if arms else ()
+        outcome, missing_rates, seeds = TuningOutcome({}), tuple(experiment.tune.rates) if arms else (), experiment.tune.seeds
         for source in self._untuned_sources(arms):
-            source_rate = rates[source.name]
-            runs.setdefault(source.name, {})[source_rate] = [
-                self.run(size, source, "tune", source_rate, seed, rates) for seed in experiment.tune.seeds
-            ]
+            rate = rates[source.name]
+            runs.setdefault(source.name, {})[rate] = [self.run(size, source, "tune", rate, seed, rates) for seed in seeds]
         while missing_rates:
             for arm, rate in product(arms, missing_rates):
-                runs.setdefault(arm.name, {})[rate] = [self.run(size, arm, "tune", rate, seed, rates) for seed in experiment.tune.seeds]
+                runs.setdefault(arm.name, {})[rate] = [self.run(size, arm, "tune", rate, seed, rates) for seed in seeds]
             runs_by_arm = [[*chain(*runs[arm.name].values())] for arm in arms]
             if not all(run.outcome.ended for run in chain(*runs_by_arm)):
                 return TuningOutcome({}, missing_rates)
@@ -318,9 +316,9 @@ class Procedure:
         runs: dict[Place, dict[Rate | None, list[Run]]] = {}
         for arm in experiment.arms:
             arm_rates = choice.final.get(arm.name, ()) if not arm.start else (rates[arm.name],) if arm.name in rates else ()
-            runs[size, arm.name] = {
-                rate: [self.run(size, arm, "final", rate, seed, rates) for seed in experiment.seeds] for rate in arm_rates
-            }
+            runs[size, arm.name] = {}
+            for rate in arm_rates:
+                runs[size, arm.name][rate] = [self.run(size, arm, "final", rate, seed, rates) for seed in experiment.seeds]
         check_alike([run for runs_by_rate in runs.values() for run in chain(*runs_by_rate.values())], experiment.primary.metric)
         judge = partial(self._judged_run, experiment.primary.reach is not None or experiment.first_config.data.symbolic)
         return {place: {rate: [*map(judge, rate_runs)] for rate, rate_runs in runs_by_rate.items()} for place, runs_by_rate in runs.items()}

@@ -136,13 +136,10 @@ class Outcome:
     def _measured_last(self) -> tuple[dict[Path, Evaluation], bool]:
         """The evaluations of the last step by file, and `sealed`. Raises RunError: the evaluations are of other weights, or were
         altered."""
-        files = evaluation_files(self.folder)
-        evaluations = {
-            path: evaluation for (_, step), path in files.items() if step == self.last_step and (evaluation := evaluation_in(path))
-        }
-        return evaluations, not evaluations or not self.checkpoint.exists() or check_measured(
-            self.folder, [*evaluations.values()], self.checkpoint, self.log
-        )
+        files = [path for (_, step), path in evaluation_files(self.folder).items() if step == self.last_step]
+        evaluations = {path: evaluation for path in files if (evaluation := evaluation_in(path))}
+        is_unchecked = not evaluations or not self.checkpoint.exists()
+        return evaluations, is_unchecked or check_measured(self.folder, [*evaluations.values()], self.checkpoint, self.log)
 
     def values(self, metric: str) -> Units | None:
         """The values of a metric by unit at the last step, whose mean is the logged one; None if it was not measured by unit."""

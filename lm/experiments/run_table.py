@@ -106,17 +106,14 @@ def judge_table(
                 if missing_seeds := [str(seed) for seed in seeds if seed not in set(runs_at_rate["seed"])]:
                     rate_text = "" if pd.isna(rate) else f" at {rate_words(rate)}"
                     raise RunError(f"{place}: no seed {', '.join(missing_seeds)}{rate_text}; every arm needs the same seeds")
-            rate_order, judged_rates = _rates(
-                arm_lines, size_selecting_lines[size_selecting_lines["arm"] == arm], primary, f"{source}: {arm}"
-            )
+            arm_selecting_lines = size_selecting_lines[size_selecting_lines["arm"] == arm]
+            rate_order, judged_rates = _rates(arm_lines, arm_selecting_lines, primary, f"{source}: {arm}")
             if judged_rates:
                 rates[name][arm] = judged_rates[0]
-            lines_by_rate = {
-                rate: arm_lines[arm_lines["rate"].isna() if rate is None else arm_lines["rate"] == rate_cell(rate)] for rate in rate_order
-            }
-            judged_runs[name, arm] = {
-                rate: [_judged_run(rate_lines[rate_lines["seed"] == seed]) for seed in seeds] for rate, rate_lines in lines_by_rate.items()
-            }
+            judged_runs[name, arm] = {}
+            for rate in rate_order:
+                rate_lines = arm_lines[arm_lines["rate"].isna() if rate is None else arm_lines["rate"] == rate_cell(rate)]
+                judged_runs[name, arm][rate] = [_judged_run(rate_lines[rate_lines["seed"] == seed]) for seed in seeds]
     arms = baseline, *(arm for arm in arms if arm != baseline)
     return Judgement(primary, arms, seeds, rates, judged_runs)
 
@@ -136,11 +133,9 @@ def _direction(lines: pd.DataFrame, better: Direction | None, source: str) -> Di
 def _judged_run(lines: pd.DataFrame) -> JudgedRun:
     """The run of these lines, its units in one order."""
     lines = lines.sort_values("sample", kind="stable")
-    first_line, groups = lines.iloc[0], lines["group"]
     values, weights = (lines[name].to_numpy(float) for name in ("value", "weight"))
-    return JudgedRun(
-        first_line["arm"], first_line["state"], first_line["note"], values, weights, None if groups.isna().any() else groups.to_numpy()
-    )
+    groups = None if lines["group"].isna().any() else lines["group"].to_numpy()
+    return JudgedRun(*lines.iloc[0][["arm", "state", "note"]], values, weights, groups)
 
 
 def _asked_lines(table: pd.DataFrame, source: str, metric: str, condition: str, names: tuple[str, ...]) -> pd.DataFrame:
@@ -224,11 +219,9 @@ def _check_lines(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
         run = runs[is_duplicate].iloc[0]
         duplicates = runs[is_duplicate & (runs["arm"] == run["arm"]) & (runs["seed"] == run["seed"])]
         differing_columns = [name for name in columns if duplicates[name].nunique(dropna=False) > 1]
-        remedy = (
-            f"they differ in {', '.join(differing_columns)}: choose by a condition, or judge apart by it"
-            if differing_columns
-            else "drop all but one"
-        )
+        remedy = "drop all but one"
+        if differing_columns:
+            remedy = f"they differ in {', '.join(differing_columns)}: choose by a condition, or judge apart by it"
         raise RunError(f"{source}: {len(duplicates)} lines are of arm {run['arm']}, seed {run['seed']}; {remedy}")
 
 
@@ -261,14 +254,12 @@ def _check_alike(reporting_lines: pd.DataFrame, selecting_lines: pd.DataFrame, s
     seeds or too few (`FEWEST_TUNING_SEEDS`), or runs that tune have not ended."""
     stages = [lines for _, lines in selecting_lines.groupby("stage", dropna=False)] if "stage" in selecting_lines else [selecting_lines]
     for lines in (reporting_lines, *stages):
-        finished_lines = lines[lines["state"] == "finished"]
-        run_columns = [finished_lines[name] for name in ("arm", "rate", "seed")]
-        share = (finished_lines["weight"] / finished_lines["weight"].groupby(run_columns, dropna=False).transform("sum")).round(12)
-        unit = pd.Series(
-            [*zip(finished_lines["sample"], finished_lines["group"].map(str), share, strict=True)], finished_lines.index, dtype=object
-        )
+        lines = lines[lines["state"] == "finished"]
+        run_columns = [lines[name] for name in ("arm", "rate", "seed")]
+        share = (lines["weight"] / lines["weight"].groupby(run_columns, dropna=False).transform("sum")).round(12)
+        unit = pd.Series([*zip(lines["sample"], lines["group"].map(str), share, strict=True)], lines.index, dtype=object)
         if unit.groupby(run_columns, dropna=False).agg(frozenset).nunique() > 1:
-            has_same_samples = finished_lines.groupby(["arm", "rate", "seed"], dropna=False)["sample"].agg(frozenset).nunique() == 1
+            has_same_samples = lines["sample"].groupby(run_columns, dropna=False).agg(frozenset).nunique() == 1
             reason = ": a unit's weight or group is not the same in all" if has_same_samples else ""
             raise RunError(f"{source}: runs were not measured on the same units{reason}")
     tuning_lines = _tuning_lines(selecting_lines)
@@ -316,11 +307,9 @@ def _rates(
     if tuned_rate not in rates:
         raise RunError(f"{label}: {rate_words(tuned_rate)} is the best rate, but no line at it reports")
     rate_order = [tuned_rate, *(rate for rate in rates if rate != tuned_rate)]
-    final_costs = (
-        (_costs(selecting_lines.drop(tuning_lines.index), primary) or _costs(final_lines, primary))
-        if "stage" in tuning_lines
-        else tuning_costs
-    )
+    final_costs = tuning_costs
+    if "stage" in tuning_lines:
+        final_costs = _costs(selecting_lines.drop(tuning_lines.index), primary) or _costs(final_lines, primary)
     return rate_order, [best_rate(final_costs, rates) if set(rates) <= final_costs.keys() else tuned_rate]
 
 

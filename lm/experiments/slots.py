@@ -147,12 +147,9 @@ def interruptible() -> Iterator[list[int]]:
         signals.append(number)
         raise KeyboardInterrupt
 
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    numbers = [
-        number
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-        if in_main_thread and signal.getsignal(number) == signal.SIG_DFL
-    ]
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    candidates = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) if is_main_thread else ()
+    numbers = [number for number in candidates if signal.getsignal(number) == signal.SIG_DFL]
     for number in numbers:
         signal.signal(number, interrupt)
     try:

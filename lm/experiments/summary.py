@@ -157,10 +157,8 @@ def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]
     ]
     if None in records:
         return []
-    amounts = {
-        "parameters": [record.environment_entry("parameters.non_embedding") for record in records],
-        "tokens": [record.tokens_seen for record in records],
-    }
+    parameters = [record.environment_entry("parameters.non_embedding") for record in records]
+    amounts = {"parameters": parameters, "tokens": [record.tokens_seen for record in records]}
     amount_name = next((name for name, counts in amounts.items() if None not in counts and len(set(counts)) > 1), None)
     lines = []
     for arm in arms if amount_name else ():

@@ -59,9 +59,8 @@ class Estimate:
     floors: tuple["Estimate", ...] = ()
 
     def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> "Estimate":
-        return Estimate(
-            self.mean[index], self.error[index], self.degrees[index], self.coverage, tuple(floor[index] for floor in self.floors)
-        )
+        floors = tuple(floor[index] for floor in self.floors)
+        return Estimate(self.mean[index], self.error[index], self.degrees[index], self.coverage, floors)
 
     def half(self, family: int = 1) -> np.ndarray:
         """Half the length of an interval, (...,), of which a `family` of so many hold together with 95 % (Bonferroni).
@@ -206,9 +205,8 @@ def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np
     sums = np.zeros((len(document_weights), *values.T.shape[1:]))
     np.add.at(sums, labels, (weights * values).T)
     sums = sums.T[..., mask]
-    interaction = (
-        sums - sums.mean(-2, keepdims=True) - (seed_means - seed_means.mean(-1, keepdims=True))[..., None] * document_weights[mask]
-    )
+    seed_deviations = (seed_means - seed_means.mean(-1, keepdims=True))[..., None]
+    interaction = sums - sums.mean(-2, keepdims=True) - seed_deviations * document_weights[mask]
     interaction_variance = (interaction**2).sum((-2, -1)) / (seeds * (seeds - 1)) / weights.sum() ** 2
     total = seed_variance + document_variance
     largest_value = np.abs(values).max((-2, -1))

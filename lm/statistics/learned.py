@@ -74,10 +74,8 @@ def fisher_exact(successes: int, runs: int, base_successes: int, base_runs: int)
     It is computed in whole numbers, so that equally probable tables are equal. It is 1 where an arm has no runs.
     """
     total = successes + base_successes
-    ways = {
-        count: math.comb(runs, count) * math.comb(base_runs, total - count)
-        for count in range(max(0, total - base_runs), min(runs, total) + 1)
-    }
+    counts = range(max(0, total - base_runs), min(runs, total) + 1)
+    ways = {count: math.comb(runs, count) * math.comb(base_runs, total - count) for count in counts}
     return sum(way for way in ways.values() if way <= ways[successes]) / math.comb(runs + base_runs, total)
 
 

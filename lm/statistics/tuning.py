@@ -62,11 +62,8 @@ def full_cells(cells: Iterable[float | str | None], grid: Iterable[float | str |
     for cell, values in cell_values.items():
         middle = [axis[(len(axis) - 1) // 2] if axis and value == ANY else value for value, axis in zip(values, axes, strict=True)]
         candidates = [middle, *(candidate for candidate in cell_values.values() if all(candidate[number] != ANY for number in key_numbers))]
-        rates = [
-            [rate[number] for number in key_numbers]
-            for rate in candidates
-            if all(values[number] in (ANY, rate[number]) for number in key_numbers)
-        ]
+        matches = (rate for rate in candidates if all(values[number] in (ANY, rate[number]) for number in key_numbers))
+        rates = [[rate[number] for number in key_numbers] for rate in matches]
         expansion[cell] = [*dict.fromkeys(rate_cell(read_rate(_BETWEEN.join(rate))) if rate else None for rate in rates)]
     return expansion
 
