@@ -10,10 +10,10 @@ from lm.errors import ConfigError
 from lm.machine import without_collection
 from lm.schema import Plain
 
-Results = Annotated[Path | None, typer.Option("--out", "-o", help="also write all numbers to this .csv or .json file", show_default=False)]
+Results = Annotated[Path | None, typer.Option("--out", "-o", help="also write all numbers to this .csv or .json file")]
 Checkpoint = Annotated[str, typer.Option(help="last, best (lowest selection loss), a step, or a checkpoint's path")]
-Source = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="run folder, checkpoint or export", show_default=False)]
-New = Annotated[Path, typer.Option("--out", "-o", help="folder to create", show_default=False)]
+Source = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="run folder, checkpoint or export")]
+New = Annotated[Path, typer.Option("--out", "-o", help="folder to create")]
 
 
 def _allow(packages: list[str] | None) -> None:
@@ -23,10 +23,7 @@ def _allow(packages: list[str] | None) -> None:
 
 
 AllowPlugin = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="PACKAGE", callback=_allow, help="allow what the model names to be imported from this package", show_default=False
-    ),
+    list[str] | None, typer.Option(metavar="PACKAGE", callback=_allow, help="allow what the model names to be imported from this package")
 ]
 
 

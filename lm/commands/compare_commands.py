@@ -10,7 +10,7 @@ import typer
 from lm.commands.arguments import paths_and_overrides
 from lm.errors import ConfigError
 
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="run folders, e.g. runs/softmax", show_default=False)]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="run folders, e.g. runs/softmax")]
 Out = Annotated[
     Path | None,
     typer.Option("--out", "-o", help="folder to write [default: the run's own folder; of several runs, `report` beside the first]"),
@@ -25,26 +25,18 @@ def compare(
     arguments: Annotated[
         list[str],
         typer.Argument(
-            metavar="EXPERIMENT|KEY=VALUE",
-            help="YAML files of base, arms, seeds, tune, primary; and overrides of the base configuration",
-            show_default=False,
+            metavar="EXPERIMENT|KEY=VALUE", help="YAML files of base, arms, seeds, tune, primary; and overrides of the base configuration"
         ),
     ],
     plan: Annotated[bool, typer.Option("--plan", help="print the plan alone")] = False,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="runs at a time, at most; of GPUs: slots [default: all GPUs; 1 on a CPU]", show_default=False)
-    ] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="runs at a time, at most; of GPUs: slots [default: all GPUs; 1 on a CPU]")] = None,
     jobs_per_gpu: Annotated[int, typer.Option(min=1, help="runs at a time on each GPU")] = 1,
     report_only: Annotated[bool, typer.Option("--report-only", help="judge what is there, train nothing")] = False,
     retry: Annotated[bool, typer.Option("--retry", help="try the runs that failed again")] = False,
     anew: Annotated[bool, typer.Option("--anew", help="train although all runs that have ended are of another configuration")] = False,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="folder of the reports [default: each experiment's own]", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="folder of the reports [default: each experiment's own]")] = None,
     commands: Annotated[bool, typer.Option("--commands", help="print a command for each run that can start now, train nothing")] = False,
-    submit: Annotated[
-        Literal["slurm", "local"] | None, typer.Option(help="train each run in a job of SLURM, or of this machine", show_default=False)
-    ] = None,
+    submit: Annotated[Literal["slurm", "local"] | None, typer.Option(help="train each run in a job of SLURM, or of this machine")] = None,
     workers: Annotated[int, typer.Option(min=1, help="jobs at a time")] = 1,
     job_options: Annotated[str, typer.Option(metavar="KEY=VALUE,...", help="of each job, e.g. partition=gpu,timeout_min=240")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="with --report-only: print verdicts.json of each and nothing else")] = False,
@@ -78,19 +70,15 @@ def compare(
 
 
 def judge(
-    table: Annotated[Path, typer.Argument(metavar="TABLE.csv", help="one value a line: columns arm, seed, value", show_default=False)],
+    table: Annotated[Path, typer.Argument(metavar="TABLE.csv", help="one value a line: columns arm, seed, value")],
     baseline: Annotated[str | None, typer.Option(help="the arm that the others are compared with [default: the first]")] = None,
     better: Annotated[
-        Literal["lower", "higher"] | None,
-        typer.Option(help="which direction is better [default: as the column better says, else lower]", show_default=False),
+        Literal["lower", "higher"] | None, typer.Option(help="which direction is better [default: as the column better says, else lower]")
     ] = None,
     matters: Annotated[float, typer.Option(help="smallest difference of interest, in the metric's unit")] = 0.01,
     metric: Annotated[str, typer.Option(help="of several in the column metric")] = "",
     where: Annotated[str, typer.Option(metavar="CONDITION", help="lines to judge, e.g. \"x == 2048 and stage == 'final'\"")] = "",
-    by: Annotated[
-        list[str] | None,
-        typer.Option(metavar="COLUMN", help="judge its values apart, as one family [default: size]", show_default=False),
-    ] = None,
+    by: Annotated[list[str] | None, typer.Option(metavar="COLUMN", help="judge its values apart, as one family [default: size]")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
 ) -> None:
     """Judge anybody's runs from a table.

@@ -19,19 +19,14 @@ RunsAndOverrides = Annotated[
     typer.Argument(
         metavar="RUN|MODEL|CONFIG|KEY=VALUE",
         help="run folders; model folders and a configuration of the text to measure them on; overrides, e.g. eval.sequences=512",
-        show_default=False,
     ),
 ]
-Suite = Annotated[
-    str, typer.Option(help="quick, full, or a YAML file with an `eval` block [default: the run's own `eval` block]", show_default=False)
-]
+Suite = Annotated[str, typer.Option(help="quick, full, or a YAML file with an `eval` block [default: the run's own `eval` block]")]
 NeedleOption = Annotated[
     bool,
     typer.Option("--needle", help="needle in a haystack at 1x to 16x the training length; base models need eval.needle.finetune.steps=300"),
 ]
-To = Annotated[
-    str, typer.Option(help="the new normalizer, e.g. ssmax; its options are overrides, e.g. model.normalizer.bias=true", show_default=False)
-]
+To = Annotated[str, typer.Option(help="the new normalizer, e.g. ssmax; its options are overrides, e.g. model.normalizer.bias=true")]
 Init = Annotated[
     str | None,
     typer.Option(
@@ -86,15 +81,13 @@ def diagnose(
         typer.Argument(
             metavar="RUN|CHECKPOINT|CONFIG|KEY=VALUE",
             help="run folders; checkpoints; exports, with a configuration of text; overrides, e.g. eval.diagnostics.sequences=32",
-            show_default=False,
         ),
     ],
     text: Annotated[
-        str | None,
-        typer.Option(help="a UTF-8 file or a text: draw the weights of single heads on it instead of statistics", show_default=False),
+        str | None, typer.Option(help="a UTF-8 file or a text: draw the weights of single heads on it instead of statistics")
     ] = None,
-    layer: Annotated[list[int] | None, typer.Option(help="a layer that --text draws, from 0; may be repeated", show_default=False)] = None,
-    head: Annotated[list[int] | None, typer.Option(help="a head that --text draws, from 0; may be repeated", show_default=False)] = None,
+    layer: Annotated[list[int] | None, typer.Option(help="a layer that --text draws, from 0; may be repeated")] = None,
+    head: Annotated[list[int] | None, typer.Option(help="a head that --text draws, from 0; may be repeated")] = None,
     checkpoint: Checkpoint = "last",
     out: Results = None,
     allow_plugin: AllowPlugin = None,
@@ -128,7 +121,6 @@ def swap(
         typer.Argument(
             metavar="CONFIG|KEY=VALUE",
             help="of a model without a training run: the configuration of the text to measure on; overrides, e.g. eval.sequences=512",
-            show_default=False,
         ),
     ] = None,
     init: Init = None,
@@ -156,16 +148,11 @@ def import_(
         str, typer.Argument(metavar="FOLDER|FILE.gguf|NAME", help="model in the format of transformers, GGUF file, or name on the hub")
     ],
     out: New,
-    length: Annotated[
-        int | None, typer.Option(min=2, help="training length in tokens [default: its max_position_embeddings]", show_default=False)
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="of a model on the hub: commit, tag or branch", show_default=False)] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="tokenizer.json, or a tokenizer's folder [default: the model's own]", show_default=False)
-    ] = None,
+    length: Annotated[int | None, typer.Option(min=2, help="training length in tokens [default: its max_position_embeddings]")] = None,
+    revision: Annotated[str | None, typer.Option(help="of a model on the hub: commit, tag or branch")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json, or a tokenizer's folder [default: the model's own]")] = None,
     end_of_text: Annotated[
-        str | None,
-        typer.Option(help="token that starts a document [default: <|endoftext|> if it has that, else its BOS or EOS]", show_default=False),
+        str | None, typer.Option(help="token that starts a document [default: <|endoftext|> if it has that, else its BOS or EOS]")
     ] = None,
 ) -> None:
     """Import a pretrained model.
@@ -183,9 +170,7 @@ def export(
     out: New,
     checkpoint: Checkpoint = "last",
     format: Annotated[Literal["lm", "hf"], typer.Option(help="lm: a model folder; hf: a folder that transformers loads")] = "lm",
-    push: Annotated[
-        str | None, typer.Option(metavar="NAME", help="also upload the folder to the Hugging Face hub under this name", show_default=False)
-    ] = None,
+    push: Annotated[str | None, typer.Option(metavar="NAME", help="also upload the folder to the Hugging Face hub under this name")] = None,
     allow_plugin: AllowPlugin = None,
 ) -> None:
     """Export a trained model.

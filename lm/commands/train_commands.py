@@ -13,8 +13,7 @@ from lm.commands.arguments import AllowPlugin, with_shape_of
 from lm.machine import without_collection
 
 Configuration = Annotated[
-    list[str],
-    typer.Argument(metavar="CONFIG|KEY=VALUE", help="YAML files and overrides, e.g. optim.lr=3e-4; later ones win", show_default=False),
+    list[str], typer.Argument(metavar="CONFIG|KEY=VALUE", help="YAML files and overrides, e.g. optim.lr=3e-4; later ones win")
 ]
 Reference = Annotated[bool, typer.Option("--reference", help="print every key with type, default and description instead (docs/config.md)")]
 JsonSchema = Annotated[bool, typer.Option("--schema", help="print the JSON Schema of configurations instead, for editors")]
@@ -39,7 +38,7 @@ def config(arguments: Configuration = [], reference: Reference = False, schema: 
 
 
 def configs(
-    copy: Annotated[Path | None, typer.Option("--copy", metavar="DIR", help="copy them to DIR/configs", show_default=False)] = None,
+    copy: Annotated[Path | None, typer.Option("--copy", metavar="DIR", help="copy them to DIR/configs")] = None,
 ) -> None:
     """List the presets: configurations, recipes and experiments.
 
@@ -79,9 +78,7 @@ def normalizers() -> None:
 
 def check_normalizer(
     name: Annotated[str, typer.Argument(metavar="NAME", help="a normalizer, e.g. ssmax; one of your own: package.module:Class")],
-    options: Annotated[
-        list[str] | None, typer.Argument(metavar="OPTION=VALUE", help="its options, e.g. bias=true", show_default=False)
-    ] = None,
+    options: Annotated[list[str] | None, typer.Argument(metavar="OPTION=VALUE", help="its options, e.g. bias=true")] = None,
 ) -> None:
     """Test a normalizer against the common contract.
 
@@ -98,9 +95,7 @@ def check_normalizer(
 def check_extension(
     kind: Annotated[Literal["optimizer", "source", "task", "evaluation"], typer.Argument(metavar="KIND", help="what it is")],
     name: Annotated[str, typer.Argument(metavar="NAME", help="package.module:Class, or an entry point's name")],
-    options: Annotated[
-        list[str] | None, typer.Argument(metavar="OPTION=VALUE", help="its options, e.g. beta1=0.95", show_default=False)
-    ] = None,
+    options: Annotated[list[str] | None, typer.Argument(metavar="OPTION=VALUE", help="its options, e.g. beta1=0.95")] = None,
 ) -> None:
     """Test an optimizer, a source of text, a synthetic task or an evaluation of yours.
 
