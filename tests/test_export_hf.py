@@ -28,10 +28,9 @@ from lm.data.batches import Batch
 from lm.data.tokenizer import train_tokenizer
 from lm.evaluation.generation import Sampling, generate
 from lm.files import read_sealed, write_sealed
-from lm.huggingface.exporting import COMPUTED
+from lm.huggingface.exporting import COMPUTED, starting_documents
 from lm.huggingface.gguf_file import CUTS, _byte_level
 from lm.huggingface.modeling_lm import ELEMENTWISE, FACTORS, eager_attention
-from lm.huggingface.tokenizer_files import starting_documents
 from lm.model.decoder import Decoder
 from lm.runs.evaluations import evaluation_path
 from lm.runs.loading import load, save_model

@@ -11,14 +11,13 @@ from lm.attention.normalizer import Normalizer
 from lm.config.load import to_yaml
 from lm.config.model_config import AttentionBlock
 from lm.config.tree import function_of
-from lm.data.tokenizer import TOKENIZER_CONFIG
+from lm.data.tokenizer import TOKENIZER_CONFIG, parse_tokenizer
 from lm.errors import DataError, RunError, one_line
 from lm.files import new_folder, replacing
 from lm.huggingface.architectures import ARCHITECTURES, FULL, HEAD, SLIDING, Architecture
 from lm.huggingface.fields import Fields
 from lm.huggingface.gguf_file import CUTS
 from lm.huggingface.importing import CONFIG, OWN_TYPE, SINGLE
-from lm.huggingface.tokenizer_files import starting_documents
 from lm.model.rope import AS_TRAINED, frequencies
 from lm.model.spec import ModelSpec
 from lm.runs.checkpoints import Described, write_weights
@@ -186,6 +185,20 @@ def _tokens(loaded_model: Loaded) -> dict[str, Plain]:
     _, start = loaded_model.tokenizer_and_start()
     end_ids = loaded_model.end_ids
     return {"bos_token_id": start, "eos_token_id": end_ids if len(end_ids) > 1 else end_ids[0]}
+
+
+def starting_documents(content: str, end_of_text: str) -> str:
+    """A tokenizer.json whose tokenizer puts the token that starts a document before each text, and no other special token."""
+    tokenizer = parse_tokenizer(content, end_of_text)
+    start = {"SpecialToken": {"id": end_of_text, "type_id": 0}}
+    texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
+    # Not by TemplateProcessing, whose templates have a meaning of their own for spaces, colons and dollars in a token.
+    fields = json.loads(tokenizer.to_str())
+    fields["post_processor"] = {
+        "type": "TemplateProcessing", "single": [start, texts[0]], "pair": [start, *texts],
+        "special_tokens": {end_of_text: {"id": end_of_text, "ids": [tokenizer.token_to_id(end_of_text)], "tokens": [end_of_text]}},
+    }  # fmt: skip
+    return parse_tokenizer(json.dumps(fields), end_of_text).to_str()
 
 
 def _tokenizer_config(spec: ModelSpec) -> dict[str, Plain]:

@@ -1,22 +1,32 @@
 """`lm import`: a pretrained model of Hugging Face, or a GGUF file, as a model folder; its tensors are read from safetensors."""
 
+import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
 from torch import Tensor
 
-from lm.config.data_config import LONGEST
-from lm.data.tokenizer import TOKENIZER_CONFIG, downloaded, named_tokenizer, read_tokenizer
-from lm.errors import ConfigError, Problem, RunError, one_line
+from lm.config.data_config import END_OF_TEXT, LONGEST
+from lm.data.tokenizer import (
+    NO_TOKENIZER,
+    TOKENIZER_CONFIG,
+    downloaded,
+    library_errors,
+    named_tokenizer,
+    parse_tokenizer,
+    read_tokenizer,
+    vocab_size,
+)
+from lm.errors import ConfigError, DataError, Problem, RunError, one_line
 from lm.files import check_new, read_json
 from lm.huggingface.architectures import ARCHITECTURES, HEAD, Architecture, Part
 from lm.huggingface.fields import Fields
-from lm.huggingface.tokenizer_files import checked_vocabulary_size, eos_tokens, optional_json, start_token
 from lm.model.spec import ModelSpec
 from lm.runs.checkpoints import Described
 from lm.runs.folder import TOKENIZER
@@ -90,7 +100,7 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
             raise RunError(f"{folder / pickles[0]}: {reason}")
         raise RunError(f"{folder}: no weights: neither {SINGLE} nor {INDEX}")
     by_name = read_json(index).get("weight_map")
-    if not isinstance(by_name, dict) or not by_name or not _plain_names(by_name.values()):
+    if not isinstance(by_name, dict) or not by_name or not all(map(_is_plain_name, by_name.values())):
         raise RunError(f"{index}: its weight_map must name a file of the folder for each tensor")
     files: dict[Path, set[str] | None] = {}
     for name, file in by_name.items():
@@ -98,8 +108,8 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
     return files
 
 
-def _plain_names(files: Iterable[object]) -> bool:
-    return all(isinstance(file, str) and file not in ("", ".", "..") and Path(file).name == file for file in files)
+def _is_plain_name(file: object) -> bool:
+    return isinstance(file, str) and file not in ("", ".", "..") and Path(file).name == file
 
 
 # ---------------------------------------------------------------- the model
@@ -164,10 +174,12 @@ def import_model(
         raise ConfigError([Problem("--end-of-text", end_of_text, f"{source} has no tokenizer", "name one with --tokenizer")])
     token_count = 0
     if model.tokenizer is not None:
-        start = start_token(model.tokenizer, model.config, model.tokenizer_config, end_of_text, model.tokenizer_path)
-        token_count = checked_vocabulary_size(model.tokenizer, start, spec.vocab_size, model.tokenizer_path)
-        end_tokens = eos_tokens(model.tokenizer, start, model.tokenizer_config, model.config, model.generation_config)
+        start = end_of_text or _start_token(model)
+        tokenizer = _checked_tokenizer(model, start, spec.vocab_size)
+        added_tokens = {index: token.content for index, token in tokenizer.get_added_tokens_decoder().items()}
+        end_tokens = _configured_tokens("eos", added_tokens, model.tokenizer_config, model.config, model.generation_config)
         spec.end_of_text, spec.end_tokens = start, [] if end_tokens == [start] else end_tokens
+        token_count = vocab_size(tokenizer)
     spec.seq_len = length or positions
     try:
         spec = ModelSpec.read(to_plain(spec))  # within the bounds of our keys, and without contradictions
@@ -204,9 +216,55 @@ def open_source(source: str, revision: str | None, tokenizer: Path | None) -> So
     config = read_json(path / CONFIG)
     place = tokenizer or path
     content = named_tokenizer(tokenizer) if tokenizer else read_tokenizer(path)
-    settings, generation = optional_json(place / TOKENIZER_CONFIG), optional_json(path / "generation_config.json")
+    settings, generation = (
+        read_json(file) if file.is_file() else {} for file in (place / TOKENIZER_CONFIG, path / "generation_config.json")
+    )
     place = place / TOKENIZER if place.is_dir() else place
     return Source(path / CONFIG, config, Shards(path), content, place, settings, generation, origin)
+
+
+def _start_token(model: Source) -> str:
+    """The token that starts a document: <|endoftext|> if that is a special token, else the model's BOS, else its EOS.
+
+    Raises RunError: none of these tokens is known.
+    """
+    path = model.tokenizer_path
+    try:
+        added_tokens = json.loads(model.tokenizer)["added_tokens"]
+        tokens = {token["id"]: token["content"] for token in added_tokens if token["special"]}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise RunError(f"{path}: its tokenizer is {NO_TOKENIZER}: {one_line(error, 160)}") from None
+    if END_OF_TEXT in tokens.values():
+        return END_OF_TEXT
+    for kind in ("bos", "eos"):
+        if configured_tokens := _configured_tokens(kind, tokens, model.tokenizer_config, model.config):
+            return configured_tokens[0]
+    special_text = f"its special tokens: {', '.join(map(str, [*tokens.values()][:8]))}" if tokens else "it has no special tokens"
+    raise RunError(f"{path}: no token that starts a document is known ({special_text}); name one: --end-of-text TOKEN")
+
+
+def _configured_tokens(kind: str, tokens: dict[int, str], *configurations: dict[str, Plain]) -> list[str]:
+    """The tokens of a kind, `bos` or `eos`, that configurations name or give the ids of, among `tokens` by id."""
+    named_tokens: list[Plain] = []
+    for fields in configurations:
+        token, ids = fields.get(f"{kind}_token"), fields.get(f"{kind}_token_id")
+        named_tokens.append(token.get("content") if isinstance(token, dict) else token)
+        named_tokens += [tokens.get(index) for index in (ids if isinstance(ids, list) else [ids]) if isinstance(index, int)]
+    return [*dict.fromkeys(token for token in named_tokens if isinstance(token, str) and token in tokens.values())]
+
+
+def _checked_tokenizer(model: Source, start: str, vocabulary: int) -> Tokenizer:
+    """The tokenizer of a model of `vocabulary` tokens. Raises RunError: it can't be used, lacks `start`, or has more tokens."""
+    try:
+        with library_errors(f"its tokenizer is {NO_TOKENIZER}"):
+            tokenizer = parse_tokenizer(model.tokenizer, start)
+    except DataError as error:
+        text = str(error).replace("set data.tokenizer.end_of_text to one", "name one with --end-of-text")
+        raise RunError(f"{model.tokenizer_path}: {text}") from None
+    if (size := vocab_size(tokenizer)) > vocabulary:
+        reason = f"the tokenizer has ids up to {size - 1:,}, the model's vocab_size is {vocabulary:,}: of another model?"
+        raise RunError(f"{model.tokenizer_path}: {reason}")
+    return tokenizer
 
 
 def _parts(architecture: Architecture, spec: ModelSpec, fields: Fields, tensors: "Shards | GGUF") -> list[Part]:
