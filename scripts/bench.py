@@ -21,15 +21,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from itertools import product
 from typing import get_args
 
 import numpy as np
 import torch
 
 from lm.attention import catalogue, cpu_kernel
-from lm.attention import catalogue as opt
-from lm.attention.catalogue import make_normalizer
+from lm.attention.catalogue import Softmax, SSMax, make_normalizer
 from lm.attention.elementwise_sums import SCORE_FUNCTIONS, elementwise_attention, tiles, why_tiles
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
@@ -103,43 +102,35 @@ def shape(arguments: argparse.Namespace, **changes: object) -> ModelConfig:
     return ModelConfig(n_layer=arguments.n_layer, n_head=arguments.n_head, n_embd=arguments.n_embd, **changes)
 
 
-def made(
-    config: ModelConfig,
-    arguments: argparse.Namespace,
-    sequences: torch.Tensor,
-    bf16: bool,
-    compiled: bool,
-    optim: OptimConfig | None = None,
-) -> Step:
+def fresh(arguments: argparse.Namespace, **changes: object) -> Decoder:
+    """A decoder of the benchmarked shape, for sequences of the benchmarked length."""
+    return Decoder(shape(arguments, **changes), arguments.vocab_size, arguments.seq_len).to(arguments.device)
+
+
+def made(arguments: argparse.Namespace, sequences: torch.Tensor, optim: OptimConfig | None = None, **changes: object) -> Step:
     """A training step of a fresh decoder."""
-    decoder = Decoder(config, arguments.vocab_size, arguments.seq_len).to(sequences.device)
-    if compiled:
+    decoder = fresh(arguments, **changes)
+    if arguments.compile:
         decoder.compile_blocks(lengths=1)
-    tokens = sequences.size(0) * (sequences.size(1) - 1)
+    tokens = sequences[:, 1:].numel()
     optimizer = make_optimizer(decoder, optim) if optim else None
-    return train_step(decoder, lambda sequences: decoder.loss(Batch.of(sequences)) / tokens, sequences, bf16, optimizer)
+    return train_step(decoder, lambda sequences: decoder.loss(Batch.of(sequences)) / tokens, sequences, arguments.bf16, optimizer)
 
 
 def normalizer_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
     """Every registered normalizer, and softmax twice: the second shows the noise."""
-    options = {"softmax": opt.Softmax(), "softmax again": opt.Softmax()}
+    options = {"softmax": Softmax(), "softmax again": Softmax()}
     options |= {name: option() for name, option in catalogue.SINGLE.items() if name != "softmax"}
-    options |= {"ssmax with bias": opt.SSMax(bias=True)}
-    return {
-        name: made(shape(arguments, normalizer=option), arguments, sequences, arguments.bf16, arguments.compile)
-        for name, option in options.items()
-    }, "softmax"
+    options |= {"ssmax with bias": SSMax(bias=True)}
+    return {name: made(arguments, sequences, normalizer=option) for name, option in options.items()}, "softmax"
 
 
 def optimizer_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
     """A step with every optimizer's defaults, with AdamW twice: the second shows the noise; and what each takes for the update alone."""
     options = {"adamw": AdamW(), "adamw again": AdamW(), **{name: option() for name, option in OPTIMIZERS.items() if name != "adamw"}}
-    sides = {
-        name: made(shape(arguments), arguments, sequences, arguments.bf16, arguments.compile, OptimConfig(optimizer=option))
-        for name, option in options.items()
-    }
+    sides = {name: made(arguments, sequences, OptimConfig(optimizer=option)) for name, option in options.items()}
     for name, option in OPTIMIZERS.items():
-        decoder = Decoder(shape(arguments), arguments.vocab_size, arguments.seq_len).to(sequences.device)
+        decoder = fresh(arguments)
         for parameter in decoder.parameters():
             parameter.grad = torch.randn_like(parameter)
         sides[f"{name}: the update alone"] = make_optimizer(decoder, OptimConfig(optimizer=option())).step
@@ -148,11 +139,11 @@ def optimizer_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> t
 
 def compile_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
     """Precision x compilation."""
-    return {
-        f"{'bf16' if bf16 else 'fp32'} {'compiled' if compiled else 'eager'}": made(shape(arguments), arguments, sequences, bf16, compiled)
-        for bf16 in (False, True)
-        for compiled in (False, True)
-    }, "fp32 eager"
+    sides = {}
+    for bf16, compiled in product((False, True), repeat=2):
+        side = argparse.Namespace(**vars(arguments) | {"bf16": bf16, "compile": compiled})
+        sides[f"{'bf16' if bf16 else 'fp32'} {'compiled' if compiled else 'eager'}"] = made(side, sequences)
+    return sides, "fp32 eager"
 
 
 def attention(options: object, arguments: argparse.Namespace, dense: bool = False) -> Step:
@@ -205,11 +196,10 @@ def kernel_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tupl
 
 def print_memory(arguments: argparse.Namespace) -> None:
     """Peak resident memory that one forward and backward adds, each side in a fresh process."""
-    code = "import sys; sys.path.insert(0, 'scripts'); import bench; bench.main()"
     sides = [(name, False) for name in catalogue.SINGLE] + [(name, True) for name in DENSE]
     print(f"peak memory added by one forward and backward, {arguments.n_head} heads, {arguments.seq_len:,} tokens, MiB")
     for name, dense in sides:
-        command = [sys.executable, "-c", code, "memory-of", name + (":dense" if dense else "")]
+        command = [sys.executable, __file__, "memory-of", name + (":dense" if dense else "")]
         options = ["--seq-len", str(arguments.seq_len), "--n-head", str(arguments.n_head), *([] if arguments.bf16 else ["--fp32"])]
         result = subprocess.run([*command, *options], capture_output=True, text=True)
         print(
@@ -219,7 +209,7 @@ def print_memory(arguments: argparse.Namespace) -> None:
 
 def memory_of(arguments: argparse.Namespace) -> None:
     """In a process of its own: print the peak of resident memory over what was there before, MiB."""
-    name, _, dense = arguments.path.name.partition(":")
+    name, _, dense = arguments.path.partition(":")
     step = attention(catalogue.SINGLE[name](), arguments, dense=bool(dense))
     before = peak_process_bytes()
     step()
@@ -228,8 +218,7 @@ def memory_of(arguments: argparse.Namespace) -> None:
 
 def document_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
     """Sequences packed, and cut into documents, of one size or of sizes from 16 on, that don't see each other; the same tokens."""
-    decoder = Decoder(shape(arguments), arguments.vocab_size, arguments.seq_len).to(sequences.device)
-    tokens = sequences[:, :-1].numel()
+    decoder, tokens = fresh(arguments), sequences[:, :-1].numel()
 
     def side(positions: torch.Tensor | None) -> Step:
         batch = Batch.of(sequences)._replace(positions=positions)
@@ -271,8 +260,7 @@ def measure_long(arguments: argparse.Namespace) -> None:
 
 def dynamics_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
     """A training step, and beside it what each of `log.dynamics` adds to a logged one; largest scores of two sequences."""
-    decoder = Decoder(shape(arguments, normalizer=opt.SSMax()), arguments.vocab_size, arguments.seq_len).to(sequences.device)
-    step = made(decoder.config, arguments, sequences, arguments.bf16, arguments.compile)
+    decoder, step = fresh(arguments, normalizer=SSMax()), made(arguments, sequences, normalizer=SSMax())
     batch, device = Batch.of(sequences), Device(sequences.device, arguments.bf16)
     with device.autocast():
         decoder.loss(batch).backward()
@@ -325,7 +313,7 @@ def main() -> None:
         return print_ratios(*bench_overhead.measured(sys.argv[2:]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=[*SIDES, "memory", "memory-of", "long", "diagnose"])
-    parser.add_argument("path", nargs="?", type=Path, help=argparse.SUPPRESS)  # of memory-of: what is measured
+    parser.add_argument("path", nargs="?", help=argparse.SUPPRESS)  # of memory-of: what is measured
     parser.add_argument("--n-layer", type=int, default=6)
     parser.add_argument("--n-head", type=int, default=6)
     parser.add_argument("--n-embd", type=int, default=384)
