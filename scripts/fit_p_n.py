@@ -3,14 +3,13 @@
 python scripts/fit_p_n.py runs/p_n [FOLDER]     # a run with model.normalizer=p_n; writes p_n.csv, p_n.json and p_n.png (docs/ssmax.md)
 """
 
-import csv
-import io
 import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from pages import canvas, finish, saved
 from scipy.optimize import minimize_scalar
 
@@ -92,12 +91,9 @@ def by_head(s: np.ndarray, b: np.ndarray, line: Fit) -> list[dict[str, float]]:
 
 def table(p: np.ndarray, fits_by_name: dict[str, Fit]) -> str:
     """CSV: n, p_n and the value of each fit, which has none at n = 1."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["n", "p_n", *fits_by_name])
-    for n, value in enumerate(p, 1):
-        writer.writerow([n, f"{value:.8g}", *("" if n < FIRST else f"{fit.values[n - FIRST]:.8g}" for fit in fits_by_name.values())])
-    return out.getvalue()
+    values = {name: np.pad(fit.values, (FIRST - 1, 0), constant_values=np.nan) for name, fit in fits_by_name.items()}
+    frame = pd.DataFrame({"n": np.arange(1, len(p) + 1), "p_n": p} | values)
+    return frame.to_csv(index=False, lineterminator="\n", float_format="%.8g")
 
 
 def draw(p: np.ndarray, fits_by_name: dict[str, Fit], heads: list[dict[str, float]]) -> bytes:

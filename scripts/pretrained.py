@@ -10,12 +10,11 @@ CSV files of all numbers.
 """
 
 import argparse
-import csv
-import io
 import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from pages import rendered
 from pretrained_parts import Sizes, Workbench
 from pretrained_pictures import attention_picture, loss_picture, scale_picture
@@ -62,17 +61,16 @@ def sinks(results: Results) -> tuple[int, int, int] | None:
 
 def table(results: Results) -> bytes:
     """All numbers, as a CSV file; of diagnostics the means, of others all but those of single heads and layers."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["part", "arm", "setting", "where", "metric", "value", "low", "high", "interval over"])
+    rows = []
     for part, record in results.parts.items():
         for arm, evaluation in record.evaluations.items() if record else ():
             left_out = ("head", "layer") if part != "diagnostics" else {curve.axis.name for curve in evaluation.series if curve.axis}
             series = [curve for curve in evaluation.series if not (curve.axis and curve.axis.name in left_out)]
             for row in rows_of(series):
-                ends = ["" if end is None else f"{end:.6g}" for end in (row.low, row.high)]
-                writer.writerow([part, arm, row.setting, row.where, row.metric, f"{row.value:.6g}", *ends, row.over])
-    return text.getvalue().encode()
+                values = ("" if value is None else f"{value:.6g}" for value in (row.value, row.low, row.high))
+                rows.append((part, arm, row.setting, row.where, row.metric, *values, row.over))
+    columns = ["part", "arm", "setting", "where", "metric", "value", "low", "high", "interval over"]
+    return pd.DataFrame(rows, columns=columns).to_csv(index=False, lineterminator="\n").encode()
 
 
 def section(bench: Workbench, results: Results) -> str:

@@ -1,13 +1,12 @@
 """The statements of the papers, and how each is compared with the diagnostics of models on text."""
 
-import csv
-import io
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from lm.attention.catalogue import Linear
 from lm.attention.options import Options
@@ -367,13 +366,11 @@ def compared(models: Iterable[Described]) -> list[Statement]:
 
 def values(experiments: Iterable[list[Described]]) -> bytes:
     """The value of each statement by arm, as a CSV file."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["experiment", "arm", "run", "step", "source", "statement", "how it is known", "compared", "value", "agrees"])
-    for models in experiments:
-        for statement in compared(models):
-            fields = [statement.source, statement.says, statement.known, statement.measured]
-            writer.writerows(
-                [m.experiment, m.arm, m.folder.name, m.step, *fields, statement.values[m.arm], statement.outcome] for m in models
-            )
-    return text.getvalue().encode()
+    columns = ["experiment", "arm", "run", "step", "source", "statement", "how it is known", "compared", "value", "agrees"]
+    rows = [
+        (m.experiment, m.arm, m.folder.name, m.step, s.source, s.says, s.known, s.measured, s.values[m.arm], s.outcome)
+        for models in experiments
+        for s in compared(models)
+        for m in models
+    ]
+    return pd.DataFrame(rows, columns=columns).to_csv(index=False, lineterminator="\n").encode()
