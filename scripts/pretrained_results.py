@@ -57,10 +57,9 @@ def octaves(series: Series, first: int) -> list[tuple[int, int]]:
 
 def jackknifed(values: Callable[[np.ndarray], float], count: int) -> Interval:
     """A number made of documents, with its 95 % interval by the jackknife: `values` of which documents are taken, (count,) bool."""
-    all_documents = np.ones(count, bool)
     estimates = np.array([values(np.arange(count) != out) for out in range(count)])
     half = stdtrit(count - 1, 0.975) * math.sqrt((count - 1) / count * np.square(estimates - estimates.mean()).sum())
-    mean = values(all_documents)
+    mean = values(np.ones(count, bool))
     return Interval(mean, mean - half, mean + half, "documents, 1 seed")
 
 
@@ -95,7 +94,6 @@ class Scales:
         return math.exp(log_factor), float(a * log_factor**2 + b * log_factor + c)
 
     def best(self, series: list[Series], low: float = 0, high: float = math.inf) -> Interval:
-        """The best factor."""
         losses = self.losses(series, low, high)
         return jackknifed(lambda documents: self.fitted(losses[:, documents])[0], losses.shape[1])
 
@@ -162,11 +160,8 @@ class Results:
     def positions(self, first: int) -> list[dict[str, object]]:
         """Loss of the model by octaves of positions."""
         series = self.loss("positions")
-        rows = []
-        for low, high in octaves(series, first) if series else []:
-            values = within(series, low, high)
-            rows.append({"low": low, "high": high, "loss": values.mean(), "documents": values})
-        return rows
+        places = [(low, high, within(series, low, high)) for low, high in octaves(series, first)] if series else []
+        return [{"low": low, "high": high, "loss": values.mean(), "documents": values} for low, high, values in places]
 
     def needles(self, parts: Iterable[str]) -> list[dict[str, object]]:
         """Exact answers by length and depth, and the control."""
@@ -182,16 +177,13 @@ class Results:
                     {
                         "length": int(length),
                         "cells": {label: (int(values.sum()), len(values)) for label, values in cells.items()},
-                        "all": [100 * end for end in self.over_depths(part, column).as_list()],
+                        # over all depths: questions are asked once at each, and count once
+                        "all": [100 * end for end in interval_of(self.series(part, "accuracy", "needle"), column).as_list()],
                         "loss": with_needle,
                         "control": losses["no needle"].means[column],
                     }
                 )
         return rows
-
-    def over_depths(self, part: str, column: int) -> Interval:
-        """Fraction of exact answers at a length over all depths: questions are asked once at each, and count once."""
-        return interval_of(self.series(part, "accuracy", "needle"), column)
 
     @cached_property
     def heads(self) -> np.ndarray | None:
@@ -226,10 +218,7 @@ class Results:
             by_length = {series.metric: series for series in evaluation.series if series.samples and not series.bins}
             change, kl = by_length["change of loss"], by_length["KL divergence"]
             drift = [series for series in evaluation.series if series.metric == "attention drift"][-1]
-            changes = []
-            for column in range(len(change.means)):
-                sample, values = change.column(column)
-                changes.append(over_documents(values, sample.weights, sample.groups))
+            changes = [interval_of(change, column) for column in range(len(change.means))]
             far = self.change(f"beyond_{name}", "beyond_softmax", context / 2, context)
             rows.append({"words": words, "changes": changes, "kl": kl.means, "drift": drift.means.mean(), "far": far})
         return rows
@@ -251,11 +240,9 @@ class Results:
         """Losses by those factors on the logits that both were measured with; None: fewer than three, too few for a parabola."""
         pairs = {scale: [self.loss(f"scale_{name}_{scale:g}") for name in ("softmax", "ssmax")] for scale in SCALES}
         complete_pairs = {scale: pair for scale, pair in pairs.items() if None not in pair}
-        return (
-            Scales(np.array(list(complete_pairs)), *map(list, zip(*complete_pairs.values(), strict=True)))
-            if len(complete_pairs) > 2
-            else None
-        )
+        if len(complete_pairs) < 3:
+            return None
+        return Scales(np.array(list(complete_pairs)), *map(list, zip(*complete_pairs.values(), strict=True)))
 
     def scale_rows(self) -> list[dict[str, object]]:
         """Change of the loss by factor, to softmax as it is."""
@@ -285,7 +272,10 @@ class Results:
     def asked(self, part: str) -> tuple[int, int] | None:
         """Exact answers at the longest length of a part, at half depth, and how many there were; None: it is not there."""
         series = self.series(part, "exact", "depth 50%")
-        return series and (int(series.column(len(series.means) - 1)[1].sum()), len(series.column(len(series.means) - 1)[1]))
+        if series is None:
+            return None
+        _, answers = series.column(len(series.means) - 1)
+        return int(answers.sum()), len(answers)
 
 
 def remarks(results: Results, context: int) -> list[str]:
@@ -370,8 +360,4 @@ def _s_trained(results: Results) -> str | None:
 
 def _all_trained(results: Results) -> str | None:
     change = results.change("within_ssmax_trained", "within_softmax_trained")
-    return (
-        None
-        if change is None
-        else f"All weights trained under SSMax are {shown(change)} nats from those trained under softmax for as long."
-    )
+    return change and f"All weights trained under SSMax are {shown(change)} nats from those trained under softmax for as long."
