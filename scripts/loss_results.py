@@ -17,6 +17,8 @@ from lm.statistics.intervals import over_seeds
 from lm.statistics.learned import tokens_to_reach
 from lm.statistics.verdicts import Verdict, verdicts
 
+EXTENDED = ("as trained", "theta x 50")  # inference settings in which sequences beyond the training length are measured
+
 
 @dataclass(frozen=True)
 class Losses:
@@ -48,9 +50,9 @@ class Losses:
     labels: Mapping[str, str]
     pairs: tuple[tuple[str, str], ...]
     columns: Mapping[str, tuple[str, str, str, int]]
-    deciding: tuple[str, ...]
-    tuned_on: str
-    matters: float
+    deciding: tuple[str, ...] = EXTENDED
+    tuned_on: str = "theta x 50"
+    matters: float = 0.02
     size: str = ""
     rows: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
     length: int = 256

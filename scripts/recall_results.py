@@ -17,6 +17,7 @@ from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
 MOST = 100  # nats, of a margin that is shown: sparse weights leave filler nothing
 QUESTIONS = {"mqar": 8, "needle": 4}  # about as many answers, each once, in a sequence of the task
+HEADINGS = {"mqar": "layer 2", "needle": "layers 2, 3", "rate": "learning rate", "size": "steps"}  # layers: those that arms differ in
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,7 @@ class Recall:
         tuned: whether each arm has its own rate, the best of those that its final seeds have; else all rates are compared.
         picture: whether accuracy by length is drawn, docs/NAME.svg.
         task: whose accuracy it is.
-        layers: heading of the arms' column, the layers that differ.
         rows: column whose values are judged apart, as one family, of arms that are not tuned: rate or size.
-        heading: of that column.
         heads: whether a table says what the head that answers gives at the training length.
         ranked: whether arms are in the order of their accuracy, each at its best rate, in the tables and in a picture of all of them.
         trends: arms over a part of training, from 0 to 1, by the name of the trend: a line through the runs of each seed.
@@ -50,9 +49,7 @@ class Recall:
     tuned: bool = False
     picture: bool = False
     task: str = "mqar"
-    layers: str = "layer 2"
     rows: str = "rate"
-    heading: str = "learning rate"
     heads: bool = False
     ranked: bool = False
     trends: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -136,7 +133,7 @@ class Recall:
     def table(self) -> str:
         """The table in Markdown: a line for each arm and rate, accuracies in per cent and the verdicts."""
         title = f"minus {self.labels[self.baseline].partition(' at ')[0]}"
-        heads = [self.heading, self.layers, *(f"{length:,}" for length in self.lengths)]
+        heads = [HEADINGS[self.rows], HEADINGS[self.task], *(f"{length:,}" for length in self.lengths)]
         heads += [f"{title}, at {length:,}" for length in self.deciding]
         places = [(arm, rate) for arm in self.arms for rate in (self.rates(arm)[:1] if self.ranked else self.rates(arm))]
         lines = [
@@ -153,7 +150,7 @@ class Recall:
 
         Means over seeds with the lowest and highest, of lengths medians.
         """
-        lines = [[self.heading, self.layers, "score margin, nats", "slope", "half-length, predicted", "observed"]]
+        lines = [[HEADINGS[self.rows], HEADINGS[self.task], "score margin, nats", "slope", "half-length, predicted", "observed"]]
         heads = self.data[self.data.setting == "head"]
         rows = sorted(set(heads[self.rows]))
         for row, arm in (

@@ -9,11 +9,12 @@ That file is written by scripts/collect.py.
 import argparse
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import predictors
 from committed_results import RESULTS, ROOT, markdown
-from loss_results import Losses
+from loss_results import EXTENDED, Losses
 from recall_results import Recall
 
 LABELS = {
@@ -51,21 +52,36 @@ EVERY = {arm: LABELS[arm] for arm in ("softmax", "ssmax_fixed", "ssmax", "log_n"
     "softmax_gate": "softmax, output gate",
     "linear": "linear",
 }
-QK_NORM = {"ssmax_fixed": "SSMax, n fixed at 256", "softmax": "softmax", "ssmax": "SSMax", "log_n": "log n"}
-GROWTH = tuple((arm, "ssmax_fixed") for arm in ("softmax", "ssmax", "log_n"))
-PUT_IN = {
-    f"ssmax_fixed, n={n}": label
-    for n, label in (
-        ("fixed:753", "n fixed at 753 after training"),
-        ("fixed:2048", "n fixed at 2,048 after training"),
-        ("visible", "growth after training"),
-    )
+RECALL_AFTER = {arm: LABELS[arm] for arm in ("softmax", "ssmax_fixed", "ssmax", "log_n")} | {
+    "after_half": "softmax, temperature 1/2 after training",
+    "after_quarter": "softmax, temperature 1/4 after training",
 }
+FIXED_AT_256 = {"ssmax_fixed": "SSMax, n fixed at 256"}
+QK_NORM = FIXED_AT_256 | {"softmax": "softmax", "ssmax": "SSMax", "log_n": "log n"}
+SCALED = {
+    "softmax": "softmax",
+    "ssmax": "SSMax",
+    "ssmax_b": "SSMax with b",
+    "ssmax_without_s": "SSMax without s",
+    "log_n": "log n",
+}
+PUT_IN = {
+    "ssmax_fixed, n=fixed:753": "n fixed at 753 after training",
+    "ssmax_fixed, n=fixed:2048": "n fixed at 2,048 after training",
+    "ssmax_fixed, n=visible": "growth after training",
+}
+
+
+def against(baseline: str, lines: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """Pairs of each other line with a baseline, as `Losses.pairs`."""
+    return tuple((line, baseline) for line in lines if line != baseline)
+
+
+GROWTH = against("ssmax_fixed", ("softmax", "ssmax", "log_n"))
 GROWTH_ALONE = tuple((f"{arm}_no_qk_norm", f"{baseline}_no_qk_norm") for arm, baseline in GROWTH)
 WITH_AND_WITHOUT = QK_NORM | {f"{arm}_no_qk_norm": f"{label}, no QK-norm" for arm, label in QK_NORM.items()}
-SETTINGS = ("as trained", "theta x 50", "yarn")
 AT_256 = {"at 256 tokens": ("", "val loss", "", 0)}  # columns of tables of losses (`Losses.columns`)
-AT_2048 = {words: ("", "mean loss", words, 2048) for words in SETTINGS[:2]}
+AT_2048 = {words: ("", "mean loss", words, 2048) for words in EXTENDED}
 GAU = {
     "n-256": "relu^2, n = 256",
     "n-sample": "relu^2, n of the sample",
@@ -78,7 +94,7 @@ GAU = {
 }
 BESIDE_TEXT = QK_NORM | {"after_half": "softmax, temperature 1/2 after training", "after_ssmax": "softmax, SSMax after training"}
 NEEDLE_PUT_IN = {
-    "ssmax_fixed": "SSMax, n fixed at 256",
+    **FIXED_AT_256,
     "ssmax_fixed, n=fixed:1024": "n fixed at 1,024 after training",
     "ssmax_fixed, n=fixed:4096": "n fixed at 4,096 after training",
     "ssmax_fixed, n=visible": "growth after training",
@@ -102,12 +118,9 @@ SHOWN = (
             "length.md",
             WITH_AND_WITHOUT,
             (*GROWTH, *GROWTH_ALONE, ("softmax_no_qk_norm", "softmax")),
-            AT_256 | {words: ("", "mean loss", words, 2048) for words in SETTINGS},
-            ("as trained", "theta x 50"),
-            "theta x 50",
-            0.02,
-            corpus,
-            {"QK-norm": GROWTH, "no QK-norm": GROWTH_ALONE},
+            AT_256 | {words: ("", "mean loss", words, 2048) for words in (*EXTENDED, "yarn")},
+            size=corpus,
+            rows={"QK-norm": GROWTH, "no QK-norm": GROWTH_ALONE},
         )
         for corpus in ("speeches", "code")
     ),
@@ -117,36 +130,27 @@ SHOWN = (
             "length.md",
             WITH_AND_WITHOUT,
             (),
-            {words: ("", "mean loss", words, 5120) for words in SETTINGS},
+            {words: ("", "mean loss", words, 5120) for words in (*EXTENDED, "yarn")},
             (),
-            "theta x 50",
-            0.02,
-            corpus,
-            {"QK-norm": GROWTH, "no QK-norm": GROWTH_ALONE} if corpus == "speeches" else {},
+            size=corpus,
+            rows={"QK-norm": GROWTH, "no QK-norm": GROWTH_ALONE} if corpus == "speeches" else {},
         )
         for corpus in ("speeches", "code")
     ),
     Losses(
         "eight-times-after",
         "length.md",
-        {"ssmax_fixed": "SSMax, n fixed at 256", **PUT_IN, "ssmax": "SSMax"}
+        {**FIXED_AT_256, **PUT_IN, "ssmax": "SSMax"}
         | {f"ssmax, n=fixed:{n}": f"SSMax, n fixed at {n:,} after training" for n in (256, 753, 2048)},
-        (
-            ("ssmax", "ssmax_fixed"),
-            *((line, baseline) for baseline in ("ssmax_fixed", "ssmax") for line in PUT_IN),
-            ("ssmax, n=fixed:256", "ssmax"),
-        ),
+        (("ssmax", "ssmax_fixed"), *against("ssmax_fixed", PUT_IN), *against("ssmax", PUT_IN), ("ssmax, n=fixed:256", "ssmax")),
         AT_2048,
-        ("as trained", "theta x 50"),
-        "theta x 50",
-        0.02,
-        rows={"QK-norm": (("ssmax", "ssmax_fixed"), *((line, "ssmax_fixed") for line in PUT_IN))},
+        rows={"QK-norm": against("ssmax_fixed", ("ssmax", *PUT_IN))},
     ),
     Losses(
         "gau-lengths",
         "gau.md",
         GAU,
-        tuple((arm, "n-256") for arm in ("n-sample", "n-visible", "n-sum", "softmax", "attention")),
+        against("n-256", ("n-sample", "n-visible", "n-sum", "softmax", "attention")),
         {"256": ("", "loss", "as trained", 256)}
         | {f"{length}": (f"-at-{length}", "loss", "as trained", length) for length in (32, 64, 128, 512)}
         | {f"{length}, not fine-tuned": ("", "loss", "as trained", length) for length in (32, 512)},
@@ -154,25 +158,15 @@ SHOWN = (
         "256",
         0.01,
     ),
-    Losses(
-        "when-to-swap-text",
-        "when-to-swap.md",
-        WHEN,
-        tuple((arm, "ssmax") for arm in WHEN if arm != "ssmax"),
-        AT_256 | AT_2048,
-        ("as trained", "theta x 50"),
-        "theta x 50",
-        0.02,
-        trends=WHEN_TRENDS,
-    ),
+    Losses("when-to-swap-text", "when-to-swap.md", WHEN, against("ssmax", WHEN), AT_256 | AT_2048, trends=WHEN_TRENDS),
     *(
         Losses(
             "training-length",
             "length.md",
-            {"softmax": "softmax", "ssmax": "SSMax", "ssmax_b": "SSMax with b", "ssmax_without_s": "SSMax without s", "log_n": "log n"},
-            tuple((arm, "softmax") for arm in ("ssmax", "ssmax_b", "ssmax_without_s", "log_n")),
-            {"at 256 tokens": ("", "val loss", "", 0)},
-            ("at 256 tokens",),
+            SCALED,
+            against("softmax", SCALED),
+            AT_256,
+            tuple(AT_256),
             "at 256 tokens",
             0.005,
             corpus,
@@ -184,59 +178,18 @@ SHOWN = (
     Recall("recall-control", "retrieval.md", LABELS, "ssmax_fixed", (2048, 8192), 0.1, picture=True),
     Recall("recall-tuned", "retrieval.md", LABELS, "ssmax_fixed", (16384,), 0.25, tuned=True, picture=True, ranked=True),
     Recall("recall-all", "recall-normalizers.md", EVERY, "softmax", (4096,), 0.25, tuned=True, picture=True, heads=True, ranked=True),
-    Recall(
-        "recall-after",
-        "retrieval.md",
-        {arm: LABELS[arm] for arm in ("softmax", "ssmax_fixed", "ssmax", "log_n")}
-        | {"after_half": "softmax, temperature 1/2 after training", "after_quarter": "softmax, temperature 1/4 after training"},
-        "ssmax_fixed",
-        (16384,),
-        0.25,
-        rows="size",
-        heading="steps",
-        heads=True,
-        picture=True,
-    ),
-    Recall(
-        "when-to-swap",
-        "when-to-swap.md",
-        WHEN,
-        "ssmax",
-        (16384,),
-        0.25,
-        trends=WHEN_TRENDS,
-    ),
-    Recall(
-        "needle",
-        "needle-in-text.md",
-        LABELS | {"ssmax_fixed": "SSMax, n fixed at 256"},
-        "ssmax_fixed",
-        (4096,),
-        0.25,
-        tuned=True,
-        task="needle",
-        layers="layers 2, 3",
-    ),
-    Recall(
-        "needle-and-text",
-        "needle-in-text.md",
-        BESIDE_TEXT,
-        "ssmax_fixed",
-        (4096,),
-        0.25,
-        picture=True,
-        task="needle",
-        layers="layers 2, 3",
-    ),
+    Recall("recall-after", "retrieval.md", RECALL_AFTER, "ssmax_fixed", (16384,), 0.25, rows="size", heads=True, picture=True),
+    Recall("when-to-swap", "when-to-swap.md", WHEN, "ssmax", (16384,), 0.25, trends=WHEN_TRENDS),
+    Recall("needle", "needle-in-text.md", LABELS | FIXED_AT_256, "ssmax_fixed", (4096,), 0.25, tuned=True, task="needle"),
+    Recall("needle-and-text", "needle-in-text.md", BESIDE_TEXT, "ssmax_fixed", (4096,), 0.25, picture=True, task="needle"),
     Losses(
         "needle-and-text",
         "needle-in-text.md",
         BESIDE_TEXT,
-        tuple((arm, "ssmax_fixed") for arm in BESIDE_TEXT if arm != "ssmax_fixed"),
+        against("ssmax_fixed", BESIDE_TEXT),
         AT_256 | AT_2048,
-        ("at 256 tokens", "as trained", "theta x 50"),
+        (*AT_256, *AT_2048),
         "at 256 tokens",
-        0.02,
         suffix="losses",
     ),
     Losses(
@@ -245,7 +198,7 @@ SHOWN = (
         NEEDLE_PUT_IN,
         (
             *((line, baseline) for baseline in ("ssmax_fixed", "ssmax") for line in NEEDLE_PUT_IN if line.startswith(f"{baseline}, ")),
-            *((f"ssmax_fixed, n={n}", "ssmax") for n in ("fixed:4096", "visible")),
+            *against("ssmax", ("ssmax_fixed, n=fixed:4096", "ssmax_fixed, n=visible")),
         ),
         {f"{length:,} tokens": ("", "needle accuracy", "as trained", length) for length in (256, 1024, 4096)},
         ("4,096 tokens",),
