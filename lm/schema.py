@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import operator
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -43,20 +44,15 @@ class Limits:
     le: float | None = None
 
     def __str__(self) -> str:
-        signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-        bounds = [
-            f"{signs[name]} {limit if isinstance(limit, int) else f'{limit:g}'}" for name, limit in vars(self).items() if limit is not None
-        ]
-        return " and ".join(bounds)
+        bounds = {_BOUNDS[name][0]: limit for name, limit in vars(self).items() if limit is not None}
+        return " and ".join(f"{sign} {limit if isinstance(limit, int) else f'{limit:g}'}" for sign, limit in bounds.items())
 
     def allow(self, value: float) -> bool:
         """True if `value` is within the bounds."""
-        return (
-            (self.gt is None or value > self.gt)
-            and (self.ge is None or value >= self.ge)
-            and (self.lt is None or value < self.lt)
-            and (self.le is None or value <= self.le)
-        )
+        return all(_BOUNDS[name][1](value, limit) for name, limit in vars(self).items() if limit is not None)
+
+
+_BOUNDS = {"gt": (">", operator.gt), "ge": (">=", operator.ge), "lt": ("<", operator.lt), "le": ("<=", operator.le)}
 
 
 @dataclass(frozen=True)
@@ -281,16 +277,14 @@ def _build_variant(table: Mapping[str, type], default: str | None, value: Plain,
         problems.append(Problem(path, value, "must be a name or a block with a 'name'", suggest("", table)))
         return MISSING
     name = value.get("name", default)
-    if not isinstance(name, str):
-        problems.append(Problem(_join(path, "name"), name, "unknown name", suggest("", table)))
-        return MISSING
+    text = name if isinstance(name, str) else ""  # which nothing is called
     try:
-        schema = table[name]
+        schema = table[text]
     except Unavailable as error:
         problems.append(Problem(_join(path, "name"), name, error.reason, error.remedy))
         return MISSING
     except KeyError:
-        problems.append(Problem(_join(path, "name"), name, "unknown name", suggest(name, table)))
+        problems.append(Problem(_join(path, "name"), name, "unknown name", suggest(text, table)))
         return MISSING
     return build(schema, value, path, problems, table)
 
