@@ -302,7 +302,6 @@ def measure_diagnostics(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Parse, build the sides, time them, print."""
     if sys.argv[1:2] == ["data"]:
         import bench_data
 

@@ -123,7 +123,6 @@ def started(side: dict[str, object], tree: Path) -> subprocess.Popen[str]:
 
 
 def main() -> None:
-    """Time the sides that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old")
     parser.add_argument("new", nargs="?", default="HEAD")

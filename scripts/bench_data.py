@@ -113,7 +113,6 @@ def measure(title: str, script: str, *arguments: Path) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Make the data, measure, print."""
     parser = argparse.ArgumentParser(prog="bench.py data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=float, default=1e9, help="size of the store that is opened")
     parser.add_argument("--megabytes", type=int, default=0, help="size of the text that is prepared; 0: none")

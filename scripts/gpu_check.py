@@ -47,7 +47,6 @@ Line = tuple[str, str, str]  # what, the figure, ok | failed | a note
 
 
 def main() -> int:
-    """Run the parts, print their table, write it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"))
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))

@@ -73,7 +73,6 @@ class Losses:
 
     @cached_property
     def data(self) -> pd.DataFrame:
-        """The numbers of the final runs."""
         data = final_runs(self.name)
         return data[data["size"] == self.size] if self.size else data
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from committed_results import markdown, verdict_words
 from matplotlib import pyplot as plt
 from pages import canvas, finish, saved
 
@@ -76,9 +77,8 @@ class Prediction:
     def errors(self, runs: pd.DataFrame) -> pd.Series:
         """Mean error of each arm, octaves, by its name."""
         falling = fell(runs)
-        return (
-            np.log2(self.lengths[falling.index].clip(NEAREST, FARTHEST) / falling["half-length"]).abs().groupby(falling.arm).mean().dropna()
-        )
+        lengths = self.lengths[falling.index].clip(NEAREST, FARTHEST)
+        return np.log2(lengths / falling["half-length"]).abs().groupby(falling.arm).mean().dropna()
 
     def in_order(self, runs: pd.DataFrame) -> float:
         """The part of pairs of runs of two arms that is in the order observed, those that are level counted half."""
@@ -130,19 +130,15 @@ def compared(runs: pd.DataFrame, numbers: list[Prediction]) -> dict[str, Verdict
     """Each number against the formula, by the errors of the arms that both predict, as one family."""
     formula, *rest = numbers
     errors = formula.errors(runs)
-    comparisons = {}
-    for other in rest:
-        differences = (other.errors(runs) - errors).dropna()
-        comparisons[other.name] = Comparison(differences.tolist())
+    comparisons = {number.name: Comparison((number.errors(runs) - errors).dropna().tolist()) for number in rest}
     return verdicts(comparisons, MATTERS)
 
 
-def table(runs: pd.DataFrame, numbers: list[Prediction], markdown: Callable[[list[list[str]]], str]) -> str:
+def table(runs: pd.DataFrame, numbers: list[Prediction]) -> str:
     """The table in Markdown: a line for each number."""
     found_verdicts = compared(runs, numbers)
-    lines = [
-        ["number at the training length", "arms", "mean error, octaves", "minus the formula's", "pairs in order, %", "leaving an arm out"]
-    ]
+    heads = ["number at the training length", "arms", "mean error, octaves"]
+    lines = [[*heads, "minus the formula's", "pairs in order, %", "leaving an arm out"]]
     for number in numbers:
         errors, verdict = number.errors(runs), found_verdicts.get(number.name)
         cells = [number.name, str(len(errors)), f"{errors.mean():.2f}", "" if verdict is None else difference(verdict)]
@@ -161,8 +157,7 @@ def difference(verdict: Verdict) -> str:
         return "no verdict: fewer than 3 arms"
     if verdict.interval is None:
         return verdict.statement
-    mean, low, high = verdict.interval.as_list()
-    return f"{mean:+.2f} [{low:+.2f}, {high:+.2f}] *{verdict.statement}*"
+    return verdict_words(verdict, 1, 2)
 
 
 def drawn(runs: pd.DataFrame, numbers: list[Prediction]) -> bytes:

@@ -130,7 +130,6 @@ def write_page(bench: Workbench, page: Path) -> None:
 
 
 def main(words: list[str], sizes: Sizes) -> None:
-    """Measure what is missing, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="model folder, as lm import writes it")
     parser.add_argument("--text", type=Path, default=Path("configs/sotu.yaml"), help="configuration of the text")

@@ -115,7 +115,6 @@ class Result:
         return cls(content["seconds"], content["cpu_seconds"], evaluations, content["facts"], content.get("fingerprint", {}))
 
     def write(self, path: Path) -> None:
-        """A JSON file."""
         write_json(path, vars(self) | {"evaluations": {arm: evaluation.plain() for arm, evaluation in self.evaluations.items()}})
 
 
@@ -300,7 +299,6 @@ class Workbench:
         return result
 
     def path(self, part: str) -> Path:
-        """The file of a part's result."""
         return self.out / "results" / f"{part}.json"
 
     def run(self, part: str) -> None:

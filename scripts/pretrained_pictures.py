@@ -87,12 +87,9 @@ def scale_picture(results: Results, first: int) -> bytes:
             places = octaves(scales.softmax[0], first)
             middles = [float(np.sqrt(low * high)) for low, high in places]
             best = [scales.best(scales.softmax, *place) for place in places]
-            bars = np.clip(
-                [[estimate.mean - estimate.low for estimate in best], [estimate.high - estimate.mean for estimate in best]], 0, None
-            )
-            right_axes.errorbar(
-                middles, [estimate.mean for estimate in best], bars, label="softmax's best factor", capsize=3, **colour_and_marker(0)
-            )
+            means, lows, highs = np.array([estimate.as_list() for estimate in best]).T
+            bars = np.clip([means - lows, highs - means], 0, None)
+            right_axes.errorbar(middles, means, bars, label="softmax's best factor", capsize=3, **colour_and_marker(0))
             growth = np.log(middles) / scales.mean_log_n
             right_axes.plot(middles, growth * scales.best(scales.ssmax).mean, label="SSMax at its best s", **colour_and_marker(1))
         ends = (first, scales.softmax[0].axis.values[-1]) if scales else None

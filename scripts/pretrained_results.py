@@ -125,7 +125,6 @@ class Results:
 
     @property
     def missing(self) -> list[str]:
-        """The parts that are not there."""
         return [name for name, part in self.parts.items() if part is None]
 
     def evaluation(self, part: str) -> Evaluation | None:

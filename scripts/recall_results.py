@@ -84,7 +84,6 @@ class Recall:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """The sequence lengths, ascending."""
         return sorted({length for *_, length in self.accuracies})
 
     def rates(self, arm: str) -> list[float]:
@@ -118,7 +117,6 @@ class Recall:
         return np.stack([self.accuracies[arm, self.rates(arm)[0], length] for length in self.lengths], 1)
 
     def tables(self) -> dict[str, str]:
-        """The tables of the page, by their places."""
         tables = {self.place: self.table()}
         if self.heads:
             tables[f"{self.place} heads"] = self.head_table()

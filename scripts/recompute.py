@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import predictors
-from committed_results import RESULTS, ROOT, markdown
+from committed_results import RESULTS, ROOT
 from loss_results import EXTENDED, Losses
 from recall_results import Recall
 
@@ -231,7 +231,7 @@ def files() -> dict[Path, bytes]:
             pictures[ROOT / "docs" / f"{result.place}.svg"] = picture
     runs, page = predictors.learned(RESULTS), ROOT / "docs" / "half-length.md"
     numbers = predictors.predictions(runs)
-    pages[page] = filled(page.read_text(encoding="utf-8"), "predictors", predictors.table(runs, numbers, markdown))
+    pages[page] = filled(page.read_text(encoding="utf-8"), "predictors", predictors.table(runs, numbers))
     pictures[page.with_suffix(".svg")] = predictors.drawn(runs, numbers)
     return {page: text.encode() for page, text in pages.items()} | pictures
 

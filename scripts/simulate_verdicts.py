@@ -82,23 +82,13 @@ def simulated(world: World, trial: int) -> tuple[list[Verdict], list[float], lis
             break
     truths = [size.truth(arm) for size in sizes for arm in size.arms[1:]]
     coverage = []
-    for (comparison, verdict), (text, population), differ in zip(
-        zip(comparisons.values(), found_verdicts.values(), strict=True),
-        truths,
-        [differ for size in sizes for differ in size.differ],
-        strict=True,
-    ):
+    differ = [differs for size in sizes for differs in size.differ]
+    for comparison, verdict, (text, population), differs in zip(comparisons.values(), found_verdicts.values(), truths, differ, strict=True):
         if comparison.is_tuned and not comparison.diverged:
             over_both = comparison.over_documents
             wide = over_both and comparison.enclosing(over_both)
-            coverage.append(
-                (
-                    _holds(verdict.single_interval, text),
-                    _holds(wide, population) if wide else math.nan,
-                    differ,
-                    _holds(verdict.interval, text),
-                )
-            )
+            alone = _holds(verdict.single_interval, text), _holds(wide, population) if wide else math.nan
+            coverage.append((*alone, differs, _holds(verdict.interval, text)))
     return list(found_verdicts.values()), [text for text, _ in truths], coverage, seeds
 
 
@@ -183,25 +173,16 @@ class _Size:
             shared = sum(rate in self.crossed[arm] for rate in self.crossed["base"])  # the rates of both come first
             place = self.judged_at[arm], order.index(self.judged_at["base"])
             arm_values, base_values = (self.values[name][:, :seeds] for name in (arm, "base"))
-            differences = (
-                self._measured(arm_values)[:, None] - self._measured(base_values)[order]
-            )  # (rates of the arm, of the base, seeds, documents)
-            by_rates = differences @ self.weights
-            over_both = over_seeds_and_documents(differences, self.weights, np.arange(self.world.documents))
-            comparisons[arm] = Comparison(
-                by_rates,
-                place,
-                n_lost,
-                shared,
-                self.world.other_metric,
-                over_documents=None if self.world.ceiling else over_both,
-            )
+            # (rates of the arm, of the base, seeds, documents)
+            differences = self._measured(arm_values)[:, None] - self._measured(base_values)[order]
+            by_rates, documents = differences @ self.weights, np.arange(self.world.documents)
+            over_both = None if self.world.ceiling else over_seeds_and_documents(differences, self.weights, documents)
+            comparisons[arm] = Comparison(by_rates, place, n_lost, shared, self.world.other_metric, over_documents=over_both)
         return comparisons
 
     def _best(self, arm: str, seeds: int) -> int:
-        return self.crossed[arm].index(
-            best_rate({rate: list(losses[:seeds]) for rate, losses in self.selected[arm].items()}, self.crossed[arm])
-        )
+        losses = {rate: list(losses[:seeds]) for rate, losses in self.selected[arm].items()}
+        return self.crossed[arm].index(best_rate(losses, self.crossed[arm]))
 
     def _measured(self, losses: np.ndarray) -> np.ndarray:
         """What is compared: losses by document, or the error rate of questions, of which most have the right answer."""
@@ -330,9 +311,8 @@ def report_intervals(trials: int) -> None:
         lengths = f"log-normal, sigma {spread:g}" if spread else "equal"
         print(f"| {documents} | {lengths} | " + " | ".join(f"{100 * fraction:.1f}" for fraction in hits / trials) + " |", flush=True)
     correlations = (0.0, 0.1, 0.4, 0.8)
-    print(
-        "\n| sequences | questions in each | right | " + " | ".join(f"correlation {correlation:g}" for correlation in correlations) + " |"
-    )
+    headings = " | ".join(f"correlation {correlation:g}" for correlation in correlations)
+    print(f"\n| sequences | questions in each | right | {headings} |")
     print("|---:|---:|---:|" + "---:|" * len(correlations))
     for sequences, size, chance in product((8, 32, 128), (1, 8), (0.5, 0.95)):
         cells = []

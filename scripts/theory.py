@@ -117,7 +117,6 @@ def page_of(experiments: list[list[Described]], text: list[Path]) -> str:
 
 
 def main(words: list[str]) -> None:
-    """Describe, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True, nargs="+", help="folders of experiments on text")
     parser.add_argument("--out", type=Path, default=Path("docs/theory.md"), help="page to write; pictures and values lie beside it")
