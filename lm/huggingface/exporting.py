@@ -218,12 +218,9 @@ def _tokenizer_config(spec: ModelSpec) -> dict[str, Plain]:
 
 
 MODELLING = "modeling_lm.py"  # beside this module; copied into the folder
-OWN = {"model_type": OWN_TYPE, "architectures": ["LmForCausalLM"]} | {
-    "auto_map": {
-        auto: f"{MODELLING.removesuffix('.py')}.{name}"
-        for auto, name in {"AutoConfig": "LmConfig", "AutoModel": "LmModel", "AutoModelForCausalLM": "LmForCausalLM"}.items()
-    }
-}
+CLASSES = {"AutoConfig": "LmConfig", "AutoModel": "LmModel", "AutoModelForCausalLM": "LmForCausalLM"}
+OWN = {"model_type": OWN_TYPE, "architectures": ["LmForCausalLM"]}
+OWN |= {"auto_map": {auto: f"{MODELLING.removesuffix('.py')}.{name}" for auto, name in CLASSES.items()}}
 COMPUTED = (
     "softmax", "ssmax", "log_n", "sqrt_log_n", "llama4", "yarn", "infoscale", "cosine", "p_n", "qassmax", "softmax1", "sink", "window",
     "relu2", "relu", "sigmoid",

@@ -81,27 +81,15 @@ def add_parameters(model: PreTrainedModel, train_length: int | None = None) -> N
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for module in layers:
         initial_values = functional.parameters(normalizer, config.num_attention_heads, size, _train_length(config))
-        module.add_module(HOLDER, _Parameters(initial_values).to(next(module.parameters()).device))
+        holder = nn.ParameterDict((name.replace(".", "_"), value) for name, value in initial_values.items())
+        holder.names = list(initial_values)  # as `lm.functional` has them, with their dots
+        module.add_module(HOLDER, holder.to(next(module.parameters()).device))
     if entry:
         _read_saved(model)
 
 
 def _train_length(config: PreTrainedConfig) -> int:
     return getattr(config, LENGTH, None) or config.max_position_embeddings
-
-
-class _Parameters(nn.Module):
-    """Parameters by names that may have dots."""
-
-    def __init__(self, values: Mapping[str, Tensor]):
-        super().__init__()
-        for name, value in values.items():
-            self.register_parameter(name.replace(".", "_"), nn.Parameter(value))
-        self.names = list(values)
-
-    def by_name(self) -> dict[str, Tensor]:
-        """The parameters by the names that `lm.functional` gives them."""
-        return dict(zip(self.names, self.parameters(), strict=True))
 
 
 def _read_saved(model: PreTrainedModel) -> None:
@@ -150,7 +138,7 @@ def _attend(
     if by_angle and position_ids is not None and bool(((layout.positions != position_ids) & (layout.positions > 0)).any()):
         reason = "depends on positions: position_ids must count from each sequence's first token, padding left out"
         raise ValueError(f"{options['name']} {reason}")
-    parameters = holder.by_name() if holder is not None else {}
+    parameters = {} if holder is None else dict(zip(holder.names, holder.parameters(), strict=True))
     output = functional.attention(normalizer, query, key, value, parameters, positions=layout, train_length=_train_length(config))
     return output.transpose(1, 2).contiguous(), None
 
