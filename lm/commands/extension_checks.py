@@ -43,15 +43,14 @@ def _decoder(device: str = "cpu", vocabulary: int = VOCABULARY) -> Decoder:
         return Decoder(ModelConfig(2, n_head=2, n_embd=16), vocabulary, LENGTH, seed=0 if device == "cpu" else None)
 
 
-def _optimizer(options: Optimizer, decoder: Decoder, rate: float) -> torch.optim.Optimizer:
-    optimizer = make_optimizer(decoder, OptimConfig(optimizer=options))
+def _optimizer(options: Optimizer, decoder: Decoder) -> torch.optim.Optimizer:
+    return make_optimizer(decoder, OptimConfig(optimizer=options))
+
+
+def _step(optimizer: torch.optim.Optimizer, decoder: Decoder, rate: float) -> float:
+    """Make a step at a learning rate on a fixed batch; returns the loss before it, in nats per token."""
     for group in optimizer.param_groups:
         group["lr"] = rate
-    return optimizer
-
-
-def _step(optimizer: torch.optim.Optimizer, decoder: Decoder) -> float:
-    """Make a step on a fixed batch; returns the loss before it, in nats per token."""
     tokens = torch.randint(VOCABULARY, (4, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     losses = []
 
@@ -74,8 +73,8 @@ def lower_loss(options: Optimizer) -> None:
     `make` gives a torch optimizer of `groups`; the rate of a group is its `lr`, which lm sets before each step
     """
     decoder = _decoder()
-    optimizer = _optimizer(options, decoder, 1e-3)
-    losses = [_step(optimizer, decoder) for _ in range(21)]
+    optimizer = _optimizer(options, decoder)
+    losses = [_step(optimizer, decoder, 1e-3) for _ in range(21)]
     require(losses[-1] < losses[0], f"the loss goes from {losses[0]:.4f} to {losses[-1]:.4f}")
 
 
@@ -85,7 +84,7 @@ def rate_of_zero(options: Optimizer) -> None:
     read `group["lr"]` at each step, and multiply weight decay by it, too
     """
     decoder, initial_parameters = _decoder(), dict(_decoder().named_parameters())
-    _step(_optimizer(options, decoder, 0.0), decoder)
+    _step(_optimizer(options, decoder), decoder, 0.0)
     changed_names = [name for name, parameter in decoder.named_parameters() if not torch.equal(parameter, initial_parameters[name])]
     require(not changed_names, f"{len(changed_names)} parameters change, {', '.join(changed_names[:2])} among them")
 
@@ -96,16 +95,14 @@ def resumed_state(options: Optimizer) -> None:
     keep what a step needs of earlier ones in `self.state[parameter]`, as tensors or numbers
     """
     decoders = _decoder(), _decoder()
-    optimizers = [_optimizer(options, decoder, 1e-2) for decoder in decoders]
+    optimizers = [_optimizer(options, decoder) for decoder in decoders]
     for _ in range(STEPS):
-        _step(optimizers[0], decoders[0])
+        _step(optimizers[0], decoders[0], 1e-2)
     decoders[1].load_state_dict(decoders[0].state_dict())
     load_named_state(optimizers[1], named_state(optimizers[0]))
     for optimizer, decoder in zip(optimizers, decoders, strict=True):
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2
         for _ in range(STEPS):
-            _step(optimizer, decoder)
+            _step(optimizer, decoder, 1e-2)
     for (name, a), b in zip(decoders[0].named_parameters(), decoders[1].parameters(), strict=True):
         require(torch.equal(a, b), f"{name} differs after {STEPS} steps from the saved state")
 
@@ -116,8 +113,8 @@ def implied_state(options: Optimizer) -> None:
     create state by `torch.zeros_like(parameter)`, and read no number of a tensor on the host
     """
     decoder = _decoder()
-    optimizer = _optimizer(options, decoder, 1e-2)
-    _step(optimizer, decoder)
+    optimizer = _optimizer(options, decoder)
+    _step(optimizer, decoder, 1e-2)
     mismatch = optimizer_mismatch(_decoder("meta"), Config(optim=OptimConfig(optimizer=options)), named_state(optimizer))
     require(not mismatch, mismatch)
 
@@ -238,11 +235,8 @@ def leaves_model(options: EvaluationConfig) -> None:
     train a copy, if you train; lm restores the state of random numbers
     """
     for decoder, _ in _measured(options):
-        untouched_decoder = _decoder(vocabulary=decoder.vocab_size)
-        require(
-            all(torch.equal(a, b) for a, b in zip(decoder.parameters(), untouched_decoder.parameters(), strict=True)),
-            "weights have changed",
-        )
+        parameters = zip(decoder.parameters(), _decoder(vocabulary=decoder.vocab_size).parameters(), strict=True)
+        require(all(torch.equal(a, b) for a, b in parameters), "weights have changed")
         require(not decoder.training, "the decoder is left in training mode")
 
 

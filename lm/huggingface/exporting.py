@@ -13,7 +13,7 @@ from lm.config.model_config import AttentionBlock
 from lm.config.tree import function_of
 from lm.data.tokenizer import TOKENIZER_CONFIG, parse_tokenizer
 from lm.errors import DataError, RunError, one_line
-from lm.files import new_folder, replacing
+from lm.files import new_folder, replacing, write_together
 from lm.huggingface.architectures import ARCHITECTURES, FULL, HEAD, SLIDING, Architecture
 from lm.huggingface.fields import Fields
 from lm.huggingface.gguf_file import CUTS
@@ -135,9 +135,7 @@ def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path
             tokenizer_text = (loaded_model.folder / TOKENIZER).read_text(encoding="utf-8")
             files[TOKENIZER] = starting_documents(tokenizer_text, loaded_model.spec.end_of_text)
             files[TOKENIZER_CONFIG] = _json(_tokenizer_config(loaded_model.spec))
-        for name, content in files.items():
-            with replacing(folder / name) as file:
-                file.write(content.encode())
+        write_together({folder / name: content.encode() for name, content in files.items()})
     return target
 
 
