@@ -4,18 +4,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    ProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.progress import Progress as Bars
 
 LINE_SECONDS = 30.0  # between the lines of a stage that is measured in bytes
 LINES = 20  # lines in a training run
@@ -36,18 +26,17 @@ class Progress:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     @contextmanager
-    def bar(self, name: str, total: int | None, n_done: int = 0, *columns: ProgressColumn) -> Iterator[Callable[..., None]]:
+    def bar(self, name: str, total: int | None, n_done: int = 0, *columns: progress.ProgressColumn) -> Iterator[Callable[..., None]]:
         """A progress bar, if bars are shown. Yields a function of the units done since its last call, and of `text` to show beside the bar.
 
         Args:
             total, n_done: the number of all units, and of units done before.
             columns: columns to the right of the bar; by default the units done and the remaining time.
         """
-        shown_columns = columns or (MofNCompleteColumn(), TimeRemainingColumn())
-        bars = Bars(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            *shown_columns,
+        bars = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            *(columns or (progress.MofNCompleteColumn(), progress.TimeRemainingColumn())),
             console=self.console,
             transient=True,
             disable=self.lines or self.console.quiet,
@@ -61,7 +50,7 @@ class Progress:
         """A stage of `total` bytes, `n_done` of them done before, with MB/s and the remaining time. Yields a function of the bytes done."""
         if self.lines:
             self.say(f"{name}: {total:,} bytes" + (f", {n_done:,} of them done before" if n_done else "") if total else name)
-        columns = (DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        columns = (progress.DownloadColumn(), progress.TransferSpeedColumn(), progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
         start = last_line = time.monotonic()
         n_new = 0  # bytes done since the start
         with self.bar(f"{name:<9}", total, n_done, *columns) as show:
@@ -92,8 +81,9 @@ class StepProgress(Progress):
     def start(self, step: int) -> None:
         """Show that training starts or continues at `step`."""
         self.start_time, self.first_step, self.step = time.perf_counter(), step, step
-        columns = (TextColumn("{task.completed}/{task.total}  {task.fields[text]}"), TimeElapsedColumn(), TextColumn("ETA"))
-        self._show = self._bars.enter_context(self.bar("step", self.max_steps, step, *columns, TimeRemainingColumn()))
+        steps = progress.TextColumn("{task.completed}/{task.total}  {task.fields[text]}")
+        times = progress.TimeElapsedColumn(), progress.TextColumn("ETA"), progress.TimeRemainingColumn()
+        self._show = self._bars.enter_context(self.bar("step", self.max_steps, step, steps, *times))
 
     def advance(self, step: int, loss: float | None = None, speed: float = 0.0) -> None:
         """Show that `step` is done, with its loss and tokens/s if they were measured."""

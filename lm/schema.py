@@ -426,7 +426,8 @@ def reference(schema: type, path: str = "", described_options: set[type] | None 
         key_path, default, blocks = _join(path, spec.name), _default(spec), {}
         table, block = spec.metadata.get("table"), spec.metadata.get("schema")
         if container := spec.metadata.get("many"):
-            kind, default_text = _CONTAINER_TYPES[container, table is not None], yaml_flow(_plain(default))
+            kind = "a map from names to blocks" if container is dict else f"a list of {'blocks' if table is None else 'names or blocks'}"
+            default_text = yaml_flow(_plain(default))
             blocks = {"[]": block} if block else {}
         elif table is not None:
             kind, default_text = " | ".join(table), spec.metadata["default"]
@@ -443,13 +444,6 @@ def reference(schema: type, path: str = "", described_options: set[type] | None 
                 described_options.add(option)
                 rows += reference(option, key_path + suffix, described_options)
     return rows
-
-
-_CONTAINER_TYPES = {  # types of several blocks, by whether a name picks each
-    (list, False): "a list of blocks",
-    (list, True): "a list of names or blocks",
-    (dict, True): "a map from names to blocks",
-}
 
 
 def yaml_flow(value: Plain) -> str:
