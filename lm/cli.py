@@ -23,34 +23,20 @@ from lm.machine import stop_with_parent
 UsageError = typer.BadParameter.__bases__[0]
 HelpFormatter = typer.Context.formatter_class
 
-COMMANDS: dict[str, dict[str, Callable[..., None]]] = {  # by heading of `lm --help`, in its order
-    "Compare": {
-        "compare": compare_commands.compare,
-        "judge": compare_commands.judge,
-        "report": compare_commands.report,
-    },
-    "Train": {
-        "train": train_commands.train,
-        "prepare": train_commands.prepare,
-        "config": train_commands.config,
-        "configs": train_commands.configs,
-    },
-    "Measure and look": {
-        "eval": model_commands.evaluate,
-        "diagnose": model_commands.diagnose,
-        "generate": model_commands.generate,
-    },
-    "Change models, bring them in and out": {
-        "swap": model_commands.swap,
-        "import": model_commands.import_,
-        "export": model_commands.export,
-    },
-    "Normalizers, extensions, this installation": {
-        "normalizers": train_commands.normalizers,
-        "check-normalizer": train_commands.check_normalizer,
-        "check-extension": train_commands.check_extension,
-        "info": train_commands.info,
-    },
+_BY_HEADING = {  # of `lm --help`, in its order; a command has the name of its function
+    "Compare": (compare_commands.compare, compare_commands.judge, compare_commands.report),
+    "Train": (train_commands.train, train_commands.prepare, train_commands.config, train_commands.configs),
+    "Measure and look": (model_commands.eval_, model_commands.diagnose, model_commands.generate),
+    "Change models, bring them in and out": (model_commands.swap, model_commands.import_, model_commands.export),
+    "Normalizers, extensions, this installation": (
+        train_commands.normalizers,
+        train_commands.check_normalizer,
+        train_commands.check_extension,
+        train_commands.info,
+    ),
+}
+COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
+    heading: {command.__name__.rstrip("_").replace("_", "-"): command for command in commands} for heading, commands in _BY_HEADING.items()
 }
 
 
@@ -82,8 +68,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-for _name, _command in {name: command for commands in COMMANDS.values() for name, command in commands.items()}.items():
-    app.command(_name)(_command)
+for _commands in COMMANDS.values():
+    for _name, _command in _commands.items():
+        app.command(_name)(_command)
 
 
 def _print_version(is_requested: bool) -> None:

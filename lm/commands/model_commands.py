@@ -35,7 +35,7 @@ Init = Annotated[
 ]
 
 
-def evaluate(
+def eval_(
     arguments: RunsAndOverrides,
     checkpoint: Checkpoint = "last",
     suite: Suite = "",
