@@ -202,9 +202,8 @@ def print_memory(arguments: argparse.Namespace) -> None:
         command = [sys.executable, __file__, "memory-of", name + (":dense" if dense else "")]
         options = ["--seq-len", str(arguments.seq_len), "--n-head", str(arguments.n_head), *([] if arguments.bf16 else ["--fp32"])]
         result = subprocess.run([*command, *options], capture_output=True, text=True)
-        print(
-            f"{name + (', dense' if dense else ''):<24} {result.stdout.strip() or result.stderr.strip().splitlines()[-1]:>10}", flush=True
-        )
+        figure = result.stdout.strip() or result.stderr.strip().splitlines()[-1]
+        print(f"{name + (', dense' if dense else ''):<24} {figure:>10}", flush=True)
 
 
 def memory_of(arguments: argparse.Namespace) -> None:

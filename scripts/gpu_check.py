@@ -197,9 +197,7 @@ def long(out: Path) -> list[Line]:
     return lines
 
 
-PARTS: dict[str, Callable[[Path], list[Line]]] = {
-    "tests": tests, "backends": backends, "kernels": kernels, "speed": speed, "long": long,
-}  # fmt: skip
+PARTS: dict[str, Callable[[Path], list[Line]]] = {part.__name__: part for part in (tests, backends, kernels, speed, long)}
 
 if __name__ == "__main__":
     sys.exit(main())

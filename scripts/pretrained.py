@@ -52,10 +52,8 @@ def sinks(results: Results) -> tuple[int, int, int] | None:
     evaluation = results.evaluation("diagnostics")
     if evaluation is None:
         return None
-    metric = ("weight on the first token", TRAINED, "head")
-    heads = np.stack(
-        [curve.means for curve in evaluation.series if curve.axis and (curve.metric, curve.setting, curve.axis.name) == metric]
-    )
+    weights = [curve for curve in evaluation.series if (curve.metric, curve.setting) == ("weight on the first token", TRAINED)]
+    heads = np.stack([curve.means for curve in weights if curve.axis and curve.axis.name == "head"])
     return int((heads.mean(1) > 0.5).sum()), int((heads > 0.5).sum()), heads.size
 
 

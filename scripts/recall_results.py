@@ -226,9 +226,8 @@ class Recall:
                     axes.set_xticks(self.lengths, [], minor=True)
                     axes.set_ylim(-3, 103)
                     finish(axes)
-                row[0].set_ylabel(
-                    f"{self._row(rate)} steps\naccuracy, %" if self.rows == "size" else f"learning rate {self._row(rate)}\naccuracy, %"
-                )
+                words = f"{self._row(rate)} steps" if self.rows == "size" else f"learning rate {self._row(rate)}"
+                row[0].set_ylabel(f"{words}\naccuracy, %")
                 row[0].annotate("dotted:\na guess", (self.lengths[0], 3), fontsize=8, color="0.35")
             for axes, label in zip(panels[0], self.labels.values(), strict=True):
                 axes.set_title(textwrap.fill(label, 16, break_long_words=False), fontsize=9)

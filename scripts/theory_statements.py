@@ -165,13 +165,11 @@ def _linear(model: Described) -> Result | None:
 
 
 def _critical(model: Described) -> Result | None:
-    names = ("random keys, uncorrected", "random keys, corrected", "random keys, drawn")
-    fractions = {name: [model.last("critical N / visible keys", f"{name}, level {level}") for level in ("0.01", "0.05")] for name in names}
-    texts = {
-        name: "/".join("none" if math.isnan(fraction) else f"{fraction:.1%}" for fraction in levels) for name, levels in fractions.items()
-    }
-    text = "; ".join(f"{name.removeprefix('random keys, ')} {levels}" for name, levels in texts.items())
-    return text, any(0.02 <= fraction <= 0.15 for fraction in fractions["random keys, drawn"])
+    texts = []
+    for sets in ("uncorrected", "corrected", "drawn"):
+        fractions = [model.last("critical N / visible keys", f"random keys, {sets}, level {level}") for level in ("0.01", "0.05")]
+        texts.append(f"{sets} " + "/".join("none" if math.isnan(fraction) else f"{fraction:.1%}" for fraction in fractions))
+    return "; ".join(texts), any(0.02 <= fraction <= 0.15 for fraction in fractions)  # of drawn sets
 
 
 def _separable(model: Described) -> Result | None:
