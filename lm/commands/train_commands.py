@@ -37,9 +37,7 @@ def config(arguments: Configuration = [], reference: Reference = False, schema: 
     print(reference_markdown() if reference else to_yaml(load(arguments, with_shape_of)), end="")
 
 
-def configs(
-    copy: Annotated[Path | None, typer.Option("--copy", metavar="DIR", help="copy them to DIR/configs")] = None,
-) -> None:
+def configs(copy: Annotated[Path | None, typer.Option("--copy", metavar="DIR", help="copy them to DIR/configs")] = None) -> None:
     """List the presets: configurations, recipes and experiments.
 
     Each can be named in place of a file: lm train softmax, lm compare recall.

@@ -26,8 +26,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # what `layer_types` list
 class Part:
     """The place of one of lm's parameters: the tensors of transformers that hold it, one below the other."""
 
-    # name, shape: name and shape of the parameter
-    name: str
+    name: str  # of the parameter
     shape: tuple[int, ...]
     tensors: tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes of the tensors
     transposed: bool  # each tensor is stored as (inputs, outputs)

@@ -145,9 +145,7 @@ class GGUF:
         self.config = self._config()
         if FREQUENCIES in self._tensors and "rope_scaling" not in self.config:
             self.config["rope_scaling"] = self._llama3()
-        self.tokenizer_config = {
-            f"{kind}_token": self._token(self._metadata.get(f"tokenizer.ggml.{kind}_token_id")) for kind in ("bos", "eos")
-        }
+        self.tokenizer_config = {f"{kind}_token": self._token(kind) for kind in ("bos", "eos")}
 
     def _check_whole(self) -> None:
         """Raises RunError if a tensor's numbers would lie beyond the end of the file, or within another tensor's."""
@@ -220,7 +218,8 @@ class GGUF:
         tokens = self._metadata.get("tokenizer.ggml.tokens")
         return tokens if isinstance(tokens, list) else []
 
-    def _token(self, index: Plain) -> str | None:
+    def _token(self, kind: str) -> str | None:
+        index = self._metadata.get(f"tokenizer.ggml.{kind}_token_id")
         return self._tokens()[index] if isinstance(index, int) and 0 <= index < len(self._tokens()) else None
 
     def read(self, name: str) -> Tensor:
