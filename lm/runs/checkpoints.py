@@ -15,8 +15,7 @@ from torch import Tensor
 
 from lm.errors import RunError
 from lm.files import replacing, sync_folder
-from lm.runs.folder import BEST, step_path
-from lm.runs.metadata import SHA256, alternative, checked_content, load_metadata, unreadable
+from lm.runs.metadata import SHA256, alternative, checked_content, unreadable
 
 _TYPES = {
     torch.float32: "F32",
@@ -105,16 +104,6 @@ def link_checkpoint(name: str, path: Path) -> None:
         sync_folder(path.parent)
     except OSError as error:
         raise RunError(f"{target}: can't save the checkpoint: {error.strerror}; {path} is intact") from None
-
-
-def is_saved(folder: Path, step: int) -> bool:
-    """Whether a folder of checkpoints holds a checkpoint of `step`, under the step's name or as the best."""
-    if step_path(folder, step).exists():
-        return True
-    try:
-        return load_metadata(folder / BEST)["step"] == step
-    except RunError:
-        return False
 
 
 def verify(path: Path) -> None:

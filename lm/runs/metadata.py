@@ -1,5 +1,6 @@
 """Metadata of checkpoints: the content beside tensors, read without torch and without executing anything."""
 
+import contextlib
 import io
 import pickle
 import zipfile
@@ -7,7 +8,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from lm.errors import RunError, one_line
-from lm.runs.folder import check_fields, steps_saved
+from lm.runs.folder import BEST, check_fields, steps_saved
 
 FORMAT = 4  # format of checkpoints; raised when older files can no longer be read
 # Metadata that every checkpoint has; a checkpoint that can be resumed has more (lm.training.starting).
@@ -28,6 +29,13 @@ SEALS = {SHA256: dict[str, str], "weights_sha256": dict[str, list[str]], "log": 
 def load_metadata(path: Path) -> dict[str, object]:
     """The checkpoint's metadata: step, phase, configuration ... Raises as `without_tensors`."""
     return without_tensors(path)["lm"]
+
+
+def best_step(folder: Path) -> int | None:
+    """The step of `best.ckpt` in a folder of checkpoints; None if there is none, or it is damaged."""
+    with contextlib.suppress(RunError):
+        return load_metadata(folder / BEST)["step"]
+    return None
 
 
 def without_tensors(path: Path) -> dict[str, object]:

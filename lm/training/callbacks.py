@@ -6,7 +6,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from types import FrameType
 
@@ -391,7 +391,7 @@ class Checkpoints(StepCallback):
             "plugins": PLUGINS.versions(self.config.plugin_names),
             "wandb_id": self.wandb_id,
             "log": log_seal(self.config.run_folder / METRICS),
-            **start.state.plain(),
+            **asdict(start.state),
         }
         optimizer = named_state(module.optimizers(use_pl_optimizer=False))
         return {"state_dict": module.decoder.state_dict(), "optimizer": optimizer, "lm": metadata}

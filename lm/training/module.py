@@ -145,7 +145,8 @@ def skip_or_stop(decoder: Decoder, state: RunState, policy: str, step: int, reas
 
     Raises Diverged: the policy is `stop`, or too many consecutive steps were skipped.
     """
-    state.count_skipped()
+    state.skipped += 1
+    state.skipped_in_a_row += 1
     message = f"step {step}: {reason} ({_gradients_in_words(decoder)})"
     if policy == "stop":
         advice = "lower optim.lr or raise optim.warmup_steps, in a run of another name; or skip such steps: optim.on_nonfinite=skip"

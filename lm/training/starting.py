@@ -1,9 +1,8 @@
 """Starts of a phase of a run: random weights, those of another run, or a checkpoint with its run's state; and checks of a start."""
 
-import contextlib
 import json
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -17,7 +16,7 @@ from lm.files import UNFINISHED
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
 from lm.model.swapped import swapped
-from lm.runs.checkpoints import SHA256, is_saved, load_checkpoint
+from lm.runs.checkpoints import SHA256, load_checkpoint
 from lm.runs.evaluations import evaluation_files
 from lm.runs.folder import (
     BEST,
@@ -35,7 +34,7 @@ from lm.runs.folder import (
     truncate_metrics,
 )
 from lm.runs.loading import Loaded, check_finite, weights_mismatch
-from lm.runs.metadata import load_metadata
+from lm.runs.metadata import best_step
 from lm.runs.record import arm, seeds, tokens_before
 from lm.runs.same_run import check_environment, trained_config
 from lm.schema import Plain, to_plain
@@ -79,13 +78,9 @@ class RunState:
             types_of_best = {spec.name: spec.type for spec in fields(Best)}
             check_fields(best, types_of_best, path, "best.")
             best = Best(**{name: best[name] for name in types_of_best})
-            if not is_saved(folder, best.step):  # its weights may have been deleted when a run went back
+            if not step_path(folder, best.step).exists() and best_step(folder) != best.step:  # a run that goes back deletes weights
                 best = None
         return cls(**{name: metadata[name] for name in types} | {"best": best or None})
-
-    def plain(self) -> dict[str, Plain]:
-        """The form in which a checkpoint's metadata hold it."""
-        return asdict(self)
 
     def note_weights(self, step: int, sha256: str) -> None:
         """Remember weights that were measured or saved at a step."""
@@ -99,20 +94,12 @@ class RunState:
         self.z_loss_since_line += z_loss
         self.targets_since_line += targets
 
-    def count_skipped(self) -> None:
-        """Count a step whose update was skipped."""
-        self.skipped += 1
-        self.skipped_in_a_row += 1
-
     def take_mean_losses(self) -> tuple[float, float]:
         """Mean loss and z-loss (nats per target) since the last call, over all ranks; NaN if every step was skipped. Resets the sums."""
         targets = self.targets_since_line or math.nan
         means = self.nll_since_line / targets, self.z_loss_since_line / targets
         self.nll_since_line, self.z_loss_since_line, self.targets_since_line = 0.0, 0.0, 0
         return means
-
-
-# ---------------------------------------------------------------- starts
 
 
 @dataclass
@@ -131,48 +118,44 @@ class PhaseStart:
 
 
 def start_new_run(config: Config, store: Store, source: Loaded | None = None) -> tuple[PhaseStart, dict[str, Plain] | None, list[str]]:
-    """The start of a new run, the origin of its weights (None: random; see `initialize_from`), and notes.
-
-    source: the weights that `init_from` names.
-    """
-    vocab_size = source.spec.vocab_size if source else store.vocab_size
-    decoder = Decoder(config.model_in(0), vocab_size, config.data.seq_len, config.seed)
-    origin, notes = initialize_from(config, store, decoder, source) if source else (None, [])
-    freeze(decoder, config.train_only)
-    return PhaseStart(0, 0, decoder), origin, notes
-
-
-def initialize_from(config: Config, store: Store, decoder: Decoder, loaded_model: Loaded) -> tuple[dict[str, Plain], list[str]]:
-    """Give `decoder` the weights of `loaded_model`, whose own decoder is left without numbers; returns their origin, and notes on it.
+    """The start of a new run, the origin of its weights (None: random), and notes on it.
 
     The origin: `path`, `step`, `tokens`, `tokens_before` of the weights that it started from, if any, `normalizer`, 12 digits of the
     digest of its `weights`, and the `arm` and `seeds` of the run (lm/runs/record.py).
 
+    source: the weights that `init_from` names. Its decoder is left without numbers.
+
     Raises ConfigError: another tokenizer than that of the weights, with what to do.
     """
-    if problems := _tokenizer_problems(config, store, loaded_model):
+    if source and (problems := _tokenizer_problems(config, store, source)):
         raise ConfigError(problems)
-    decoder.load_state_dict(loaded_model.decoder.state_dict())
-    loaded_model.decoder.to("meta")  # the whole training would hold the weights twice
+    vocab_size = source.spec.vocab_size if source else store.vocab_size
+    decoder = Decoder(config.model_in(0), vocab_size, config.data.seq_len, config.seed)
+    freeze(decoder, config.train_only)
+    start = PhaseStart(0, 0, decoder)
+    if source is None:
+        return start, None, []
+    decoder.load_state_dict(source.decoder.state_dict())
+    source.decoder.to("meta")  # the whole training would hold the weights twice
     origin = {
-        "path": str(loaded_model.path),
-        "step": loaded_model.stamp["step"],
-        "tokens": loaded_model.stamp["tokens_seen"],
-        "normalizer": loaded_model.decoder.config.normalizer.label(),
+        "path": str(source.path),
+        "step": source.stamp["step"],
+        "tokens": source.stamp["tokens_seen"],
+        "normalizer": source.decoder.config.normalizer.label(),
         "weights": weights_sha256(decoder)[:12],
     }
-    if earlier_tokens := tokens_before(loaded_model.environment):
+    if earlier_tokens := tokens_before(source.environment):
         origin["tokens_before"] = earlier_tokens
     unknown_note = "note: what those weights were trained on is not known: what is held out here they may have seen"
-    if loaded_model.config is None:
-        return {**origin, "arm": origin["weights"], "seeds": []}, [f"weights from {loaded_model.path}", unknown_note]
-    source = to_plain(loaded_model.config), loaded_model.environment
-    notes = [f"weights from {loaded_model.path} (step {origin['step']:,}, {origin['tokens']:,} tokens)"]
+    if source.config is None:
+        return start, {**origin, "arm": origin["weights"], "seeds": []}, [f"weights from {source.path}", unknown_note]
+    facts = to_plain(source.config), source.environment
+    notes = [f"weights from {source.path} (step {origin['step']:,}, {origin['tokens']:,} tokens)"]
     if origin["tokens"] == 0:  # a swap of a model without a training run
         notes.append(unknown_note)
-    elif store.fingerprint != loaded_model.stamp["data_fingerprint"]:
+    elif store.fingerprint != source.stamp["data_fingerprint"]:
         notes.append("note: those weights were trained on other data or another split: what is held out here they may have seen")
-    return {**origin, "arm": arm(*source), "seeds": list(seeds(*source))}, notes
+    return start, {**origin, "arm": arm(*facts), "seeds": list(seeds(*facts))}, notes
 
 
 def _encoding_rules(tokenizer: Tokenizer) -> dict[str, Plain]:
@@ -252,13 +235,12 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
         remedy = "bring that text and tokenizer back, or start a new run from its weights: init_from=... name=..."
         raise ConfigError([Problem("data", store.fingerprint[:16], reason, remedy)])
     spec = ModelSpec.from_training(saved_config, metadata)
-    names = {path: name for path, name in config.plugin_names_by_key.items() if effect_of(path).on_resume != "free"}
+    keys_by_name = {name: key for key, name in reversed(config.plugin_names_by_key.items()) if effect_of(key).on_resume != "free"}
     for name, old_code, new_code in spec.changed_plugins():
-        if name not in names.values():
-            continue
-        key = next(path for path, named in names.items() if named == name).removesuffix(".name")
-        remedy = "bring that code back, or start a new run from its weights: init_from=... name=..."
-        raise ConfigError([Problem(key, name, f"its code is {new_code}, {path} was trained with {old_code}", remedy)])
+        if name in keys_by_name:
+            remedy = "bring that code back, or start a new run from its weights: init_from=... name=..."
+            reason = f"its code is {new_code}, {path} was trained with {old_code}"
+            raise ConfigError([Problem(keys_by_name[name].removesuffix(".name"), name, reason, remedy)])
     if reason := weights_mismatch(spec, checkpoint["state_dict"]):
         raise RunError(f"{path}: weights and configuration don't fit: {reason}")
     check_finite(checkpoint["state_dict"], path)
@@ -291,10 +273,8 @@ def truncate_after(run: Path, step: int) -> list[str]:
     for path in steps_saved(run / CHECKPOINTS):
         if step_of(path) > step:
             path.unlink()
-    best = run / CHECKPOINTS / BEST
-    with contextlib.suppress(RunError):  # none, or damaged
-        if load_metadata(best)["step"] > step:
-            best.unlink()
+    if (best_step(run / CHECKPOINTS) or 0) > step:
+        (run / CHECKPOINTS / BEST).unlink()
     for (kind, evaluated_step), path in evaluation_files(run).items():
         if evaluated_step > step or (kind, evaluated_step) == ("swap", step):
             path.unlink()
