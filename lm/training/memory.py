@@ -31,22 +31,17 @@ class TensorMemory(TorchDispatchMode):
         self._known = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
-        """Run an operation, and count its results."""
         results = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(results):
-            if isinstance(tensor, Tensor):
-                self._count(tensor.untyped_storage())
+        for storage in (tensor.untyped_storage() for tensor in tree_leaves(results) if isinstance(tensor, Tensor)):
+            if storage not in self._known:
+                self._known[storage] = None
+                self._add(storage.nbytes())
+                weakref.finalize(storage, self._add, -storage.nbytes())
         return results
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage not in self._known:
-            self._known[storage] = None
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._free, storage.nbytes())
-
-    def _free(self, n_bytes: int) -> None:
-        self.now -= n_bytes
+    def _add(self, n_bytes: int) -> None:
+        self.now += n_bytes
+        self.peak = max(self.peak, self.now)
 
 
 _KNOWN: dict[str, int] = {}  # estimates by all that they depend on

@@ -5,7 +5,7 @@ treats projections separately finds them in the fused matrices with `lm.model.de
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
 
 import torch
@@ -31,17 +31,12 @@ class MuonAndAdamW(torch.optim.Optimizer):
     Batches bound the memory that a step takes for itself, to 12 to 22 bytes x `BATCH_ELEMENTS`, or x the entries of the largest matrix.
     The state of a matrix is one `momentum_buffer` of its shape, in fp32; that of other parameters is AdamW's.
 
-    Args:
-        groups: torch's groups of named parameters, each with its `name`.
-        options: Muon's options, with AdamW's among them.
-        projections: rows of each fused matrix that are one projection, as `lm.model.decoder.projections`.
-        fused: whether AdamW runs as one kernel over all parameters.
+    Args: as those of `BUILDERS`; Muon's options have AdamW's among them.
     """
 
-    def __init__(self, groups: list[dict[str, object]], options: Muon, projections: Mapping[str, Mapping[str, slice]], fused: bool):
-        self.options, self.projections = options, projections
-        adamw_options = {"betas": (options.beta1, options.beta2), "eps": options.eps, "fused": fused}
-        self.adamw = torch.optim.AdamW([torch.empty(0)], **adamw_options)  # its groups and state are lent to it at each step
+    def __init__(self, options: Muon, groups: list[dict[str, object]], decoder: Decoder):
+        self.options, self.projections = options, projections(decoder)
+        self.adamw = adamw(options, [torch.empty(0)], decoder)  # its groups and state are lent to it at each step
         super().__init__(groups, self.adamw.defaults)
 
     @torch.no_grad()
@@ -147,22 +142,14 @@ def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, obj
     return [{"name": group, "params": parameters[group, scaling], **options(group, scaling)} for group, scaling in group_keys]
 
 
-def adamw(options: AdamW, groups: list[dict[str, object]], decoder: Decoder) -> torch.optim.Optimizer:
+def adamw(options: AdamW | Muon, groups: list, decoder: Decoder) -> torch.optim.AdamW:
     """AdamW; fused (one kernel over all parameters) where the device supports it."""
-    return torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), eps=options.eps, fused=_can_fuse(decoder))
-
-
-def muon(options: Muon, groups: list[dict[str, object]], decoder: Decoder) -> torch.optim.Optimizer:
-    """Muon for matrices, each projection apart, and AdamW, as `adamw`, for the rest."""
-    return MuonAndAdamW(groups, options, projections(decoder), fused=_can_fuse(decoder))
-
-
-def _can_fuse(decoder: Decoder) -> bool:
-    return next(decoder.parameters()).device.type in ("cpu", "cuda")
+    can_fuse = next(decoder.parameters()).device.type in ("cpu", "cuda")
+    return torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), eps=options.eps, fused=can_fuse)
 
 
 # Builders by the options' name: (options, groups of named parameters, decoder) -> optimizer.
-BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "muon": muon}
+BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "muon": MuonAndAdamW}
 
 
 def make_optimizer(decoder: Decoder, optim: OptimConfig) -> torch.optim.Optimizer:
@@ -202,7 +189,6 @@ def set_rates(optimizer: torch.optim.Optimizer, config: Config, phase: int, step
 
 
 def named_state(optimizer: torch.optim.Optimizer) -> State:
-    """The optimizer's state by parameter name."""
     pairs = [pair for group in optimizer.param_groups for pair in zip(group["param_names"], group["params"], strict=True)]
     return {name: dict(optimizer.state.get(parameter, {})) for name, parameter in pairs}
 
