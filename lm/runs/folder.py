@@ -134,10 +134,6 @@ class Log(NamedTuple):
     unreadable: list[int]
     content: bytes | None
 
-    def is_altered(self, seal: dict[str, Plain]) -> bool:
-        """Whether there is a log whose beginning differs from the log that `log_seal` was called on."""
-        return self.content is not None and _seal(self.content[: seal["bytes"]]) != seal
-
 
 def read_metrics(path: Path) -> Log:
     """Read a log. A killed run may leave a last line that is cut short: such a line is left out."""
@@ -166,14 +162,15 @@ def log_seal(path: Path) -> dict[str, Plain]:
         return EMPTY_LOG
     with path.open("rb") as file:
         os.fsync(file.fileno())
-        return _seal(file.read())
+        return seal(file.read())
 
 
-def _seal(content: bytes) -> dict[str, Plain]:
+def seal(content: bytes) -> dict[str, Plain]:
+    """The seal of a log with this content."""
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-EMPTY_LOG = _seal(b"")
+EMPTY_LOG = seal(b"")
 
 
 def training_seconds(lines: list[dict[str, Plain]], after_step: int = 0) -> float | None:

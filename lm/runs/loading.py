@@ -97,26 +97,22 @@ def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[s
 
     Raises RunError: the folder's description is damaged, or its path names a user who does not exist (`~name`).
     """
-    folder = expanded(init_from)
-    keys = _keys_of_untrained(folder)
-    if keys is None:
-        return merge(file_keys, overrides)
-    normalizer, shape = keys
+    normalizer, shape = _keys_of_untrained(expanded(init_from))
     base = {} if file_keys.get("phases") or overrides.get("phases") else normalizer
     return merge(merge(merge(base, file_keys), shape), overrides)
 
 
-def _keys_of_untrained(folder: Path) -> tuple[Keys, Keys] | None:
-    """The keys that `_taken_keys` gives for a model folder; None: `folder` is no model folder, or its model has a training run."""
+def _keys_of_untrained(folder: Path) -> tuple[Keys, Keys]:
+    """The keys that `_taken_keys` gives for a model folder; none if `folder` is no model folder, or its model has a training run."""
     if (folder / DESCRIPTION).is_file():
         description = read_sealed(folder / DESCRIPTION)
         spec = description["spec"]
-        return None if description.get("training") is not None else _taken_keys(folder, spec["model"], spec["seq_len"], spec)
+        return ({}, {}) if description.get("training") is not None else _taken_keys(folder, spec["model"], spec["seq_len"], spec)
     if not (folder / ENVIRONMENT).is_file() or not (folder / CONFIG).is_file():
-        return None
+        return {}, {}
     environment = read_json(folder / ENVIRONMENT)
     if "swap" not in environment or "starts" in environment:
-        return None
+        return {}, {}
     config = read_yaml(folder / CONFIG)
     try:
         return _taken_keys(folder, config["model"], config["data"]["seq_len"], config["data"]["tokenizer"])
@@ -143,7 +139,8 @@ def _taken_keys(folder: Path, model: Keys, seq_len: int, tokens: Keys) -> tuple[
 # ---------------------------------------------------------------- models read back
 
 
-FIELDS = {"spec": dict, "training": dict | None, TENSOR_SHA256: dict[str, str], TOKENIZER_SHA256: str | None}  # fields of the description
+# Fields of the description.
+FIELDS = {"spec": dict, "training": dict | None, TENSOR_SHA256: dict[str, str], TOKENIZER_SHA256: str | None, "origin": dict}
 
 
 @dataclass(frozen=True)
@@ -216,13 +213,11 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> Loaded:
 
 
 def _load_model(path: Path) -> Loaded:
-    description = read_sealed(path / DESCRIPTION)
-    if description.get("format") != MODEL_FORMAT:
-        version = description.get("format")
+    description = {"origin": {}, **read_sealed(path / DESCRIPTION)}
+    if (version := description.get("format")) != MODEL_FORMAT:
         raise RunError(f"{path / DESCRIPTION}: format {version}, this version of lm reads {MODEL_FORMAT}: export the model again")
-    check_fields({"origin": {}, **description}, {**FIELDS, "origin": dict}, path / DESCRIPTION)
-    origin = description.get("origin", {})
-    expected_digests, training = description[TENSOR_SHA256], description["training"]
+    check_fields(description, FIELDS, path / DESCRIPTION)
+    expected_digests, training, origin = description[TENSOR_SHA256], description["training"], description["origin"]
     try:
         spec = ModelSpec.read(description["spec"])
     except ConfigError as error:

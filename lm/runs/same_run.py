@@ -11,7 +11,7 @@ from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, Problem, RunError, as_written, one_line
 from lm.files import read_json
 from lm.runs.evaluations import Evaluation, evaluation_path, remedy
-from lm.runs.folder import CONFIG, EMPTY_LOG, METRICS, Log, check_fields, read_metrics
+from lm.runs.folder import CONFIG, EMPTY_LOG, METRICS, Log, check_fields, seal
 from lm.runs.metadata import SEALS, SHA256, without_tensors
 from lm.schema import Plain, to_plain
 
@@ -125,12 +125,12 @@ def check_measured(run: Path, evaluations: Sequence[Evaluation], checkpoint: Pat
 
 def check_log(run: Path, log: Log, metadata: dict[str, Plain], checkpoint: Path) -> None:
     """Raises RunError: the log is not what it was when the checkpoint, whose metadata have its seal, was saved."""
-    seal = {**NO_SEALS, **metadata}["log"]
-    check_fields(seal, {"bytes": int, "sha256": str}, checkpoint, "log.")
-    path = run / METRICS
-    if log.content is not None and len(log.content) < seal["bytes"] and path.is_file():  # read before a run under way saved the checkpoint?
-        log = read_metrics(path)
-    if log.is_altered(seal):
+    saved_seal = {**NO_SEALS, **metadata}["log"]
+    check_fields(saved_seal, {"bytes": int, "sha256": str}, checkpoint, "log.")
+    path, content, n_bytes = run / METRICS, log.content, saved_seal["bytes"]
+    if content is not None and len(content) < n_bytes and path.is_file():  # read before a run under way saved the checkpoint?
+        content = path.read_bytes()
+    if content is not None and seal(content[:n_bytes]) != saved_seal:
         advice = f"bring it back, delete the run folder and train it again, or go on in a new run: branch_from={checkpoint} name=..."
         raise RunError(f"{path}: was altered since checkpoints/{checkpoint.name} was saved; {advice}")
 
@@ -151,8 +151,8 @@ def check_text(file: Path, text: str, metadata: dict[str, Plain], path: Path) ->
     if text == metadata["config"]:
         return
     try:
-        training_config = parse(parse_yaml(metadata["config"], "it"))
-    except ConfigError:
+        training_config = trained_config(metadata, path)
+    except RunError:
         return
     try:
         config = parse(parse_yaml(text, file.name))

@@ -64,7 +64,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     source = "its maker" if device == "cuda" else "of a matrix product"
     peak = f"peak {machine.peak_flops:.2e} FLOP/s ({source})" if machine.peak_flops else "the device's peak is not known"
     epochs, warmup = _epochs(store, config), optim.warmup(config.trainer.max_steps)
-    token_ratio = _tokens_per_parameter(config, parameters)
+    token_ratio = tokens / (parameters["total"] - parameters["normalizer"])  # as `trainer.tokens_per_parameter`
     few = token_ratio < FEWEST_TOKENS and not (config.init_from or data.symbolic)
     notes = few * [FEW_TOKENS] + any(number > MOST_EPOCHS for _, number in epochs) * [MANY_EPOCHS]
     documents = validation_sequences(store, config).document_labels
@@ -105,11 +105,6 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         + ("" if data.seed is None else f", {data.seed} (order of the batches)"),
     }
     return "\n".join(f"{name:<11} {text}" for name, text in lines.items() if text)
-
-
-def _tokens_per_parameter(config: Config, parameters: dict[str, int]) -> float:
-    """Training tokens for each parameter, those of normalizers aside (as `trainer.tokens_per_parameter`)."""
-    return config.trainer.max_steps * config.optim.batch_tokens / (parameters["total"] - parameters["normalizer"])
 
 
 def _memory(config: Config, phase: int, vocab_size: int, machine: Machine) -> str:

@@ -44,13 +44,16 @@ def this_process(config: Config) -> Process:
     Raises ConfigError: another number of processes than the configuration says, or ranks that no launcher of so many gives.
     """
     values = {name: _number(name) for name in (*RANKS, *COUNTS) if name in os.environ}
-    if "WORLD_SIZE" in values:
-        _check_size(config, values["WORLD_SIZE"])
-        return _torchrun(config, values) if "TORCHELASTIC_RUN_ID" in os.environ else _by_lightning(config, values)
-    if values.get("SLURM_STEP_NUM_TASKS", 1) > 1:
-        _check_size(config, values["SLURM_STEP_NUM_TASKS"])
+    is_srun = "WORLD_SIZE" not in values and values.get("SLURM_STEP_NUM_TASKS", 1) > 1
+    if "WORLD_SIZE" not in values and not is_srun:
+        return _without_launcher(config, values)
+    n_processes = values["SLURM_STEP_NUM_TASKS" if is_srun else "WORLD_SIZE"]
+    if n_processes != config.world_size:
+        reason = f"with num_nodes = {config.trainer.num_nodes} makes {config.world_size} processes, the launcher started {n_processes}"
+        raise ConfigError([Problem("trainer.devices", config.trainer.devices, reason, "make them agree")])
+    if is_srun:
         return _srun(config, values)
-    return _without_launcher(config, values)
+    return _torchrun(config, values) if "TORCHELASTIC_RUN_ID" in os.environ else _by_lightning(config, values)
 
 
 def end_with_parent(process: Process) -> None:
@@ -124,12 +127,6 @@ def _without_launcher(config: Config, values: dict[str, int]) -> Process:
         return Process(0, "lightning")
     note = f"note: SLURM allocated {tasks} tasks, srun did not start this process: trains with trainer.devices = {config.trainer.devices}"
     return Process(0, "lightning", f"{note}; for all of them: srun --ntasks-per-node=... lm train ... trainer.devices=...")
-
-
-def _check_size(config: Config, n_processes: int) -> None:
-    if n_processes != config.world_size:
-        reason = f"with num_nodes = {config.trainer.num_nodes} makes {config.world_size} processes, the launcher started {n_processes}"
-        raise ConfigError([Problem("trainer.devices", config.trainer.devices, reason, "make them agree")])
 
 
 def _required(values: dict[str, int], name: str) -> int:
