@@ -69,8 +69,9 @@ class Sample:
 
     def part(self, mask: np.ndarray) -> "Sample":
         """The sample of the units where `mask`, (units,) bool, is true, with a hash of its own."""
-        digest = hashlib.sha256(f"{self.sha256} {np.flatnonzero(mask).tolist()}".encode()).hexdigest()
-        sha256 = self.sha256 if mask.all() else digest
+        if mask.all():
+            return self
+        sha256 = hashlib.sha256(f"{self.sha256} {np.flatnonzero(mask).tolist()}".encode()).hexdigest()
         return Sample(sha256, self.values[mask], self.weights[mask], self.groups[mask])
 
 
@@ -196,15 +197,19 @@ class Series:
 
     def units(self, start: float, stop: float) -> Units | None:
         """Values by unit at a point `start`; for bins, means over the bins from `start` to `stop`. None without samples."""
-        places = np.array(self.axis.values if self.axis else [0.0], dtype=float)
-        columns = np.flatnonzero((places[:-1] >= start) & (places[1:] <= stop) if self.bins else places == start)
+        columns, widths = self._columns(start, stop)
         if not self.samples or not len(columns):
             return None
         sample, values = self.column(int(columns[0]))
         if self.bins:
-            widths = np.diff(places)[columns]
-            start, values = places[columns[0]], sample.values[:, columns] @ widths / widths.sum()
+            start, values = float(self.axis.values[columns[0]]), sample.values[:, columns] @ widths / widths.sum()
         return Units(values.astype(float), sample.weights, sample.groups, self.data_fingerprint, sample.sha256, (start, stop))
+
+    def _columns(self, start: float, stop: float) -> tuple[np.ndarray, np.ndarray]:
+        """The column of a point `start`, or of the bins from `start` to `stop`, and their widths, 1 for a point."""
+        places = np.array(self.axis.values if self.axis else [0.0], dtype=float)
+        columns = np.flatnonzero((places[:-1] >= start) & (places[1:] <= stop) if self.bins else places == start)
+        return columns, np.diff(places)[columns] if self.bins else np.ones(len(columns))
 
     def logged_units(self, metric: str) -> Units | None:
         """Values by unit of the number that is logged as `metric`; for bins, means over all bins."""
@@ -245,11 +250,8 @@ class Series:
 
     def mean_within(self, start: float, stop: float) -> float:
         """The mean at a point `start`; for bins, the mean of the bins between `start` and `stop`, weighted by their widths."""
-        places = np.array(self.axis.values)
-        if not self.bins:
-            return float(self.means[places == start][0])
-        mask = (places[:-1] >= start) & (places[1:] <= stop)
-        return float(np.average(self.means[mask], weights=np.diff(places)[mask]))
+        columns, widths = self._columns(start, stop)
+        return float(np.average(self.means[columns], weights=widths))
 
     @property
     def reporting(self) -> "Series":
