@@ -28,7 +28,7 @@ from lm.runs.evaluations import Evaluation, Series, evaluation_files, selecting,
 from lm.runs.folder import steps_saved
 from lm.runs.loading import load
 from lm.runs.metadata import load_metadata
-from lm.training.starting import truncate_after
+from lm.training.fit import truncate_after
 from lm.training.train import train
 
 # options, and the steps that the run is killed after

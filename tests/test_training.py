@@ -19,9 +19,9 @@ from lm.files import unfinished
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import command_line, steps_saved
 from lm.training.callbacks import StopOnSignal
+from lm.training.fit import truncate_after
 from lm.training.mirror import MetricLog
 from lm.training.module import TrainModule
-from lm.training.starting import truncate_after
 from lm.training.train import train
 
 TASK = "data.tasks=[{weight: 1, task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4, varied: true}}]"

@@ -23,20 +23,7 @@ from lm.model.decoder import Decoder
 from lm.model.rope import AS_TRAINED
 from lm.model.spec import ModelSpec
 from lm.runs.checkpoints import Described, load_checkpoint, tensor_sha256, write_weights
-from lm.runs.folder import (
-    BEST,
-    CHECKPOINTS,
-    CONFIG,
-    ENVIRONMENT,
-    LAST,
-    TOKENIZER,
-    check_fields,
-    is_own,
-    require_run,
-    step_of,
-    step_path,
-    steps_saved,
-)
+from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, TOKENIZER, check_fields, is_own, require_run, step_of, step_path, steps_saved
 from lm.runs.metadata import METADATA, SEALS, load_metadata
 from lm.runs.same_run import check_environment, trained_config
 from lm.schema import Plain, to_plain
@@ -334,9 +321,8 @@ def find_checkpoint(folder: Path, checkpoint: str) -> Path:
     Raises RunError: no such checkpoint, with the saved steps, or one of another run.
     """
     checkpoints = folder / CHECKPOINTS
-    file_names = {"last": LAST, "best": BEST}
-    if checkpoint in file_names:
-        path = checkpoints / file_names[checkpoint]
+    if checkpoint in ("last", "best"):
+        path = checkpoints / f"{checkpoint}.ckpt"
     elif checkpoint.isdecimal():
         path = step_path(checkpoints, int(checkpoint))
     else:

@@ -14,14 +14,14 @@ from lm.data.store import Store
 from lm.errors import Diverged, RunError
 from lm.evaluation.evaluate import evaluate
 from lm.evaluation.evaluation_kind import Measurement, measurements
-from lm.files import write_json, write_text
+from lm.files import UNFINISHED, write_json, write_text
 from lm.machine import keep_freed_memory, threads_each, without_collection
 from lm.model.device import OUT_OF_TIME, Machine, resolve_compile, resolve_device, resolve_precision
 from lm.model.spec import flops_per_token
 from lm.progress import StepProgress
 from lm.report.evaluation_tables import logged, print_results
 from lm.runs.checkpoints import link_checkpoint, load_checkpoint
-from lm.runs.evaluations import evaluation_path, last_evaluations
+from lm.runs.evaluations import evaluation_files, evaluation_path, last_evaluations
 from lm.runs.folder import (
     BEST,
     CHECKPOINTS,
@@ -35,10 +35,13 @@ from lm.runs.folder import (
     is_own,
     read_config,
     read_metrics,
+    step_of,
     step_path,
+    steps_saved,
     truncate_metrics,
 )
 from lm.runs.loading import TOKENIZER_SHA256, Loaded
+from lm.runs.metadata import best_step
 from lm.runs.same_run import check_environment, check_log
 from lm.schema import Plain, to_plain
 from lm.training.banner import banner, environment
@@ -46,7 +49,7 @@ from lm.training.callbacks import Checkpoints, Clock, Evaluate, Metrics, Profile
 from lm.training.launcher import Process
 from lm.training.mirror import MetricLog, Mirror, start_mirrors, wandb_mode
 from lm.training.module import L, RunContext, TrainModule
-from lm.training.starting import PhaseStart, branch, check_resume, start_from_checkpoint, start_new_run, truncate_after
+from lm.training.starting import PhaseStart, branch, check_resume, start_from_checkpoint, start_new_run
 
 # How Lightning finds the other processes, by the launcher that started them: it would guess otherwise.
 LAUNCHERS = {
@@ -141,6 +144,25 @@ def _write_run_files(config: Config, store: Store, start: PhaseStart, checkpoint
     best = start.state.best
     if best and step_path(folder / CHECKPOINTS, best.step).exists():
         link_checkpoint(BEST, step_path(folder / CHECKPOINTS, best.step))
+
+
+def truncate_after(run: Path, step: int) -> list[str]:
+    """Delete what a run folder holds of later steps than `step`, which a resumed run makes again: lines of metrics.jsonl,
+    evaluations, checkpoints, and a swap at `step` itself; and temporary files that a kill left. Returns notes on unreadable lines.
+    """
+    names, links = f".*-{UNFINISHED}-*", [run / CHECKPOINTS / f".{name}" for name in (LAST, BEST)]
+    for leftover in [*run.glob(names), *(run / CHECKPOINTS).glob(names), *(run / EVALUATIONS).rglob(names), *links]:
+        leftover.unlink(missing_ok=True)  # no process has it: the folder is this one's
+    for path in steps_saved(run / CHECKPOINTS):
+        if step_of(path) > step:
+            path.unlink()
+    if (best_step(run / CHECKPOINTS) or 0) > step:
+        (run / CHECKPOINTS / BEST).unlink()
+    for (kind, evaluated_step), path in evaluation_files(run).items():
+        if evaluated_step > step or (kind, evaluated_step) == ("swap", step):
+            path.unlink()
+            path.with_suffix(".png").unlink(missing_ok=True)
+    return truncate_metrics(run / METRICS, step)
 
 
 def _phases(run: RunContext, start: PhaseStart) -> int:

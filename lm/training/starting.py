@@ -12,27 +12,11 @@ from lm.config.tree import Config, effect_of
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.evaluation_kind import weights_sha256
-from lm.files import UNFINISHED
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
 from lm.model.swapped import swapped
 from lm.runs.checkpoints import SHA256, load_checkpoint
-from lm.runs.evaluations import evaluation_files
-from lm.runs.folder import (
-    BEST,
-    CHECKPOINTS,
-    ENVIRONMENT,
-    EVALUATIONS,
-    LAST,
-    METRICS,
-    TOKENIZER,
-    check_fields,
-    is_own,
-    step_of,
-    step_path,
-    steps_saved,
-    truncate_metrics,
-)
+from lm.runs.folder import CHECKPOINTS, ENVIRONMENT, TOKENIZER, check_fields, is_own, step_of, step_path, steps_saved
 from lm.runs.loading import Loaded, check_finite, weights_mismatch
 from lm.runs.metadata import best_step
 from lm.runs.record import arm, seeds, tokens_before
@@ -261,22 +245,3 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
     elif not math.isclose(*rates, rel_tol=0.01):
         notes.append(f"note: the learning rate jumps from {rates[0]:.4g} to {rates[1]:.4g} at step {metadata['step'] + 1}")
     return notes
-
-
-def truncate_after(run: Path, step: int) -> list[str]:
-    """Delete what a run folder holds of later steps than `step`, which a resumed run makes again: lines of metrics.jsonl,
-    evaluations, checkpoints, and a swap at `step` itself; and temporary files that a kill left. Returns notes on unreadable lines.
-    """
-    names, links = f".*-{UNFINISHED}-*", [run / CHECKPOINTS / f".{name}" for name in (LAST, BEST)]
-    for leftover in [*run.glob(names), *(run / CHECKPOINTS).glob(names), *(run / EVALUATIONS).rglob(names), *links]:
-        leftover.unlink(missing_ok=True)  # no process has it: the folder is this one's
-    for path in steps_saved(run / CHECKPOINTS):
-        if step_of(path) > step:
-            path.unlink()
-    if (best_step(run / CHECKPOINTS) or 0) > step:
-        (run / CHECKPOINTS / BEST).unlink()
-    for (kind, evaluated_step), path in evaluation_files(run).items():
-        if evaluated_step > step or (kind, evaluated_step) == ("swap", step):
-            path.unlink()
-            path.with_suffix(".png").unlink(missing_ok=True)
-    return truncate_metrics(run / METRICS, step)
