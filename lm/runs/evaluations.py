@@ -106,7 +106,6 @@ class Units:
 
     @property
     def mean(self) -> float:
-        """The weighted mean."""
         return float(np.average(self.values, weights=self.weights))
 
     def minus(self, baseline: "Units") -> "Units":
@@ -244,7 +243,6 @@ class Series:
         return 0 if self.axis is None else int(np.searchsorted(self.axis.values[: len(self.means)], start).clip(max=len(self.means) - 1))
 
     def mean_at(self, place: str) -> float:
-        """The mean at one of its `places`."""
         start, stop = self.places[place]
         return float(self.curve[int(start) : int(stop)].mean() if self.bins else self.means[self.column_at(place)])
 
@@ -271,7 +269,6 @@ class Series:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all of its means are finite."""
         return bool(np.isfinite(self.means).all() and (self.curve is None or np.isfinite(self.curve).all()))
 
     @property
@@ -296,16 +293,16 @@ class Series:
         parts = typed_fields(cls, content)
         if parts["axis"]:
             parts["axis"] = Axis(**typed_fields(Axis, parts["axis"]) | {"values": tuple(parts["axis"]["values"])})
-            numbers(parts["axis"].values)
+            np.array(parts["axis"].values, float)  # raises where they are no numbers
         samples = (
-            Sample(sample["sha256"], *(numbers(sample[name]) for name in ("values", "weights")), np.array(sample["groups"]))
+            Sample(sample["sha256"], *(np.array(sample[name], float) for name in ("values", "weights")), np.array(sample["groups"]))
             for sample in parts["samples"]
         )
         parts |= {
             "shown": parts["shown"] and Shown(**typed_fields(Shown, parts["shown"])),
             "samples": tuple(samples),
-            "means": numbers(parts["means"]),
-            "curve": None if parts["curve"] is None else numbers(parts["curve"]),
+            "means": np.array(parts["means"], float),  # null becomes NaN
+            "curve": None if parts["curve"] is None else np.array(parts["curve"], float),
             "references": {name: float("nan") if level is None else float(level) for name, level in parts["references"].items()},
             "logged": tuple(parts["logged"]),
         }
@@ -336,11 +333,6 @@ def typed_fields(schema: type, content: dict[str, Plain]) -> dict[str, Plain]:
         if plain_type in _PLAIN:
             _require(isinstance(values[spec.name], plain_type), f"{spec.name} must be {_PLAIN[plain_type]}")
     return values
-
-
-def numbers(values: Plain) -> np.ndarray:
-    """A list of numbers as an array; null (a number that was not finite) becomes NaN."""
-    return np.array(values, dtype=float)
 
 
 def _require(condition: bool, message: str) -> None:

@@ -93,7 +93,6 @@ def step_path(folder: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int:
-    """The step N of a `step-N.ckpt`."""
     return int(path.stem.removeprefix("step-"))
 
 

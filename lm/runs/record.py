@@ -207,7 +207,6 @@ class RunRecord:
         return int(tokens[-1]) if len(tokens) else None
 
     def curve(self, name: str) -> Curve:
-        """The curve of a metric that was logged while training."""
         return curve(self.logged, name)
 
     @property

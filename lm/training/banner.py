@@ -137,7 +137,6 @@ def _in_words(options: object) -> str:
 
 
 def _changed_options(options: object) -> dict[str, object]:
-    """The options that are not at their defaults, with their values."""
     defaults = vars(type(options)())
     return {name: value for name, value in vars(options).items() if value != defaults[name]}
 

@@ -41,11 +41,9 @@ class Clock:
         self._begin = self._paused = 0.0
 
     def start(self, seconds: float = 0.0) -> None:
-        """Start the clock at `seconds`."""
         self._begin, self._paused = time.perf_counter() - seconds, 0.0
 
     def seconds(self) -> float:
-        """Seconds since `start`, pauses excluded."""
         return time.perf_counter() - self._begin - self._paused
 
     def exclude_since(self, begin: float) -> None:
@@ -128,7 +126,6 @@ class StepCallback(L.Callback):
         self.config, self.record, self.progress, self.machine, self.clock = run.config, run.log, run.progress, run.machine, clock
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: object, batch: object, batch_idx: int) -> None:
-        """Pass on the micro-batch that ended an optimizer step."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             self.on_step(trainer, module, trainer.global_step)
 
@@ -136,7 +133,6 @@ class StepCallback(L.Callback):
         """Act after optimizer step `step` (1-based), on every rank."""
 
     def device(self, trainer: L.Trainer, module: TrainModule) -> Device:
-        """The place where this process trains."""
         return Device(module.device, self.machine.bf16, trainer.global_rank, trainer.world_size)
 
 
@@ -175,11 +171,9 @@ class StopOnSignal(StepCallback):
             os.close(null_device)
 
     def requested(self) -> bool:
-        """True if this process has received a signal."""
         return bool(self.signal)
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
-        """Stop on all ranks after the step in which one of them received a signal."""
         if module.last_step.stop:
             self.signal = self.signal or signal.SIGTERM
             trainer.should_stop = True
@@ -199,12 +193,10 @@ class Metrics(StepCallback):
         self.sequences = train_sequences(run.store, run.config) if "largest_score" in run.config.log.dynamics else None
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Start the clock at the training time of the checkpoint, and measure speed from here."""
         self.clock.start(module.start.state.elapsed_s)
         self.last_step, self.last_time = trainer.global_step, self.clock.seconds()
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
-        """Reduce, log, and show the step."""
         max_steps = self.config.trainer.max_steps
         if not self.config.log.is_due(step, max_steps):
             self.progress.advance(step)
@@ -257,11 +249,9 @@ class Evaluations(StepCallback):
         self.max_steps, self.measurements = run.config.trainer.max_steps, measurements
 
     def due(self, step: int) -> list[Measurement]:
-        """The measurements that are due at a step."""
         return [measurement for measurement in self.measurements if measurement.asked.is_due(step, self.max_steps)]
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
-        """Measure all that is due at a step."""
         for measurement in self.due(step):
             self.run(trainer, module, measurement, module.decoder)
 
@@ -346,7 +336,6 @@ class Checkpoints(StepCallback):
         self.saved_step = -1
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
-        """Save at the steps that call for a checkpoint."""
         if self.is_regular(step) or step in self.config.phase_ends or is_best(module, step):
             self.save(trainer, module)
 
@@ -406,7 +395,6 @@ class Checkpoints(StepCallback):
 
 
 def is_best(module: TrainModule, step: int) -> bool:
-    """True if the validation at `step` is the best so far."""
     best = module.start.state.best
     return best is not None and best.step == step
 
@@ -435,7 +423,6 @@ class ProfileSteps(StepCallback):
             self.progress.say(f"trainer.profile: steps {self.window.first} to {self.window.last} were made before: none is recorded")
 
     def on_train_batch_start(self, trainer: L.Trainer, module: TrainModule, batch: Batch, batch_idx: int) -> None:
-        """Start recording at the first step of the window that this process makes."""
         step = trainer.global_step + 1
         if self.profiler or not self.window or not self.window.first <= step <= self.window.last or not trainer.is_global_zero:
             return
@@ -446,7 +433,6 @@ class ProfileSteps(StepCallback):
         self.clock.exclude_since(begin)
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
-        """Stop recording after the last step of the window."""
         self.last = step
         if self.profiler and step >= self.window.last:
             self._write()

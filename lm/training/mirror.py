@@ -281,7 +281,6 @@ class MetricLog:
 
     @property
     def pictures(self) -> bool:
-        """Whether a mirror is sent pictures."""
         return any(mirror.pictures for mirror in self.mirrors)
 
     def write(self, metrics: dict[str, Plain]) -> None:
@@ -301,11 +300,9 @@ class MetricLog:
         self._send(lambda mirror: mirror.evaluation(result, picture))
 
     def summarize(self, values: dict[str, Plain]) -> None:
-        """Mirror facts of the whole run."""
         self._send(lambda mirror: mirror.summarize(values))
 
     def close(self) -> None:
-        """Finish the mirrors."""
         self._send(lambda mirror: mirror.finish())
 
     def _send(self, send: Callable[[Mirror], None]) -> None:

@@ -188,7 +188,6 @@ class RunContext:
 class Step:
     """An optimizer step, the same on all ranks."""
 
-    loss: float  # nats per target
     grad_norm: float  # before clipping
     stop: bool  # whether a rank was asked to stop after the step
     layers: dict[str, float]  # gradient norms of layers by their names in metrics.jsonl, if they are logged
@@ -240,7 +239,6 @@ class TrainModule(L.LightningModule):
         )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The optimizer, with the state from which training continues."""
         optimizer = make_optimizer(self.decoder, self.config.optim)
         load_named_state(optimizer, self.start.optimizer)
         self.start.optimizer = {}
@@ -264,7 +262,6 @@ class TrainModule(L.LightningModule):
         return loss * (self.accumulation * self.trainer.world_size / self.config.optim.batch_tokens)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set the step's learning rates."""
         set_rates(optimizer, self.config, self.start.phase, self.global_step)
 
     def configure_gradient_clipping(
@@ -287,12 +284,12 @@ class TrainModule(L.LightningModule):
             torch._foreach_mul_([p.grad for p in trained_parameters], factor)
             norm, grad_norm = norm * factor, grad_norm * factor
             layers = {name: value * factor for name, value in layers.items()}
-        self.last_step = Step(nll / targets, grad_norm, stop > 0, layers)
+        self.last_step = Step(grad_norm, stop > 0, layers)
         if math.isfinite(grad_norm) and math.isfinite(nll):
             state.count_step(nll, z_loss, targets)
             torch.nn.utils.clip_grads_with_norm_(trained_parameters, optim.grad_clip or math.inf, norm)
         else:
-            reason = f"the loss is {self.last_step.loss:g}, the gradient's norm {grad_norm:g}"
+            reason = f"the loss is {nll / targets:g}, the gradient's norm {grad_norm:g}"
             skip_or_stop(self.decoder, state, optim.on_nonfinite, self.global_step + 1, reason)
 
     def _sums_over_ranks(self) -> Tensor:
