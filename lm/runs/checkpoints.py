@@ -107,9 +107,7 @@ def link_checkpoint(name: str, path: Path) -> None:
 
 
 def verify(path: Path) -> None:
-    """Compare every byte of a checkpoint with the CRCs in the file, which torch doesn't check.
-
-    A gigabyte takes half a second.
+    """Compare every byte of a checkpoint with the CRCs in the file, which torch doesn't check; a gigabyte takes half a second.
 
     Raises RunError: the file is missing or damaged; the message names the tensor, and the last intact checkpoint beside the file.
     """

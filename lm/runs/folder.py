@@ -73,10 +73,8 @@ def read_config(folder: Path) -> Config:
     path = folder / CONFIG
     try:
         plain = parse_yaml(path.read_bytes(), path.name)
-        required_names = [
-            spec.name for spec in fields(Config) if spec.type is not ExperimentConfig and not spec.metadata.get("omit_default")
-        ]
-        missing_names = [name for name in required_names if name not in (plain or {})]
+        specs = (spec for spec in fields(Config) if spec.type is not ExperimentConfig and not spec.metadata.get("omit_default"))
+        missing_names = [spec.name for spec in specs if spec.name not in (plain or {})]
         if missing_names:  # a run writes all of these keys, `log` last; older runs wrote no experiment
             expression = f"lm.config.load.to_yaml(lm.load({str(folder)!r}).config)"
             raise RunError(

@@ -45,12 +45,10 @@ def write_model(
     """Write a model to the folder `out`, whole or not at all; returns it.
 
     Args:
-        spec: description of the model.
         signatures: type and shape of each parameter; a tied head is stored once, as the embedding.
         tensors: the parameters on the CPU, in the order of `signatures`; each is made when it is written.
         tokenizer: content of its tokenizer.json; None: a model without text.
         training: metadata of its training; None: no training run is behind it.
-        origin: where the model was imported from; None: it was not imported.
 
     Raises RunError: `out` holds something, or can't be written.
     """

@@ -109,9 +109,7 @@ def divergence(lines: list[dict[str, Plain]], final_series: Series | None) -> st
     The run stopped at values that are not finite, or its final loss is not finite. Or nothing that it learned was left at its end: the
     final loss is above the unigram cross-entropy, and the training loss ended more than `RISE` above its minimum.
 
-    Args:
-        lines: the lines of its metrics.jsonl.
-        final_series: its validation loss at its last step; None: the run has not reached this step.
+    final_series: its validation loss at its last step; None: the run has not reached this step.
     """
     if reason := next((str(line[DIVERGED]) for line in lines if DIVERGED in line), ""):
         return reason
@@ -125,10 +123,7 @@ def divergence(lines: list[dict[str, Plain]], final_series: Series | None) -> st
 
 
 def tokens_before(environment: Mapping[str, Plain]) -> int:
-    """Training tokens of the weights that a run started from, in all runs behind them; 0 for a run from random weights.
-
-    environment: the content of its environment.json.
-    """
+    """Training tokens of the weights that a run started from, in all runs behind them; 0 for a run from random weights."""
     origin = environment.get("started_from") or {}
     return origin.get("tokens", 0) + origin.get("tokens_before", 0)
 
@@ -177,11 +172,9 @@ class RunRecord:
     @property
     def phases(self) -> list[tuple[int, dict[str, Plain]]]:
         """The normalizers of training, each with the step it began after."""
-        phases = self.config.get("phases") or []
-        starts = [0, *(round(phase["until"] * self.config["trainer"]["max_steps"]) for phase in phases)]
-        return [(start, phase["normalizer"]) for start, phase in zip(starts, phases, strict=False)] or [
-            (0, self.config["model"]["normalizer"])
-        ]
+        phases = self.config.get("phases") or [{"normalizer": self.config["model"]["normalizer"]}]
+        starts = [0, *(round(phase["until"] * self.config["trainer"]["max_steps"]) for phase in phases[:-1])]
+        return [(start, phase["normalizer"]) for start, phase in zip(starts, phases, strict=True)]
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -307,8 +300,8 @@ def _missing_environment(config: dict[str, Plain], environment: dict[str, Plain]
         raise RunError(f"{path}: {one_line(error, None)}") from None
     gaps = [f"its starts differ: {'; '.join(differences)}"] if differences else []
     preface = "environment.json (of a model without its training run) does not say"
-    gaps += (
-        [f"{preface} what each start used: they may differ"] if not entries or any("precision" not in start for start in entries) else []
-    )
-    arm_is_unknown = config.get("init_from") and "arm" not in (environment.get("started_from") or {})
-    return gaps + ([f"{preface} of which arm its starting weights are: told from others by their path"] if arm_is_unknown else [])
+    if not entries or any("precision" not in start for start in entries):
+        gaps.append(f"{preface} what each start used: they may differ")
+    if config.get("init_from") and "arm" not in (environment.get("started_from") or {}):
+        gaps.append(f"{preface} of which arm its starting weights are: told from others by their path")
+    return gaps

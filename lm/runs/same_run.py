@@ -45,14 +45,10 @@ def config_problems(
     metadata: metadata of the checkpoint; `step` and `phase` say how far training has come.
     branches: whether a new run branches from the checkpoint, which may have another schedule.
     """
-    problems = []
+    problems, compared_effects = [], ("same",) if branches else ("same", "branch")
     for key, (value, trained_value) in differences(to_plain(config), to_plain(training_config)).items():
         on_resume = effect_of(key).on_resume
-        if (
-            on_resume not in ("same", "branch")
-            or (branches and (on_resume == "branch" or key == "branch_from"))
-            or _moved(config, key, value, trained_value)
-        ):
+        if on_resume not in compared_effects or (branches and key == "branch_from") or _moved(config, key, value, trained_value):
             continue
         remedy = "branch with that" if branches else "resume it with that, or choose another name"
         if on_resume == "branch":
@@ -174,22 +170,19 @@ def _length_problems(config: Config, training_config: Config, step: int, path: P
 
 def _plan_problems(config: Config, training_config: Config, phase: int, step: int, path: Path) -> list[Problem]:
     """Differences in normalizers and phases up to `step`, which lies in (or at the end of) `phase` of the trained plan."""
-    problems, layers = [], range(training_config.model.n_layer)
+    problems = []
     for index in range(phase + 1):
         place = f"phases[{index}]" if config.phases else "model"
         if index >= len(config.plan):
             return [*problems, Problem("phases", len(config.plan), f"{path} is in phase {phase + 1}", "resume it with the phases it had")]
-        label, trained_label = (plan[index].normalizer.label() for plan in (config.plan, training_config.plan))
-        if any(
-            config.plan[index].normalizer.layer_option(layer) != training_config.plan[index].normalizer.layer_option(layer)
-            for layer in layers
-        ):
-            arguments = config.plan[index].normalizer.swap_arguments()
-            remedy = f"to change it now: lm swap {path} --to {arguments} -o OUT, then init_from=OUT in a run of another name"
-            problems.append(Problem(f"{place}.normalizer", label, f"the checkpoint was trained with {trained_label}", remedy))
-        if config.plan[index].warmup_steps != training_config.plan[index].warmup_steps:
-            reason = f"the checkpoint was trained with {training_config.plan[index].warmup_steps}"
-            problems.append(Problem(f"{place}.warmup_steps", config.plan[index].warmup_steps, reason))
+        steps, trained_steps = (plan[index].warmup_steps for plan in (config.plan, training_config.plan))
+        normalizer, trained_normalizer = (plan[index].normalizer for plan in (config.plan, training_config.plan))
+        if any(normalizer.layer_option(layer) != trained_normalizer.layer_option(layer) for layer in range(training_config.model.n_layer)):
+            reason = f"the checkpoint was trained with {trained_normalizer.label()}"
+            remedy = f"lm swap {path} --to {normalizer.swap_arguments()} -o OUT, then init_from=OUT in a run of another name"
+            problems.append(Problem(f"{place}.normalizer", normalizer.label(), reason, f"to change it now: {remedy}"))
+        if steps != trained_steps:
+            problems.append(Problem(f"{place}.warmup_steps", steps, f"the checkpoint was trained with {trained_steps}"))
     ends, trained_ends = config.phase_ends, training_config.phase_ends
     moved_phases = [index for index in range(phase) if ends[index] != trained_ends[index]] + ([phase] if ends[phase] < step else [])
     for index in moved_phases if step < config.trainer.max_steps else ():

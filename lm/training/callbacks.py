@@ -147,7 +147,7 @@ class StopOnSignal(StepCallback):
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
     def __init__(self) -> None:
-        self.signal: int = 0
+        self.signal = 0  # the number of the last one; 0: none yet
         self._before: dict[int, object] = {}
         self._terminals: list[int] = []
 
@@ -169,9 +169,6 @@ class StopOnSignal(StepCallback):
             for output in self._terminals:
                 os.dup2(null_device, output)
             os.close(null_device)
-
-    def requested(self) -> bool:
-        return bool(self.signal)
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
         if module.last_step.stop:
@@ -414,7 +411,7 @@ class ProfileSteps(StepCallback):
 
     def __init__(self, run: RunContext, clock: Clock):
         super().__init__(run, clock)
-        self.window, self.profiler, self.first, self.last = run.config.trainer.profile, None, 0, 0
+        self.window, self.profiler, self.first = run.config.trainer.profile, None, 0
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Warn if training goes on after a window of which nothing was recorded."""
@@ -433,24 +430,23 @@ class ProfileSteps(StepCallback):
         self.clock.exclude_since(begin)
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
-        self.last = step
         if self.profiler and step >= self.window.last:
-            self._write()
+            self._write(step)
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Write what was recorded when training stops or a phase ends."""
-        if self.profiler and self.last >= self.first:
-            self._write()
+        if self.profiler and trainer.global_step >= self.first:
+            self._write(trainer.global_step)
 
-    def _write(self) -> None:
+    def _write(self, last: int) -> None:
         begin = time.perf_counter()
         self.profiler.stop()
         folder = self.config.run_folder / PROFILE
         folder.mkdir(exist_ok=True)
-        path = folder / f"steps-{self.first}-{self.last}.txt"
+        path = folder / f"steps-{self.first}-{last}.txt"
         self.profiler.export_chrome_trace(str(path.with_suffix(".json.gz")))
         order = "self_cuda_time_total" if self.machine.accelerator == "gpu" else "self_cpu_time_total"
         write_text(path, self.profiler.key_averages().table(sort_by=order, row_limit=ROWS, max_name_column_width=60))
         self.profiler = None
         self.clock.exclude_since(begin)
-        self.progress.say(f"profile of steps {self.first} to {self.last}: {path}")
+        self.progress.say(f"profile of steps {self.first} to {last}: {path}")

@@ -78,10 +78,8 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
         keep_freed_memory()
         device = f"cpu ({torch.get_num_threads()} threads)"
 
-    old_facts: dict[str, Plain] = {}
     if checkpoint and not is_own(config.run_folder, checkpoint):
         start, old_facts, notes = branch(config, store, checkpoint)
-        origin = old_facts["started_from"]
     elif checkpoint:
         content = load_checkpoint(checkpoint)
         notes = check_resume(config, store, content, checkpoint)
@@ -92,16 +90,16 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
             if main:
                 _make_missing(config, plan, checkpoint, content["lm"]["step"], mode, old_facts)
             return 0
-        start, origin = start_from_checkpoint(config, content), old_facts.get("started_from")
+        start = start_from_checkpoint(config, content)
     else:
-        start, origin, notes = start_new_run(config, store, source)
+        start, old_facts, notes = start_new_run(config, store, source)
     precision = resolve_precision(config, accelerator, old_facts)
     flops = flops_per_token(start.decoder) * config.optim.batch_tokens * config.trainer.max_steps
     compiled = resolve_compile(config, flops, accelerator, old_facts)
 
     peak = peak_flops(accelerator, precision.value != "32") if main else None
     machine = Machine(accelerator, device, precision, compiled, process.launcher, peak)
-    facts = {**environment(config, store, start, machine, old_facts), "started_from": origin}
+    facts = {**environment(config, store, start, machine, old_facts), "started_from": old_facts.get("started_from")}
     facts |= {"branched_from": old_facts["branched_from"]} if "branched_from" in old_facts else {}
     facts[TOKENIZER_SHA256] = store.manifest["files"][TOKENIZER]["sha256"]
     mirrors: list[Mirror] = []
@@ -170,7 +168,7 @@ def _phases(run: RunContext, start: PhaseStart) -> int:
     config, folder = run.config, run.config.run_folder
     with StopOnSignal() as stop:
         while True:
-            module = TrainModule(run, start, stop.requested)
+            module = TrainModule(run, start, lambda: bool(stop.signal))
             trainer = make_trainer(run, module, stop)
             trainer.fit(module)
             step = trainer.global_step

@@ -19,15 +19,11 @@ from lm.training.optimizers import implied_state
 
 
 class TensorMemory(TorchDispatchMode):
-    """Counts the bytes of all tensors that are made within it, each storage once, until they are freed.
-
-    Attributes:
-        now, peak: bytes at this moment, and the most so far.
-    """
+    """Counts the bytes of all tensors that are made within it, each storage once, until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.peak = 0  # bytes at this moment, and the most so far
         self._known = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:

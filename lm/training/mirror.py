@@ -231,10 +231,8 @@ def _finish(run: "wandb.Run") -> None:
 def send_report(log: LogConfig, name: str, folder: Path, verdicts: list[dict[str, Plain]], report: Path) -> None:
     """Send an experiment's verdicts and report to wandb, if it is on, as a run `NAME report` of its group.
 
-    Args:
-        name, folder: those of the experiment. They give the id of the run, the same each time that the experiment is judged.
-        verdicts: lines of verdicts.csv.
-        report: the page of the experiment.
+    Name and folder of the experiment give the id of the run, the same each time that the experiment is judged. `verdicts` are the lines of
+    verdicts.csv.
 
     Raises:
         ConfigError: an unknown WANDB_MODE.

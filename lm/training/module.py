@@ -137,11 +137,7 @@ MOST_SKIPPED = 10  # consecutive steps that may be skipped before the run stops
 
 
 def skip_or_stop(decoder: Decoder, state: RunState, policy: str, step: int, reason: str) -> None:
-    """Skip the update of a step that is not finite (`optim.on_nonfinite: skip`), or stop the run.
-
-    Args:
-        step: the step to be made, from 1.
-        reason: its loss and gradient norm, in words.
+    """Skip the update of step `step` (1-based), which is not finite (`optim.on_nonfinite: skip`), or stop the run.
 
     Raises Diverged: the policy is `stop`, or too many consecutive steps were skipped.
     """
@@ -200,16 +196,11 @@ class TrainModule(L.LightningModule):
     into micro-batches and ranks. The only data state is the step: batches and dropout follow from
     (data fingerprint, seed, step), so a checkpoint needs no position and no random state.
 
-    Args:
-        start: decoder, state and optimizer to go on from.
-        stop_requested: whether this process was asked to stop.
-
-    Attributes:
-        last_step: the step just made.
-        sequence_length: tokens in each sequence of this step.
+    start: decoder, state and optimizer to go on from.
     """
 
-    last_step: Step
+    last_step: Step  # the step just made
+    sequence_length: int  # tokens in each sequence of the present step
 
     def __init__(self, run: RunContext, start: PhaseStart, stop_requested: Callable[[], bool]):
         super().__init__()

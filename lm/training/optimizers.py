@@ -220,10 +220,7 @@ def implied_state(decoder: Decoder, config: Config) -> State:
 
 
 def optimizer_mismatch(decoder: Decoder, config: Config, state: State) -> str:
-    """The first entry of `state` that doesn't fit the optimizer of this decoder, and why; empty if all fit.
-
-    decoder: on the meta device.
-    """
+    """The first entry of `state` that doesn't fit the optimizer of this decoder on the meta device, and why; empty if all fit."""
     expected_state = implied_state(decoder, config)
     for name in {**expected_state, **state}:
         if name not in expected_state or name not in state:

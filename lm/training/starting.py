@@ -101,11 +101,11 @@ class PhaseStart:
 # ---------------------------------------------------------------- a new run, from random weights or those of another run (init_from)
 
 
-def start_new_run(config: Config, store: Store, source: Loaded | None = None) -> tuple[PhaseStart, dict[str, Plain] | None, list[str]]:
-    """The start of a new run, the origin of its weights (None: random), and notes on it.
+def start_new_run(config: Config, store: Store, source: Loaded | None = None) -> tuple[PhaseStart, dict[str, Plain], list[str]]:
+    """The start of a new run, the facts that environment.json keeps of the weights behind it, {} for random ones, and notes.
 
-    The origin: `path`, `step`, `tokens`, `tokens_before` of the weights that it started from, if any, `normalizer`, 12 digits of the
-    digest of its `weights`, and the `arm` and `seeds` of the run (lm/runs/record.py).
+    `started_from` has `path`, `step`, `tokens`, `tokens_before` of the weights that those started from, if any, `normalizer`, 12 digits of
+    the digest of the `weights`, and the `arm` and `seeds` of their run (lm/runs/record.py).
 
     source: the weights that `init_from` names. Its decoder is left without numbers.
 
@@ -118,7 +118,7 @@ def start_new_run(config: Config, store: Store, source: Loaded | None = None) ->
     freeze(decoder, config.train_only)
     start = PhaseStart(0, 0, decoder)
     if source is None:
-        return start, None, []
+        return start, {}, []
     decoder.load_state_dict(source.decoder.state_dict())
     source.decoder.to("meta")  # the whole training would hold the weights twice
     origin = {
@@ -132,14 +132,15 @@ def start_new_run(config: Config, store: Store, source: Loaded | None = None) ->
         origin["tokens_before"] = earlier_tokens
     unknown_note = "note: what those weights were trained on is not known: what is held out here they may have seen"
     if source.config is None:
-        return start, {**origin, "arm": origin["weights"], "seeds": []}, [f"weights from {source.path}", unknown_note]
+        origin |= {"arm": origin["weights"], "seeds": []}
+        return start, {"started_from": origin}, [f"weights from {source.path}", unknown_note]
     facts = to_plain(source.config), source.environment
     notes = [f"weights from {source.path} (step {origin['step']:,}, {origin['tokens']:,} tokens)"]
     if origin["tokens"] == 0:  # a swap of a model without a training run
         notes.append(unknown_note)
     elif store.fingerprint != source.stamp["data_fingerprint"]:
         notes.append("note: those weights were trained on other data or another split: what is held out here they may have seen")
-    return start, {**origin, "arm": arm(*facts), "seeds": list(seeds(*facts))}, notes
+    return start, {"started_from": {**origin, "arm": arm(*facts), "seeds": list(seeds(*facts))}}, notes
 
 
 def _encoding_rules(tokenizer: Tokenizer) -> dict[str, Plain]:
