@@ -128,7 +128,7 @@ def test_a_log_that_was_read_before_its_run_saved_again_is_no_altered_one(tmp_pa
     with (run.config.run_folder / METRICS).open("a") as file:
         file.write(json.dumps({"step": 8, "tokens": 8, "lr": 0.1}) + "\n")
     save(run.config.run_folder, run.outcome.last_step)
-    check_log(run.config.run_folder, log, without_tensors(run.outcome.checkpoint)["lm"], run.outcome.checkpoint)
+    check_log(run.config.run_folder, log.content, without_tensors(run.outcome.checkpoint)["lm"], run.outcome.checkpoint)
 
 
 @pytest.mark.parametrize("edit", [copied, lowered], ids=lambda edit: edit.__name__)

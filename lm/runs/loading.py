@@ -211,13 +211,9 @@ def _load_model(path: Path) -> Loaded:
         weights = safetensors.torch.load_file(path / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{path / WEIGHTS}: not readable: {one_line(error, 160)}") from None
-    altered_names = [
-        name
-        for name in {**expected_digests, **weights}
-        if name not in weights or expected_digests.get(name) != tensor_sha256(weights[name])
-    ]
-    if altered_names:
-        raise RunError(f"{path / WEIGHTS}: {altered_names[0]} was altered (its sha256 differs from that in {DESCRIPTION}); export it again")
+    for name in {**expected_digests, **weights}:
+        if name not in weights or expected_digests.get(name) != tensor_sha256(weights[name]):
+            raise RunError(f"{path / WEIGHTS}: {name} was altered (its sha256 differs from that in {DESCRIPTION}); export it again")
     decoder, tokenizer = _build_decoder(spec, weights, path, description[TOKENIZER_SHA256])
     if training is None:
         return Loaded(decoder, spec, tokenizer, path, origin=origin)

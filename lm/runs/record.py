@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +20,7 @@ from lm.files import read_json
 from lm.runs.evaluations import KIND, UNIGRAM, UNIGRAM_BOUND, Evaluation, Series, last_evaluations, validation_series
 from lm.runs.folder import CHECKPOINTS, CONFIG, DIVERGED, ENVIRONMENT, LAST, METRICS, Curve, Log, curve, read_metrics, require_run
 from lm.runs.same_run import check_measured
-from lm.schema import Plain, flatten, yaml_scalar
+from lm.schema import Plain, convert, flatten, yaml_scalar
 
 
 def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
@@ -32,12 +32,8 @@ def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
     """
     if "starts" not in environment:
         return []
-    entries = environment["starts"]
-    if (
-        not isinstance(entries, list)
-        or not entries
-        or not all(isinstance(entry, dict) and isinstance(entry.get("step"), int) for entry in entries)
-    ):
+    entries = convert(list[dict], environment["starts"])
+    if entries is MISSING or not entries or not all(isinstance(entry.get("step"), int) for entry in entries):
         raise ValueError("starts is no list of objects with a step")
     history: list[dict[str, Plain]] = []
     for start in entries:

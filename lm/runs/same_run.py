@@ -113,17 +113,17 @@ def check_measured(run: Path, evaluations: Sequence[Evaluation], checkpoint: Pat
             path = evaluation_path(run, evaluation.kind, step)
             raise RunError(f"{path}: is not of the weights that checkpoints/{checkpoint.name} records for step {step}; {remedy(path)}")
         checked &= step > seals["step"] or bool(digests and evaluation.code)
-    check_log(run, log, content["lm"], checkpoint)
+    check_log(run, log.content, content["lm"], checkpoint)
     if config_text and content["lm"]["config"]:
         check_text(run / CONFIG, config_text, content["lm"], checkpoint)
     return checked
 
 
-def check_log(run: Path, log: Log, metadata: dict[str, Plain], checkpoint: Path) -> None:
-    """Raises RunError: the log is not what it was when the checkpoint, whose metadata have its seal, was saved."""
+def check_log(run: Path, content: bytes | None, metadata: dict[str, Plain], checkpoint: Path) -> None:
+    """Raises RunError: the log's content is not what it was when the checkpoint, whose metadata have its seal, was saved. None: no log."""
     saved_seal = {**NO_SEALS, **metadata}["log"]
     check_fields(saved_seal, {"bytes": int, "sha256": str}, checkpoint, "log.")
-    path, content, n_bytes = run / METRICS, log.content, saved_seal["bytes"]
+    path, n_bytes = run / METRICS, saved_seal["bytes"]
     if content is not None and len(content) < n_bytes and path.is_file():  # read before a run under way saved the checkpoint?
         content = path.read_bytes()
     if content is not None and seal(content[:n_bytes]) != saved_seal:

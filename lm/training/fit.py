@@ -84,8 +84,8 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
         content = load_checkpoint(checkpoint)
         notes = check_resume(config, store, content, checkpoint)
         old_facts = check_environment(config.run_folder / ENVIRONMENT, content["lm"], checkpoint)
-        old_log = read_metrics(config.run_folder / METRICS)
-        check_log(config.run_folder, old_log._replace(content=old_log.content or b""), content["lm"], checkpoint)  # a missing log differs
+        old_log = read_metrics(config.run_folder / METRICS).content or b""  # a missing log differs
+        check_log(config.run_folder, old_log, content["lm"], checkpoint)
         if content["lm"]["step"] >= config.trainer.max_steps:
             if main:
                 _make_missing(config, plan, checkpoint, content["lm"]["step"], mode, old_facts)

@@ -211,7 +211,6 @@ class TrainModule(L.LightningModule):
             use_compile_cache()
             self.decoder.compile_blocks(len(train_sequences(run.store, config).length.fractions(config.trainer.max_steps)))
         self.accumulation = config.rank_sequences // config.micro_batch
-        self.has_ignored = bool(config.data.tasks)  # some tokens are no targets
         self.sums: Tensor | None = None  # loss, z-loss (nats) and targets of this rank's micro-batches so far; (3,) float64 on the device
         self.stop_requested, self.sequence_length = stop_requested, config.data.seq_len
 
@@ -246,7 +245,8 @@ class TrainModule(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss (nats, scalar) of a micro-batch, scaled so that the step has the gradient of the mean over its tokens."""
         (loss, terms), self.sequence_length = self.decoder.training_loss(batch, self.config.optim.z_loss or 0.0), batch.tokens.size(1)
-        targets = (batch.targets != IGNORED).sum() if self.has_ignored else terms.new_full((), batch.targets.numel())
+        has_ignored = bool(self.config.data.tasks)  # some tokens are no targets
+        targets = (batch.targets != IGNORED).sum() if has_ignored else terms.new_full((), batch.targets.numel())
         sums = torch.cat((terms.double(), targets.double().unsqueeze(0)))
         self.sums = sums if self.sums is None else self.sums + sums
         # Lightning divides by `accumulation`, DDP by the number of ranks.
