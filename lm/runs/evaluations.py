@@ -43,7 +43,6 @@ class Axis:
 
     @property
     def label(self) -> str:
-        """The axis' label in a picture: name and unit."""
         return f"{self.name} ({self.unit})" if self.unit else self.name
 
 
@@ -183,7 +182,6 @@ class Series:
 
     @property
     def shape(self) -> Shape:
-        """The shape of its axis: a single number, ranges or points."""
         return "number" if self.axis is None else "bins" if self.axis.bins else "points"
 
     def column(self, number: int) -> tuple[Sample, np.ndarray]:

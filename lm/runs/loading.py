@@ -225,7 +225,6 @@ def _load_model(path: Path) -> Loaded:
 
 
 def _split_config(metadata: dict[str, Plain], path: Path) -> tuple[Config, dict[str, Plain]]:
-    """The configuration that `metadata` holds, and all other metadata."""
     config = trained_config(metadata, path)
     if metadata["phase"] >= len(config.plan):
         raise RunError(f"{path}: its `phase` is {metadata['phase']}, its training has {len(config.plan)}")

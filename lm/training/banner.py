@@ -108,7 +108,6 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
 
 
 def _memory(config: Config, phase: int, vocab_size: int, machine: Machine) -> str:
-    """The estimated memory of the tensors of a training step, in words."""
     try:
         n_bytes = estimated_memory(config, phase, vocab_size, machine.bf16, machine.accelerator)
     except Exception as error:  # by code of a normalizer from outside: no estimate must keep a run from starting
@@ -193,7 +192,6 @@ def _tasks(store: Store, config: Config) -> str:
 
 
 def _lengths(store: Store, config: Config) -> str:
-    """The fraction of the run's tokens in sequences of each length."""
     text = ", ".join(f"{length} tokens {fraction:.1%}" for length, fraction in _length_fractions(store, config).items())
     return "; ".join(filter(None, (text, train_sequences(store, config).length.note())))
 

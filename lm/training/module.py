@@ -215,7 +215,6 @@ class TrainModule(L.LightningModule):
         self.stop_requested, self.sequence_length = stop_requested, config.data.seq_len
 
     def train_dataloader(self) -> torch.utils.data.DataLoader:
-        """Micro-batches from the phase's first step on."""
         config = self.config
         return train_loader(
             train_sequences(self.store, config),
