@@ -380,19 +380,16 @@ def validation_series(
     amount = "" if sample is None else f"{len(sample.values):,} of {seq_len:,} tokens{token}"
     display = Shown("Validation at the training length", "validation sequences", amount)
     common_fields = {"kind": KIND, "better": "lower", "seq_len": seq_len, "shown": display}
-    series = [
-        Series(
-            metric=LOSS, unit="nats per token", means=np.array([loss], float), logged=("val/loss",),
-            references={} if unigram_cross_entropy is None else {level: unigram_cross_entropy},
-            samples=() if sample is None else (sample,), interval="none" if sample is None else "documents",
-            data_fingerprint=data_fingerprint, **common_fields,
-        )
-    ]  # fmt: skip
-    if bits_per_byte is not None:
-        series.append(
-            Series(metric="bits per byte", unit="", means=np.array([bits_per_byte], float), logged=("val/bits_per_byte",), **common_fields)
-        )
-    return series
+    losses = Series(
+        metric=LOSS, unit="nats per token", means=np.array([loss], float), logged=("val/loss",),
+        references={} if unigram_cross_entropy is None else {level: unigram_cross_entropy},
+        samples=() if sample is None else (sample,), interval="none" if sample is None else "documents",
+        data_fingerprint=data_fingerprint, **common_fields,
+    )  # fmt: skip
+    if bits_per_byte is None:
+        return [losses]
+    bits = Series(metric="bits per byte", unit="", means=np.array([bits_per_byte], float), logged=("val/bits_per_byte",), **common_fields)
+    return [losses, bits]
 
 
 def selecting(fingerprint: str, documents: np.ndarray) -> np.ndarray:
@@ -522,22 +519,22 @@ def last_evaluations(
     last_paths, wanted_kinds = {kind: path for (kind, _), path in sorted(evaluation_files(run).items())}, _wanted_kinds(config)
     evaluations, gaps = [], []
     for kind in dict.fromkeys((*EvalConfig.kind_names(), *last_paths)):
-        name = f"{kind.replace('_', '-')} evaluation"
-        if kind not in last_paths:
+        path, name = last_paths.get(kind), f"{kind.replace('_', '-')} evaluation"
+        if path is None:
             gaps += [f"no {name}"] if kind in wanted_kinds else []
             continue
-        if last_paths[kind] in known_evaluations:
-            evaluations.append(known_evaluations[last_paths[kind]])
+        if path in known_evaluations:
+            evaluations.append(known_evaluations[path])
             continue
-        content = read_evaluation(last_paths[kind])
+        content = read_evaluation(path)
         try:
             if "series" in content or kind in wanted_kinds:  # results of downstream tasks hold no series
                 evaluations.append(Evaluation.from_plain(content))
         except KeyError as error:
             advice = "if it was measured by an older version, measure it again with `lm eval`"
-            gaps.append(f"no {name} that can be read ({last_paths[kind]}: no {error.args[0]}; {advice})")
+            gaps.append(f"no {name} that can be read ({path}: no {error.args[0]}; {advice})")
         except ValueError as error:
-            raise RunError(f"{last_paths[kind]}: {one_line(error, None)}") from None
+            raise RunError(f"{path}: {one_line(error, None)}") from None
     return evaluations, gaps
 
 
