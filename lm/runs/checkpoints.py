@@ -71,6 +71,22 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
 
 
+def mismatch(expected: Mapping[str, object], saved: Mapping[str, object], surplus: str) -> str:
+    """The first saved value that isn't expected, or whose shape isn't, and why; empty if all fit.
+
+    surplus: words for a name that is not expected.
+    """
+    for name in {**expected, **saved}:
+        if name not in expected or name not in saved:
+            return f"{name} is {'missing' if name in expected else surplus}"
+        shape, expected_shape = (tuple(value.shape) if isinstance(value, Tensor) else None for value in (saved[name], expected[name]))
+        if shape != expected_shape:
+            return f"{name} has shape {shape}, the configuration implies {expected_shape}"
+        if shape is not None and not saved[name].is_contiguous():  # an expanded single number claims any size
+            return f"{name} is not contiguous"
+    return ""
+
+
 # ---------------------------------------------------------------- checkpoints
 
 

@@ -22,7 +22,7 @@ from lm.files import expanded, file_sha256, new_folder, read_json, read_sealed, 
 from lm.model.decoder import Decoder
 from lm.model.rope import AS_TRAINED
 from lm.model.spec import ModelSpec
-from lm.runs.checkpoints import Described, load_checkpoint, tensor_sha256, write_weights
+from lm.runs.checkpoints import Described, load_checkpoint, mismatch, tensor_sha256, write_weights
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, TOKENIZER, check_fields, is_own, require_run, step_of, step_path, steps_saved
 from lm.runs.metadata import METADATA, SEALS, load_metadata
 from lm.runs.same_run import check_environment, trained_config
@@ -277,20 +277,13 @@ def weights_mismatch(spec: ModelSpec, weights: dict[str, Tensor]) -> str:
     """
     model, embedding = spec.model, weights.get("embedding.weight")
     layers = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
-    if embedding is not None and embedding.shape != (spec.vocab_size, model.n_embd):  # a width may be too large for torch to multiply
-        return _other_shape("embedding.weight", embedding, (spec.vocab_size, model.n_embd))
+    expected_shape = spec.vocab_size, model.n_embd
+    if embedding is not None and embedding.shape != expected_shape:  # a width may be too large for torch to multiply
+        return f"embedding.weight has shape {tuple(embedding.shape)}, the configuration implies {expected_shape}"
     if len(layers) != model.n_layer:
         return f"there are weights of {len(layers)} layers, model.n_layer is {model.n_layer}"
     with torch.device("meta"):
-        expected_weights = spec.decoder().state_dict()
-    for name in {**expected_weights, **weights}:
-        if name not in weights or name not in expected_weights:
-            return f"{name} is {'missing' if name in expected_weights else 'not a tensor of the model'}"
-        if weights[name].shape != expected_weights[name].shape:
-            return _other_shape(name, weights[name], expected_weights[name].shape)
-        if not weights[name].is_contiguous():  # an expanded single number claims any size
-            return f"{name} is not contiguous"
-    return ""
+        return mismatch(spec.decoder().state_dict(), weights, "not a tensor of the model")
 
 
 def check_finite(weights: Mapping[str, Tensor], path: Path) -> None:
@@ -298,10 +291,6 @@ def check_finite(weights: Mapping[str, Tensor], path: Path) -> None:
     for name, value in weights.items():
         if not value.isfinite().all():
             raise RunError(f"{path}: {name} holds numbers that are not finite; use weights from before the model diverged")
-
-
-def _other_shape(name: str, tensor: Tensor, expected_shape: tuple[int, ...]) -> str:
-    return f"{name} has shape {tuple(tensor.shape)}, the configuration implies {tuple(expected_shape)}"
 
 
 def _folder(path: Path) -> Path:

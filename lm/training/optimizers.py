@@ -16,6 +16,7 @@ from lm.config.tree import Config
 from lm.model.decoder import Decoder, group_of, is_normalizer, projections
 from lm.model.device import has_native_bf16
 from lm.model.transfer import Scaling, scalings
+from lm.runs.checkpoints import mismatch
 
 MATRICES = "matrices"  # the group of parameters that Muon updates
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Keller Jordan's for the Newton-Schulz iteration
@@ -225,15 +226,8 @@ def optimizer_mismatch(decoder: Decoder, config: Config, state: State) -> str:
     for name in {**expected_state, **state}:
         if name not in expected_state or name not in state:
             return f"{name} is {'missing' if name in expected_state else 'not trained'}"
-        expected_entry, saved_entry = expected_state[name], state[name]
-        if not isinstance(saved_entry, dict):
-            return f"{name} has {saved_entry!r:.40} in place of optimizer state"
-        for key in {**expected_entry, **saved_entry} if saved_entry else ():
-            if key not in expected_entry or key not in saved_entry:
-                return f"{name}: {key} is {'missing' if key in expected_entry else 'not part of its state'}"
-            shapes = [tuple(entry[key].shape) if isinstance(entry[key], Tensor) else None for entry in (saved_entry, expected_entry)]
-            if shapes[0] != shapes[1]:
-                return f"{name}: {key} has shape {shapes[0]}, the configuration implies {shapes[1]}"
-            if shapes[0] is not None and not saved_entry[key].is_contiguous():  # an expanded single number claims any size
-                return f"{name}: {key} is not contiguous"
+        if not isinstance(state[name], dict):
+            return f"{name} has {state[name]!r:.40} in place of optimizer state"
+        if state[name] and (reason := mismatch(expected_state[name], state[name], "not part of its state")):
+            return f"{name}: {reason}"
     return ""
