@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ from lm.schema import Plain, to_plain
 
 QUESTION_SEED = 0  # seed of the sequences with questions, the same for every model
 ROLL_OUT = "roll-out"  # answers after the model's own, in place of the correct ones
-_AFTER = "given the correct answers to earlier questions"
+SHORTEN = "leave that length out, or ask for fewer"  # the remedy where a length was asked for
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +123,16 @@ def roll_out(decoder: Decoder, batch: Batch, place: Tensor, predictions: Tensor)
 class AnswerMeasurement(Measurement):
     """A measurement of answers in fp32, at `length_factors` training lengths, under each of its inference settings."""
 
+    haystack: Text | None  # the text that its tasks are in
+
+    def check_room(self, task: Task, length: int, key: str, count: int = 1, subset: Subset = "test", remedy: str = SHORTEN) -> None:
+        """Raises ConfigError, naming its key `key`, unless a task makes `count` different sequences of `length` tokens."""
+        try:
+            check_task(task, QUESTION_SEED, length, subset, count, self.haystack)
+        except TaskError as error:
+            reason = f"{task.name} in sequences of {length:,}: {error}"
+            raise ConfigError([Problem(f"eval.{self.kind}.{key}", attrgetter(key)(self.asked), reason, remedy)]) from None
+
     def precision(self, device: Device) -> str:
         return "32"  # answers are measured in fp32, whatever the precision of training
 
@@ -142,7 +153,7 @@ class AnswerMeasurement(Measurement):
             "Accuracy by sequence length",
             "sequences with questions",
             f"{int(samples[0].weights.sum()):,} different ones a length",
-            f"accuracy by sequence length, {_AFTER}, or in a {ROLL_OUT} after the model's own",
+            f"accuracy by sequence length, given the correct answers to earlier questions, or in a {ROLL_OUT} after the model's own",
             "chance, picking among the answers shown and not yet given",
         )
         name = f"chance, {ROLL_OUT}" if setting.endswith(ROLL_OUT) else "chance"
@@ -154,19 +165,6 @@ def by_unit(sha256: str, unit: np.ndarray, values: np.ndarray) -> Sample:
     """Means of values (N,) by the unit (N,) that each value belongs to, and the number of its values; units from 0 to the largest."""
     counts = np.bincount(unit)
     return Sample(sha256, (np.bincount(unit, values) / counts)[:, None], counts, np.arange(len(counts)))
-
-
-SHORTEN = "leave that length out, or ask for fewer"  # the remedy where a length was asked for
-
-
-def check_room(
-    task: Task, length: int, subset: Subset, count: int, text: Text | None, key: str, factors: Plain, remedy: str = SHORTEN
-) -> None:
-    """Raises ConfigError, naming `key` and its value `factors`, unless a task makes `count` different sequences of `length` tokens."""
-    try:
-        check_task(task, QUESTION_SEED, length, subset, count, text)
-    except TaskError as error:
-        raise ConfigError([Problem(key, factors, f"{task.name} in sequences of {length:,}: {error}", remedy)]) from None
 
 
 class Recall(AnswerMeasurement):
@@ -183,8 +181,7 @@ class Recall(AnswerMeasurement):
         self.tasks = self.asked.asked_tasks(config.data)
         self.haystack = Text(store) if any(task.vocab_size is None for task in self.tasks) else None
         for task, length in product(self.tasks, self.lengths):
-            factors = self.asked.length_factors
-            check_room(task, length, "test", self.asked.sequences, self.haystack, "eval.recall.length_factors", factors)
+            self.check_room(task, length, "length_factors", self.asked.sequences)
 
     @property
     def options(self) -> dict[str, Plain]:
@@ -203,7 +200,6 @@ class Recall(AnswerMeasurement):
         return series
 
     def _task_series(self, decoder: Decoder, task: Task, name: str, setting: str, device: Device, progress: Advance) -> list[Series]:
-        """The series of one task under one inference setting."""
         samples: dict[str, list[Sample]] = {metric: [] for metric in ("whole", "rolled out", "token", "loss")}  # of each length
         for length in self.lengths:
             examples = [example(task, QUESTION_SEED, index, length, "test", self.haystack) for index in range(self.asked.sequences)]
@@ -245,28 +241,21 @@ class Trial:
 
 
 SCORED = (  # metric and unit of each column of `score`
-    ("exact", "fraction"),
-    ("first digit", "fraction"),
+    ("exact", "fraction"),  # 1 if the whole number that greedy decoding writes is correct
+    ("first digit", "fraction"),  # 1 if the first digit of that number is correct
+    # 1 if each answer token is the most probable one after the tokens before it (then greedy decoding gives it)
     ("exact, teacher-forced", "fraction"),
-    ("first of candidates", "fraction"),
-    ("rank among candidates", ""),
+    ("first of candidates", "fraction"),  # 1 if no other candidate is more probable, as a whole, than the answer
+    ("rank among candidates", ""),  # 1 plus the number of candidates that are more probable than the answer
     ("loss of answers", "nats per token"),
-    ("loss over the most probable other", "nats"),
+    ("loss over the most probable other", "nats"),  # of the answer, less that of this candidate; 0 without other candidates
 )
 
 
 def score(decoder: Decoder, questions: list[Trial], length: int, text: Text) -> Tensor:
     """Scores of questions whose prompts have one length, in the columns of `SCORED`: (questions, len(SCORED)) fp32.
 
-    Each prompt is read once; it is the beginning of a sequence of `length` tokens. The columns are:
-
-    - exact: 1 if the whole number that greedy decoding writes is correct.
-    - first digit: 1 if the first digit of that number is correct.
-    - exact, teacher-forced: 1 if each answer token is the most probable one after the tokens before it (then greedy decoding gives it).
-    - first of candidates: 1 if no other candidate is more probable, as a whole, than the answer.
-    - rank among candidates: 1 plus the number of candidates that are more probable than the answer.
-    - loss of answers: loss of the answer, in nats per token.
-    - loss over the most probable other: loss of the answer less the loss of that candidate, in nats; 0 without other candidates.
+    Each prompt is read once; it is the beginning of a sequence of `length` tokens.
     """
     device = decoder.head.weight.device
     prompts = torch.from_numpy(np.stack([trial.prompt for trial in questions])).to(device)
@@ -412,15 +401,12 @@ class NeedleMeasurement(AnswerMeasurement):
                 continue
         self.lengths = [length for length in lengths if length not in reasons] or lengths  # if all are too short, `check_room` says so
         self.heads_length = round((self.asked.heads_at or 0) * config.data.seq_len)
-        factors = self.asked.length_factors
-        requirements = [(length, "test", self.asked.trials, "length_factors", factors, SHORTEN) for length in self.lengths]
+        for length in self.lengths:
+            self.check_room(base, length, "length_factors", self.asked.trials)
         if self.asked.heads_at:
-            requirements.append((self.heads_length, "test", 1, "heads_at", self.asked.heads_at, SHORTEN))
+            self.check_room(base, self.heads_length, "heads_at")
         if self.asked.finetune.steps:
-            remedy = "fine-tuning has the training length: set it to 0"
-            requirements.append((config.data.seq_len, "train", 1, "finetune.steps", self.asked.finetune.steps, remedy))
-        for length, subset, count, key, value, remedy in requirements:
-            check_room(base, length, subset, count, self.haystack, f"eval.needle.{key}", value, remedy)
+            self.check_room(base, config.data.seq_len, "finetune.steps", 1, "train", "fine-tuning has the training length: set it to 0")
         for length in sorted({*lengths} - {*self.lengths}):
             if not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
                 Progress().say(f"note: eval.needle.length_factors: sequences of {length:,} are left out: {reasons[length]}")
@@ -545,7 +531,6 @@ class _Scores:
 
     @cached_property
     def sha256(self) -> str:
-        """A hash of prompts and answers."""
         return tokens_sha256(part for trial in self.trials for part in (trial.prompt, trial.answer))
 
     def sample(self, values: np.ndarray) -> Sample:
