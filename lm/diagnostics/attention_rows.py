@@ -65,7 +65,6 @@ class AttentionRows:
 
     @classmethod
     def from_block(cls, block: AttentionBlock, embedding: Tensor | None = None, seed: int = 0) -> "AttentionRows":
-        """The rows of a block of one sequence."""
         visible = _plane(block.normalizer.visible(block.layout))
         return cls(
             block.layer, block.queries, block.normalizer, block.layout, block.scores[0], block.weights[0], visible, block.inputs,
@@ -265,9 +264,7 @@ NOT_FINITE, NO_WEIGHT = "rows that are not finite", "rows without weight"  # nam
 class Measures:
     """The statistics of some families, and the places of their numbers in the vector of a sequence and model.
 
-    Args:
-        queries: indices of the queries in each sequence, ascending.
-        length: tokens in a sequence.
+    queries: indices of the queries in each sequence, ascending; length: tokens in a sequence.
     """
 
     def __init__(self, families: tuple[Family, ...], layers: int, heads: int, queries: Sequence[int], length: int):
@@ -359,10 +356,7 @@ def visible_keys(ranges: Sequence[tuple[int, int]]) -> Axis:
 
 
 def half_octaves(n: np.ndarray, train_length: int) -> list[tuple[int, int]]:
-    """Ranges of the number of keys, (first, last), that hold some of the numbers `n` (NaN: not known).
-
-    The ranges are half octaves, one of which ends at the training length.
-    """
+    """Half octaves, (first, last), one of which ends at the training length, that hold some of the numbers of keys `n` (NaN: not known)."""
     counts = n[np.isfinite(n)]
     if not len(counts):
         return []

@@ -78,9 +78,7 @@ class RandomKeys:
 def top_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int]) -> TopKeys:
     """Theorems 1 and 2 for the keys of the largest weights.
 
-    weights: (R, S), 0 where not visible.
-    visible: (R, S) bool.
-    x: (S, E).
+    weights: (R, S), 0 where not visible; visible: (R, S) bool; x: (S, E).
     """
     order = _largest_first(weights, visible, counts)
     n, length = visible.sum(-1), x.norm(dim=-1)
@@ -110,11 +108,7 @@ def top_distances(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[
 
 
 def random_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int], draws: Tensor) -> RandomKeys:
-    """Theorem 1's expectation over random keys.
-
-    weights, visible, x: as in `top_keys`.
-    draws: (R, S) random numbers, whose order draws keys without replacement.
-    """
+    """Theorem 1's expectation over random keys; `draws`: (R, S) random numbers, whose order draws keys without replacement."""
     order = draws.masked_fill(~visible, -torch.inf).topk(min(counts[-1], weights.size(1)), -1).indices
     n, square = visible.sum(-1, keepdim=True).to(weights.dtype), x.square().sum(-1)
     product = (weights @ x) @ x.T  # x_i . x-
@@ -155,6 +149,11 @@ def _columns(x: Tensor) -> Iterator[slice]:
     return (slice(start, start + KEYS) for start in range(0, len(x), KEYS))
 
 
+def _added(order: Tensor, counts: Sequence[int]) -> Iterator[range]:
+    """For each N, the places in the `order` of keys (R, N) that it has beyond the number before it."""
+    return (range(start, min(count, order.size(1))) for start, count in pairwise([0, *counts]))
+
+
 def _products(weights: Tensor, x: Tensor, order: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
     """x_i . s of all keys, (G, R, S), and |s|^2, (G, R), of the sums s over the first N keys in the order of each row, (R, N)."""
     alpha = weights.gather(1, order)
@@ -162,11 +161,9 @@ def _products(weights: Tensor, x: Tensor, order: Tensor, counts: Sequence[int]) 
     for keys in _columns(x):
         pairs = x @ x[keys].T
         product = weights.new_zeros(len(weights), pairs.size(1))
-        start = 0
-        for index, count in enumerate(counts):
-            for place in range(start, min(count, order.size(1))):
+        for index, places in enumerate(_added(order, counts)):
+            for place in places:
                 product.addcmul_(pairs.index_select(0, order[:, place]), alpha[:, place : place + 1])
-            start = count
             products[index, :, keys] = product
     sums = [(products[index].gather(1, order[:, :count]) * alpha[:, :count]).sum(-1) for index, count in enumerate(counts)]
     return products, torch.stack(sums).clamp(min=0)
@@ -186,16 +183,14 @@ def _extremes(x: Tensor, order: Tensor, counts: Sequence[int]) -> tuple[Tensor, 
         local_place = order - keys.start
         is_local = (local_place >= 0) & (local_place < pairs.size(1))
         local_place = local_place.clamp(0, pairs.size(1) - 1)
-        least_distance = nearest[0].clone().fill_(torch.inf)
-        start = 0
-        for index, count in enumerate(counts):
-            for place in range(start, min(count, order.size(1))):
+        least_distance = torch.full_like(nearest[0], torch.inf)
+        for index, places in enumerate(_added(order, counts)):
+            for place in places:
                 earlier_distance = nearest_part.gather(1, local_place[:, place : place + 1]).squeeze(1)
                 least_distance = torch.minimum(least_distance, earlier_distance.where(is_local[:, place], torch.inf))
                 pair = pairs.index_select(0, order[:, place])
                 torch.maximum(farthest_part, pair, out=farthest_part)
                 torch.minimum(nearest_part, pair, out=nearest_part)
-            start = count
             farthest[index, :, keys] = farthest_part
             nearest[index] = torch.minimum(nearest[index], least_distance)
     return farthest, nearest
@@ -203,13 +198,8 @@ def _extremes(x: Tensor, order: Tensor, counts: Sequence[int]) -> tuple[Tensor, 
 
 def _distances(weights: Tensor, visible: Tensor, x: Tensor, order: Tensor, counts: Sequence[int]) -> Tensor:
     """d~ for the sums s over the first N keys in the order of each row: the sum of |a_i x_i - s| over the other keys, (G, R)."""
-    n, by_count = visible.sum(-1), _to_sums(weights, visible, x, order, counts)
-    return torch.stack(
-        [
-            (distance * rest_mask).sum(-1).masked_fill(n < count, torch.nan)
-            for count, (rest_mask, _, distance) in zip(counts, by_count, strict=True)
-        ]
-    )
+    totals = [(distance * rest_mask).sum(-1) for rest_mask, _, distance in _to_sums(weights, visible, x, order, counts)]
+    return torch.stack(totals).masked_fill(visible.sum(-1) < torch.tensor(counts, device=x.device)[:, None], torch.nan)
 
 
 def _to_sums(weights: Tensor, visible: Tensor, x: Tensor, order: Tensor, counts: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -295,9 +285,8 @@ class Theorems:
                 random = random_keys(weights, visible, x, counts, draws)
                 return torch.stack((top_distances(weights, visible, x, counts), *vars(random).values()))
 
-            return F.pad(
-                self._by_rows(part, len(counts), at_counts), (0, 0, 0, 0, 0, len(many_key_counts(length)) - len(counts)), value=math.nan
-            )
+            values, missing = self._by_rows(part, len(counts), at_counts), len(many_key_counts(length)) - len(counts)
+            return F.pad(values, (0, 0, 0, 0, 0, missing), value=math.nan)
 
         generator = _generator(rows)
         return self._summed(rows, octaves(length), measure)
@@ -378,18 +367,17 @@ class Theorems:
         measure: rows, most visible keys -> values (quantities, G, H, T).
         """
         rows = rows if self.config.first_token else rows.without_first
-        sums: list[Tensor | None] = []
-        for low, high in bounds:
+        sums: dict[int, Tensor] = {}  # by place in `bounds`
+        for place, (low, high) in enumerate(bounds):
             indices = ((rows.n >= low) & (rows.n <= high)).nonzero().squeeze(-1)
-            sums.append(None)
             if len(indices):
                 part = rows.select(indices)
                 values = measure(part, high).masked_fill(~part.is_defined, math.nan)
-                sums[-1] = torch.stack((values.nan_to_num(nan=0.0).sum(-1), (~values.isnan()).sum(-1).to(values)))
-        template = next((total for total in sums if total is not None), None)
-        if template is None:
+                sums[place] = torch.stack((values.nan_to_num(nan=0.0).sum(-1), (~values.isnan()).sum(-1).to(values)))
+        if not sums:
             return None
-        return torch.stack([torch.zeros_like(template) if total is None else total for total in sums]).movedim(-1, 0)
+        zeros = torch.zeros_like(next(iter(sums.values())))
+        return torch.stack([sums.get(place, zeros) for place in range(len(bounds))]).movedim(-1, 0)
 
 
 def _generator(rows: AttentionRows) -> torch.Generator:
@@ -398,10 +386,9 @@ def _generator(rows: AttentionRows) -> torch.Generator:
 
 
 def two_sample_tests(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Two-sided Kolmogorov-Smirnov tests of the columns of two samples, (size, G) each; values that are not finite are left out.
+    """D and p, (G,) each, of two-sided Kolmogorov-Smirnov tests of the columns of two samples, (size, G) each.
 
-    Returns:
-        D, the largest difference of the two distribution functions, and p of the test, (G,) each; NaN where a sample is empty.
+    Values that are not finite are left out; NaN where a sample is empty. D is the largest difference of the two distribution functions.
     """
     from scipy.stats import ks_2samp
 
@@ -423,8 +410,7 @@ def samples(sums: np.ndarray, rows: np.ndarray, size: int) -> np.ndarray:
     With fewer heads than `size`, the sequences are dealt into as many groups as `size` needs, at most one group a sequence; each head
     gives a mean for each group. With more heads, an evenly spread part of the heads is taken.
 
-    sums: (N, heads, G), sums over rows in N sequences.
-    rows: (N, heads, G), number of these rows.
+    sums: (N, heads, G), sums over rows in N sequences; rows: (N, heads, G), number of these rows.
     """
     sequences, heads, _ = sums.shape
     groups = min(sequences, -(-size // heads))
@@ -491,7 +477,6 @@ def _counts_axis(counts: list[int]) -> Axis:
 
 
 def _over_heads(values: np.ndarray) -> np.ndarray:
-    """Means over layers and heads, the last two axes."""
     return mean(values, (-2, -1))
 
 
