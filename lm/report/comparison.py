@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import get_args
 
@@ -61,17 +61,14 @@ class Section:
 
     @cached_property
     def lines(self) -> list[Line]:
-        """The section's lines, in the order of the runs' files."""
         return list(dict.fromkeys(line for _, line in self.series))
 
     @property
     def metrics(self) -> list[str]:
-        """The section's metrics, in the order of its lines."""
         return list(dict.fromkeys(line.metric for line in self.lines))
 
     @property
     def shape(self) -> Shape:
-        """The shape of the axis that the section's series have."""
         return self.example_series.shape
 
     def example(self, metric: str) -> Series:
@@ -97,7 +94,6 @@ class Section:
         return WILSON if any(series.interval == "wilson" for series in self.series.values()) else ""
 
     def series_of_run(self, run: RunRecord) -> list[Series]:
-        """The section's series of a run."""
         return [series for (owner, _), series in self.series.items() if owner is run]
 
     def by_seed(self, arm: ArmRuns, line: Line) -> dict[tuple[int, ...], Series]:
@@ -160,10 +156,9 @@ class RunComparison:
     arms: tuple[ArmRuns, ...]  # the arms that have runs
     sections: tuple[Section, ...]
     missing: tuple[str, ...]  # sentences on what the runs lack
-    differences: tuple["Difference", ...] = ()
-    # by configuration key in which arms differ, its value in each arm
-    config_diff: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    warning: str = ""  # words for what differs besides the normalizer (configuration, tokens seen); empty: nothing does
+    differences: tuple["Difference", ...]
+    config_diff: Mapping[str, tuple[str, ...]]  # by configuration key in which arms differ, its value in each arm
+    warning: str  # words for what differs besides the normalizer (configuration, tokens seen); empty: nothing does
 
     @property
     def title(self) -> str:
@@ -174,7 +169,6 @@ class RunComparison:
 
     @property
     def runs(self) -> list[RunRecord]:
-        """The runs of all arms."""
         return [run for arm in self.arms for run in arm.runs]
 
     def level(self, unit: str) -> tuple[str, float] | None:
@@ -226,8 +220,6 @@ def comparison_of(arms: tuple[ArmRuns, ...], names: tuple[str, ...]) -> RunCompa
         if any(len(identities(section.series_of_arm(arm, line), place)) > 1 for line in section.lines for place in section.places)
     )
     missing_notes += [f"{arm.label}: the {measured_on} of its runs differ: no mean over them" for arm, measured_on in mixed_arms]
-    if len(arms) == 1:
-        return RunComparison(names, arms, sections, tuple(missing_notes))
     diff = _config_diff(arms)
     differences = [
         _difference_of(arm, arms[0], section, line)
@@ -238,12 +230,11 @@ def comparison_of(arms: tuple[ArmRuns, ...], names: tuple[str, ...]) -> RunCompa
             series.samples and not series.control for series in (*section.series_of_arm(arm, line), *section.series_of_arm(arms[0], line))
         )
     ]
-    warning = " ".join(_warnings(arms, sections, diff))
+    warning = " ".join(_warnings(arms, sections, diff)) if len(arms) > 1 else ""
     return RunComparison(names, arms, sections, tuple(missing_notes), tuple(differences), diff, warning)
 
 
 def _warnings(arms: tuple[ArmRuns, ...], sections: tuple[Section, ...], diff: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Words for what differs besides the normalizer."""
     keys = [key for key in diff if is_learned(key) and not key.startswith(_NORMALIZER)]
     warnings = [f"The arms differ in more than the normalizer: {', '.join(keys)}."] if keys else []
     agreement, tokens = shared_value(arms, lambda run: run.tokens_before)
@@ -333,12 +324,7 @@ def _sections_of(arms: tuple[ArmRuns, ...]) -> tuple[Section, ...]:
 
 
 def identities(series_list: list[Series], place: str | None = None) -> set[tuple[str, str]]:
-    """Pairs (data fingerprint, sha256 of the sequences) that series were measured on.
-
-    Args:
-        series_list: series of which those without samples, that is means alone, add no pair.
-        place: label of the place whose sequences count; None: the sequences of all places.
-    """
+    """Pairs (data fingerprint, sha256 of the sequences) that series with samples were measured on, at one place or, by None, at all."""
     sampled_series = [series for series in series_list if series.samples and (place is None or place in series.places)]
     samples = [(series, series.samples if place is None else [series.column(series.column_at(place))[0]]) for series in sampled_series]
     return {(series.data_fingerprint, sample.sha256) for series, parts in samples for sample in parts}

@@ -220,12 +220,9 @@ def differences_along(arm_series: BySeed, base_series: BySeed) -> list[Trace]:
 
 
 def _traces(seeds: Iterable[tuple[int, ...]], values: Mapping[float, list[float]], intervals: Sequence[Interval | None]) -> list[Trace]:
-    """Traces of each seed and of the mean over seeds, with the mean's intervals. The caller fills in the arm's number and name.
+    """Traces of each seed and of the mean over seeds. The caller fills in the arm's number and name.
 
-    Args:
-        seeds: the seeds of each run.
-        values: by x, the values of all runs in the order of `seeds`.
-        intervals: intervals of the mean at each x; empty: none.
+    values: by x, the values of all runs in the order of `seeds`; intervals: of the mean at each x, or empty.
     """
     if not values:
         return []
@@ -275,9 +272,9 @@ def _y_range(comparison: RunComparison, section: Section, traces_by_arm: Traces)
     values_by_arm = {}
     for arm, traces in traces_by_arm.items():
         arrays = [array for trace in traces for array in (trace.y, trace.low, trace.high) if array is not None]
-        values_by_arm[arm] = np.concatenate(arrays or [np.empty(0)])
-        values_by_arm[arm] = values_by_arm[arm][np.isfinite(values_by_arm[arm])]
-    values = np.concatenate([*values_by_arm.values()]) if values_by_arm else np.empty(0)
+        arm_values = np.concatenate([np.empty(0), *arrays])
+        values_by_arm[arm] = arm_values[np.isfinite(arm_values)]
+    values = np.concatenate([np.empty(0), *values_by_arm.values()])
     if not len(values) or level is None or section.example_series.better == "higher":
         return None, ""
     training_values = np.concatenate([trace.y[trace.x <= training_length] for traces in traces_by_arm.values() for trace in traces])
@@ -311,14 +308,11 @@ def maps(comparison: RunComparison) -> list[Picture]:
 
 
 def _fraction_map(title: str, rows: Mapping[str, Sequence[Series]]) -> Map:
-    """A map of fractions at points: a row for each name, with the mean over its series. Cells without a value are NaN."""
-    all_series = [series for series_list in rows.values() for series in series_list]
-    x = sorted({value for series in all_series for value in series.axis.values})
-    values = np.full((len(rows), len(x)), np.nan)
-    for row, series_list in enumerate(rows.values()):
-        values[row, np.searchsorted(x, series_list[0].axis.values)] = np.mean([series.means for series in series_list], axis=0)
-    top = 1.0 if all_series[0].interval == "wilson" else float(np.nanmax(values))
-    return Map(title, all_series[0].axis.label, list(plain_ticks(x).values()), list(rows), values, top)
+    """A map of fractions at points: a row for each name, with the mean over its series, all of one axis."""
+    example, *_ = next(iter(rows.values()))
+    values = np.array([np.mean([series.means for series in series_list], axis=0) for series_list in rows.values()], dtype=float)
+    top = 1.0 if example.interval == "wilson" else float(np.nanmax(values))
+    return Map(title, example.axis.label, list(plain_ticks(example.axis.values).values()), list(rows), values, top)
 
 
 # ---------------------------------------------------------------- what is logged by layer and head
@@ -340,7 +334,6 @@ def _order(quantity: str) -> list[tuple[bool, int, str]]:
 
 
 def title(quantity: str) -> str:
-    """A quantity in words, for the title of its panel."""
     if match := _LENGTH.fullmatch(quantity):
         return f"Logit scale of a query that sees {int(match[1]):,} keys"
     return _TITLES.get(quantity, f"Parameter {quantity.removeprefix(PARAMETERS)} of the normalizer")

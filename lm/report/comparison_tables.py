@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
-from itertools import repeat
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -33,14 +33,13 @@ def comparison_tables(comparison: RunComparison) -> tuple[Table, ...]:
 
 
 def _table(comparison: RunComparison, section: Section) -> Table:
-    arm_lines = [(arm, line) for line in dict.fromkeys(replace(line, metric="") for line in section.lines) for arm in comparison.arms]
-    by_metric = [[(arm, replace(line, metric=metric)) for arm, line in arm_lines] for metric in section.metrics]
-    by_metric = [
-        *zip(*(row for row in zip(*by_metric, strict=True) if any(section.series_of_arm(*arm_line) for arm_line in row)), strict=True)
-    ]
-    rows, is_number = by_metric[0], section.shape == "number"
-    row_cells = zip(*by_metric, strict=True)  # (arm, line) of each metric
-    runs = [[run for run in cells[0][0].runs if any((run, line) in section.series for _, line in cells)] for cells in row_cells]
+    runs_by_row: dict[tuple[ArmRuns, Line], list[RunRecord]] = {}  # by arm and line without metric: the runs that have one of the metrics
+    for line, arm in product(dict.fromkeys(replace(line, metric="") for line in section.lines), comparison.arms):
+        metric_lines = [replace(line, metric=metric) for metric in section.metrics]
+        if row_runs := [run for run in arm.runs if any((run, metric_line) in section.series for metric_line in metric_lines)]:
+            runs_by_row[arm, line] = row_runs
+    rows, runs, is_number = list(runs_by_row), list(runs_by_row.values()), section.shape == "number"
+    by_metric = [[(arm, replace(line, metric=metric)) for arm, line in rows] for metric in section.metrics]
     labels = {
         "arm": [arm.label for arm, _ in rows],
         "task": [line.subject for _, line in rows],
@@ -87,35 +86,26 @@ def _means(comparison: RunComparison, section: Section, rows: list[tuple[ArmRuns
     means = [(Column(name, **fields if coverages else {"unit": unit}), cells) for name, cells in columns.items()]
     if section.shape == "number" and example.samples and any(len(arm.runs) > 1 for arm in comparison.arms):
         values = [[series.mean_at("") for series in section.comparable_series(*row, "")] for row in rows]
-        means.append(
-            (
-                Column("sd over seeds", unit),
-                [digits(float(np.std(run_means, ddof=1))) if len(run_means) > 1 else None for run_means in values],
-            )
-        )
+        spreads = [digits(float(np.std(run_means, ddof=1))) if len(run_means) > 1 else None for run_means in values]
+        means.append((Column("sd over seeds", unit), spreads))
     return means
 
 
 def _differences(comparison: RunComparison, section: Section, rows: list[tuple[ArmRuns, Line]]) -> list[Filled]:
     """Columns of the differences to the baseline: one for each place and each noise that intervals cover (seeds, documents)."""
     metric, differences = rows[0][1].metric, [difference for difference in comparison.differences if difference.section is section]
-    by_row = {
-        (difference.arm, difference.line): difference
+    intervals = {
+        (difference.place, difference.arm, difference.line): difference.interval
         for difference in differences
         if difference.line.metric == metric and difference.interval
     }
     several_metrics = len({difference.line.metric for difference in differences}) > 1
-    unit = _unit(section.example(metric).unit)
-    base = comparison.arms[0].label
-    columns = []
-    for place in dict.fromkeys(difference.place for difference in by_row.values()):
-        name = ", ".join(filter(None, (f"difference to {base}", metric if several_metrics else "", place)))
-        row_differences = [by_row.get((arm.label, line)) for arm, line in rows]
-        intervals = [difference.interval if difference and difference.place == place else None for difference in row_differences]
-        columns += [
-            (Column(name, _with_interval(unit, coverage), "difference"), _cells_with_coverage(coverage, intervals))
-            for coverage in coverage_kinds(intervals)
-        ]
+    unit, columns = _unit(section.example(metric).unit), []
+    for place in dict.fromkeys(place for place, *_ in intervals):
+        name = ", ".join(filter(None, (f"difference to {comparison.arms[0].label}", metric if several_metrics else "", place)))
+        row_intervals = [intervals.get((place, arm.label, line)) for arm, line in rows]
+        for coverage, cells in _by_coverage(row_intervals).items():
+            columns.append((Column(name, _with_interval(unit, coverage), "difference"), cells))
     return columns
 
 
@@ -124,13 +114,13 @@ def coverage_kinds(intervals: Iterable[Interval | None]) -> list[str]:
     return list(dict.fromkeys(interval.coverage for interval in intervals if interval))
 
 
-def _cells_with_coverage(coverage: str, intervals: list[Interval | None]) -> list[Cell]:
-    """The cells of a column that holds only the intervals over `coverage`, with None in place of all other intervals."""
-    return [interval if interval and interval.coverage == coverage else None for interval in intervals]
+def _by_coverage(intervals: list[Interval | None]) -> dict[str, list[Cell]]:
+    """The intervals by the noise that they cover, each time with None in place of all others; without intervals one list, by ""."""
+    kinds = coverage_kinds(intervals) or [""]
+    return {coverage: [interval if interval and interval.coverage == coverage else None for interval in intervals] for coverage in kinds}
 
 
 def _unit(unit: str) -> str:
-    """A unit, shortened for a heading."""
     return unit.replace(" per ", "/")
 
 
@@ -144,9 +134,8 @@ def difference_table(comparison: RunComparison) -> Table:
     differences, intervals = comparison.differences, [difference.interval for difference in comparison.differences]
     columns: list[Filled] = [(Column("arm", kind="label"), [difference.arm for difference in differences])]
     columns.append((Column("of", kind="label"), [difference.subject for difference in differences]))
-    for coverage in coverage_kinds(intervals) or [""]:
-        column = Column(f"mean [{_with_interval('', coverage).removeprefix(', ')}]", kind="difference")
-        columns.append((column, _cells_with_coverage(coverage, intervals)))
+    for coverage, cells in _by_coverage(intervals).items():
+        columns.append((Column(f"mean [{_with_interval('', coverage).removeprefix(', ')}]", kind="difference"), cells))
     units = []
     for section, metric in dict.fromkeys((difference.section, difference.line.metric) for difference in differences):
         series = section.example(metric)
@@ -172,7 +161,7 @@ def notes(comparison: RunComparison) -> list[str]:
     lines = [comparison.warning] if comparison.warning else []
     has_text = any(series.samples and series.data_fingerprint for section in comparison.sections for series in section.series.values())
     lines += [REPORTING] if has_text else []
-    lines += [OWN_SEEDS] if comparison.differences and any(map(_differs_in_seeds, repeat(comparison.arms), comparison.sections)) else []
+    lines += [OWN_SEEDS] if comparison.differences and _differs_in_seeds(comparison) else []
     for note in dict.fromkeys(difference.note for difference in comparison.differences):
         group = [difference for difference in comparison.differences if difference.note == note]
         subjects_by_arms: dict[tuple[str, ...], list[str]] = {}  # by the names of the arms whose differences have this note
@@ -185,10 +174,10 @@ def notes(comparison: RunComparison) -> list[str]:
     return [*lines, *comparison.missing]
 
 
-def _differs_in_seeds(arms: Sequence[ArmRuns], section: Section) -> bool:
+def _differs_in_seeds(comparison: RunComparison) -> bool:
     """Whether arms that have a line in common have it with different seeds."""
-    seeds_by_line = ({tuple(section.by_seed(arm, line)) for arm in arms} - {()} for line in section.lines)
-    return any(len(seeds) > 1 for seeds in seeds_by_line)
+    lines = ((section, line) for section in comparison.sections for line in section.lines)
+    return any(len({tuple(section.by_seed(arm, line)) for arm in comparison.arms} - {()}) > 1 for section, line in lines)
 
 
 # ---------------------------------------------------------------- what a run took

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
-from jinja2 import Environment, FunctionLoader, StrictUndefined
+from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from lm.config.yaml_text import dump_yaml
@@ -87,11 +87,10 @@ class PagePart:
 def page(parts: list[PagePart]) -> str:
     """The page as text. It loads no other files, all its text is escaped, and its only script sorts tables."""
     template, script = (files("lm.report").joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "sort.js"))
-    loader = FunctionLoader(lambda _: template)
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     names = {"ink": INK, "paper": PAPER, "grey": GREY, "grid": GRID} | {f"arm-{number}": colour for number, colour in enumerate(COLOURS)}
     light, dark = ("; ".join(f"--{name}: {theme(colour)}" for name, colour in names.items()) for theme in (str, DARK.get))
-    return environment.get_template("page.html").render(
+    return environment.from_string(template).render(
         parts=parts,
         inline=inline,
         zip=zip,
