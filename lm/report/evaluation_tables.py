@@ -27,13 +27,8 @@ class EvaluationResult:
     evaluation: Evaluation
     cached: bool
 
-    def label(self, with_path: bool) -> str:
-        """The run's name, or the path of its folder, and the checkpoint's step."""
-        return f"{self.folder if with_path else self.folder.name}, {self.evaluation.step}"
-
     @cached_property
     def rows(self) -> list["Row"]:
-        """The numbers of the evaluation, a row each."""
         return rows_of(self.evaluation.series)
 
 
@@ -56,7 +51,6 @@ def rows_of(all_series: Iterable[Series]) -> list[Row]:
 
 
 def _rows(series: Series, name: str) -> Iterator[Row]:
-    """The rows of a series; `name`: the name of its task or source."""
     for place, (start, stop) in series.places.items():
         place_text = ", ".join(filter(None, (name, _place(series, start, stop))))
         interval = interval_of(series, series.column_at(place)) if _has_intervals(series) else None
@@ -95,7 +89,9 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
     several_runs, has_namesakes = len(folders) > 1, len({folder.name for folder in folders}) < len(folders)
     for kind in dict.fromkeys(result.evaluation.kind for result in results):
         kind_results = [result for result in results if result.evaluation.kind == kind]
-        models, omitted_count = [result.label(has_namesakes) if several_runs else "" for result in kind_results], 0
+        runs = [result.folder if has_namesakes else result.folder.name for result in kind_results]
+        models = [f"{run}, {result.evaluation.step}" * several_runs for run, result in zip(runs, kind_results, strict=True)]
+        omitted_count = 0
         title = kind if several_runs else f"{kind}, {kind_results[0].folder.name}, step {kind_results[0].evaluation.step}"
         title += " (cached)" if all(result.cached for result in kind_results) else ""
         for metrics in _metric_groups(row for result in kind_results for row in result.rows):

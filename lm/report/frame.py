@@ -93,30 +93,24 @@ def _series_blocks(series: Series) -> Iterator[Lines]:
 
 def _column(value: object, size: int) -> np.ndarray:
     """A column of a block, (size,): an array unchanged, any other value repeated."""
-    if isinstance(value, np.ndarray):
-        return value
-    column = np.empty(size, dtype=object)
-    column[:] = math.nan if value is None else value
-    return column
+    return value if isinstance(value, np.ndarray) else np.full(size, math.nan if value is None else value, object)
 
 
 def _run_folders(folder: Path) -> list[Path]:
     """The folder itself if it is a run folder, else the run folders below it. Raises RunError if there are none."""
     if (folder / CONFIG).is_file():
         return [folder]
-    run_folders = sorted(path.parent for path in folder.glob(f"**/{CONFIG}") if (path.parent / ENVIRONMENT).is_file())
-    run_folders = [path for path in run_folders if path.parent.name != SWAPPED]
+    parents = (path.parent for path in folder.glob(f"**/{CONFIG}"))
+    run_folders = sorted(path for path in parents if (path / ENVIRONMENT).is_file() and path.parent.name != SWAPPED)
     if not run_folders:
         raise RunError(f"{folder}: no run folder, and none below it: name the folder of a run or an experiment")
     return run_folders
 
 
 def run_columns(record: RunRecord) -> Lines:
-    """The columns `RUN_COLUMNS` of a run."""
     place, steps_planned = record.config.get("experiment"), record.flat.get("trainer.max_steps")
     place = place if isinstance(place, dict) else {}
-    steps = [evaluation.step for evaluation in record.evaluations]
-    last_step = max(steps, default=-1)
+    last_step = max((evaluation.step for evaluation in record.evaluations), default=-1)
     ended = last_step >= (steps_planned if isinstance(steps_planned, int) else 0)
     last_series = (series for evaluation in record.evaluations if evaluation.step == last_step for series in evaluation.series)
     final_loss = next((series for series in last_series if "val/loss" in series.logged), None)
@@ -137,7 +131,6 @@ def run_columns(record: RunRecord) -> Lines:
 
 
 def _blocks(record: RunRecord, history: bool) -> Iterator[Lines]:
-    """The blocks of lines of a run; `history`: as in `results`."""
     run = run_columns(record)
     evaluations = list(record.evaluations)
     if history:

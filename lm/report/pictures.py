@@ -129,7 +129,6 @@ class Map:
 
     @property
     def colours(self) -> tuple[Normalize, str]:
-        """The scale and the name of its colour map."""
         if self.scale == "signed":
             return SymLogNorm(self.low, vmin=-self.top, vmax=self.top), "RdBu_r"
         return (LogNorm if self.scale == "log" else Normalize)(self.low, self.top), "viridis"
@@ -156,7 +155,6 @@ class Picture:
 
     @property
     def has_maps(self) -> bool:
-        """Whether the picture has maps, which share a scale."""
         return any(isinstance(panel, Map) for panel in self.panels)
 
     @property
@@ -326,7 +324,6 @@ def _clear_traces(traces: Sequence[Trace]) -> Iterator[Trace]:
 
 
 def _legend_lines(panel: Panel) -> int:
-    """The number of lines in the legend of a panel."""
     return sum(trace.in_legend for trace in panel.traces)
 
 
@@ -393,7 +390,6 @@ def _csv(panels: Sequence[Panel | Map | None]) -> str:
 
 
 def _wrapped(title: str) -> str:
-    """A title wrapped to the width of a panel."""
     return "\n".join(textwrap.fill(line, 56) for line in title.split("\n"))
 
 

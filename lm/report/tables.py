@@ -26,7 +26,6 @@ Cell = str | Text | Interval | None  # None: not measured; Text: for the termina
 
 
 def with_unit(name: str, unit: str) -> str:
-    """The name of a quantity, with its unit in brackets where it has one."""
     return f"{name} ({unit})" if unit else name
 
 
@@ -41,7 +40,6 @@ class Column:
 
     @property
     def heading(self) -> str:
-        """The column's name with its unit."""
         return with_unit(self.name, self.unit)
 
     def text(self, value: float) -> str:
@@ -74,7 +72,6 @@ class Table:
 
     @property
     def columns(self) -> list[Column]:
-        """The table's columns, without their cells."""
         return [column for column, _ in self.contents]
 
     @property
@@ -226,7 +223,6 @@ NARROW = 10  # least width, in characters, to which headings are wrapped
 
 
 def print_tables(*tables: Table, notes: Sequence[str] = (), console: Console | None = None) -> None:
-    """Print tables, and then the notes."""
     console = console or Console()
     if not console.is_terminal:
         console.width = max(console.width, 160)
