@@ -44,8 +44,7 @@ class Maps:
     def most_concentrated(self, count: int) -> list[tuple[int, int]]:
         """(layer, head) of the heads with the smallest `effective`, at most `count` of them, in the order of layers."""
         order = np.argsort(np.nan_to_num(self.effective, nan=np.inf), axis=None, kind="stable")[:count]
-        heads = self.effective.shape[1]
-        return sorted((int(place) // heads, int(place) % heads) for place in order)
+        return sorted(divmod(place, self.effective.shape[1]) for place in order.tolist())
 
 
 @torch.no_grad()
@@ -137,7 +136,6 @@ def _labels(model: ShownModel) -> list[str]:
 
 
 def token_label(token: str) -> str:
-    """A token's text as a label shows it."""
     return "".join("\u00b7" if letter == " " else letter if letter.isprintable() else repr(letter)[1:-1] for letter in token) or "-"
 
 
@@ -147,30 +145,25 @@ def token_label(token: str) -> str:
 CELLS = 128  # along each side of a map
 MOST_HEADS = 16  # heads shown of a model, unless layers or heads are named
 MOST_TOKENS = 2**16
+Indices = list[int] | None  # of layers or heads; None: all
 
 
 def show_attention(
-    sources: list[Path],
-    text: str,
-    layers: list[int] | None = None,
-    heads: list[int] | None = None,
-    checkpoint: str = "last",
-    overrides: list[str] | None = None,
-    table_path: Path | None = None,
+    sources: list[Path], text: str, layers: Indices, heads: Indices, checkpoint: str, overrides: list[str], table_path: Path | None
 ) -> list[str]:
     """Write attention weights of models on a text, as a table and two picture files beside it; return lines to print.
 
     Args:
         sources: run folders, checkpoints, exports and other model folders.
         text: a UTF-8 file, or the text itself.
-        layers, heads: indices to show, from 0; None: all heads of a small model, the most concentrated heads of a large one.
+        layers, heads: to show, from 0; both None: all heads of a small model, the most concentrated heads of a large one.
         checkpoint: the checkpoint of run folders: `last`, `best` or a step.
         overrides: `key=value` of eval.diagnostics.inference and trainer.
         table_path: file of the table, .csv or .json; the pictures lie beside it. None: attention.csv in the folder of the first model.
 
     Raises LMError: no model there, no text, a text that is too long, no such layer or head.
     """
-    changes = merge({"eval": {"diagnostics": {}}}, overrides_in("diagnose", overrides or []))
+    changes = merge({"eval": {"diagnostics": {}}}, overrides_in("diagnose", overrides))
     options = changes["eval"]["diagnostics"]
     if not isinstance(options, dict):
         raise ConfigError([Problem("eval.diagnostics", options, "must be a block of keys", "leave it out, or give its inference")])
@@ -194,11 +187,8 @@ def read_text(text_or_path: str) -> str:
         is_file = Path(text_or_path).is_file()
     except (OSError, ValueError):  # a name that is too long, or has a null byte
         is_file = False
-    if (
-        not is_file
-        and len(text_or_path.split()) == 1
-        and ("/" in text_or_path or Path(text_or_path).suffix in (".txt", ".md", ".json", ".csv"))
-    ):
+    looks_like_a_path = "/" in text_or_path or Path(text_or_path).suffix in (".txt", ".md", ".json", ".csv")
+    if not is_file and looks_like_a_path and len(text_or_path.split()) == 1:
         raise RunError(f"--text {text_or_path}: no such file")
     text = read_file(text_or_path, "--text ") if is_file else text_or_path
     if not text.strip():
@@ -206,10 +196,7 @@ def read_text(text_or_path: str) -> str:
     return text
 
 
-def _shown_models(
-    model: Loaded, text: str, layers: list[int] | None, heads: list[int] | None, changes: dict[str, Plain]
-) -> Iterator[ShownModel]:
-    """A model's attention, once for each inference setting."""
+def _shown_models(model: Loaded, text: str, layers: Indices, heads: Indices, changes: dict[str, Plain]) -> Iterator[ShownModel]:
     config, (tokenizer, start) = config_of(model, changes), model.tokenizer_and_start()
     encoded = encoding_of(tokenizer, text)
     ids, has_end = [start, *encoded.ids], model.spec.model.position.has_last
@@ -232,12 +219,8 @@ def _shown_models(
             shown_heads = [(layer, head) for layer in layers or range(depth) for head in heads or range(width)]
             if layers is None and heads is None and len(shown_heads) > MOST_HEADS:
                 shown_heads = maps.most_concentrated(MOST_HEADS)
-            head_count = maps.effective.size
-            amount = (
-                f"{len(ids):,} tokens, {len(text):,} characters; "
-                + f"{len(shown_heads)} of " * (len(shown_heads) < head_count)
-                + f"{head_count} heads"
-            )
+            part = f"{len(shown_heads)} of " * (len(shown_heads) < maps.effective.size)
+            amount = f"{len(ids):,} tokens, {len(text):,} characters; {part}{maps.effective.size} heads"
             amount += f"; a cell is the largest of {maps.size} x {maps.size} weights" if maps.size > 1 else ""
             name = model.folder.name + (f", {setting.label}" if len(settings) > 1 else "")
             yield ShownModel(name, amount, model.folder, setting.label, tokens, characters, maps, shown_heads)

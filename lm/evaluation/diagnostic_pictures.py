@@ -16,6 +16,9 @@ CLOSED, STD, MEAN, DIFFERENCE, CONDENSED = (
 POINTS = 60  # points of a curve
 PANEL_SIZE = 4.8, 3.4  # inches
 Heads = dict[str, np.ndarray]  # by metric: all heads of all layers, NaN where it is not defined
+Keys = tuple[int, float]  # the fewest and the most visible keys
+Frame = tuple[str, tuple[float, float] | None, list[Trace]]  # label and range of the x axis, and curves of theory
+HeadsAxis, Theory = Callable[[Heads], np.ndarray], Callable[[float, Keys], Frame]  # x of heads; the frame for x up to a number, and keys
 
 
 def diagnostics(series: Sequence[Series]) -> Picture | None:
@@ -104,14 +107,7 @@ def against_theory(series: Sequence[Series], settings: list[str]) -> list[list[P
     return [[_against(heads, ending, x, describe, keys, settings) for x, describe in columns] for ending, heads in rows.items()]
 
 
-def _against(
-    heads: dict[str, Heads],
-    ending: str,
-    x: Callable[[Heads], np.ndarray],
-    describe: "Callable[[float, tuple[int, float]], _Theory]",
-    keys: tuple[int, float],
-    settings: list[str],
-) -> Panel:
+def _against(heads: dict[str, Heads], ending: str, x: HeadsAxis, describe: Theory, keys: Keys, settings: list[str]) -> Panel:
     traces = []
     for place, (setting, values) in enumerate(heads.items()):
         x_values, sparsity = x(values), values[CLOSED] + values[DIFFERENCE]
@@ -135,14 +131,11 @@ def _heads(series: Sequence[Series], ending: str) -> dict[str, Heads]:
     return heads
 
 
-_Theory = tuple[str, tuple[float, float] | None, list[Trace]]  # label and range of the x axis, and curves
-
-
 def _theory(label: str, x: torch.Tensor | tuple[float, float], y: torch.Tensor | tuple[float, float], dashes: int) -> Trace:
     return Trace(-1, label, np.asarray(x), np.asarray(y), "mean", dashes=dashes, in_legend=True)
 
 
-def _exp(x_max: float, keys: tuple[int, float]) -> _Theory:
+def _exp(x_max: float, keys: Keys) -> Frame:
     """For e^score: the closed form, S of as many Gaussian scores as `keys`, and the spread at which these condense."""
     scale = torch.linspace(0, 1.1 * x_max, POINTS, dtype=torch.float64)
     curves = [_theory("closed form, e^score", scale, exp_sparsity(scale), 0)]
@@ -153,7 +146,7 @@ def _exp(x_max: float, keys: tuple[int, float]) -> _Theory:
     return "standard deviation of scores (logit scale)", None, curves
 
 
-def _ratio(x_max: float, keys: tuple[int, float]) -> _Theory:
+def _ratio(x_max: float, keys: Keys) -> Frame:
     """For other maps: the closed forms that depend on the ratio of mean and standard deviation."""
     ratio, unit = torch.linspace(-4, 4, POINTS, dtype=torch.float64), torch.tensor(1.0)
     curves = {
@@ -166,12 +159,12 @@ def _ratio(x_max: float, keys: tuple[int, float]) -> _Theory:
     return "mean of scores over their standard deviation", (-4.2, 4.2), traces
 
 
-def _identity(x_max: float, keys: tuple[int, float]) -> _Theory:
+def _identity(x_max: float, keys: Keys) -> Frame:
     """For any map: the line on which S equals its closed form."""
     return "S in closed form at the measured moments", (-0.02, 1.02), [_theory("equal", (0, 1), (0, 1), 0)]
 
 
-PANELS: tuple[tuple[Callable[[Heads], np.ndarray], Callable[[float, tuple[int, float]], _Theory]], ...] = (  # x of heads, and curves
+PANELS: tuple[tuple[HeadsAxis, Theory], ...] = (
     (lambda heads: np.where(np.isfinite(heads[CONDENSED]), heads[STD], np.nan), _exp),
     (lambda heads: np.where(np.isfinite(heads[CONDENSED]), np.nan, heads[MEAN] / heads[STD]), _ratio),
     (lambda heads: heads[CLOSED], _identity),

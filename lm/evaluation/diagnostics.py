@@ -71,7 +71,6 @@ _LENGTH = "eval.diagnostics.length_factor"
 
 
 def families(options: DiagnosticsConfig) -> tuple[Family, ...]:
-    """The families of statistics that the options name, each with its own options."""
     return tuple(FAMILIES[name](options) for name in options.statistics)
 
 
@@ -192,10 +191,7 @@ def describe(
 ) -> list[Series]:
     """The diagnostics of a decoder on its device, as series. Collective.
 
-    Args:
-        seed: seed of the initial weights of the untrained model.
-        fingerprint: fingerprint of the data that the sequences come from.
-        progress: called with the number of sequences done.
+    seed: of the initial weights of the untrained model; fingerprint: of the data that the sequences come from.
     """
     untrained_decoder = Decoder(decoder.config, decoder.vocab_size, decoder.seq_len, seed=seed).to(device.device)
     models: dict[str, Values] = {}
@@ -284,16 +280,17 @@ class _ModelSeries:
 
     def numbers(self) -> Iterator[Series]:
         """Means over all queries, heads and layers, with their intervals over documents; mean exponents over heads."""
-        for statistic, setting, values in self._by_model([*self.measures.per_query, *UNDEFINED]):
-            by_query = values.by_query[statistic.name]
-            count = np.isfinite(by_query).sum((1, 2, 3))
-            sample = self.held_out.sample(np.where(count, mean(by_query, (1, 2, 3)), 0.0)[:, None], count)
-            samples = (sample,) if count.any() else ()
-            yield self._series(statistic, setting, mean(by_query), samples=samples, logged=self._logged(statistic, setting))
-        for statistic, setting, values in self._by_model(self.measures.accumulated):
-            yield self._series(statistic, setting, mean(values.by_head[statistic.name]), logged=self._logged(statistic, setting))
+        for statistic, setting, values in self._by_model([*self.measures.per_query, *UNDEFINED, *self.measures.accumulated]):
+            logged = (f"{KIND}/{statistic.name}",) if statistic.in_reports and setting == self.first else ()
+            samples, numbers = (), values.by_head.get(statistic.name)
+            if numbers is None:
+                numbers = values.by_query[statistic.name]
+                count = np.isfinite(numbers).sum((1, 2, 3))
+                sample = self.held_out.sample(np.where(count, mean(numbers, (1, 2, 3)), 0.0)[:, None], count)
+                samples = (sample,) if count.any() else ()
+            yield self._series(statistic, setting, mean(numbers), samples=samples, logged=logged)
         for statistic, setting, exponents, _ in self._fits():
-            yield self._series(statistic, setting, mean(exponents), _exponent_of(statistic), "")
+            yield self._series(statistic, setting, mean(exponents), _exponent_of(statistic))
 
     def curves(self) -> Iterator[Series]:
         """Means over heads and layers by the number of visible keys, with their intervals over documents."""
@@ -342,26 +339,17 @@ class _ModelSeries:
     def _by_head(self, statistic: Statistic, setting: str, by_head: np.ndarray, metric: str = "", suffix: str = "") -> Iterator[Series]:
         axis = Axis(HEAD, "", "of head", tuple(range(by_head.shape[1])), log=False)
         for layer, means in enumerate(by_head):
-            unit = "" if metric else statistic.unit
-            yield self._series(statistic, setting, means, metric, unit, what=f"layer {layer}{suffix}", axis=axis)
+            yield self._series(statistic, setting, means, metric, what=f"layer {layer}{suffix}", axis=axis)
 
     def _series(
-        self,
-        statistic: Statistic | QuerySums | DerivedNumbers,
-        setting: str,
-        means: np.ndarray,
-        metric: str = "",
-        unit: str | None = None,
-        **fields: object,
+        self, statistic: Statistic | QuerySums | DerivedNumbers, setting: str, means: np.ndarray, metric: str = "", **fields: object
     ) -> Series:
+        """A series of the statistic, or of `metric`, a number without a unit that follows from it."""
         return Series(
-            KIND, metric or statistic.name, statistic.unit if unit is None else unit, "none", self.models[setting].train_length,
+            KIND, metric or statistic.name, "" if metric else statistic.unit, "none", self.models[setting].train_length,
             np.atleast_1d(np.asarray(means, "f8")), setting=setting, control=setting != self.first,
             interval="documents" if fields.get("samples") else "none", data_fingerprint=self.fingerprint, **fields,
         )  # fmt: skip
-
-    def _logged(self, statistic: Statistic | QuerySums, setting: str) -> tuple[str, ...]:
-        return (f"{KIND}/{statistic.name}",) if statistic.in_reports and setting == self.first else ()
 
     def _shown(self, statistic: Statistic | DerivedNumbers) -> Shown | None:
         """How reports show a statistic; None if they leave it out."""

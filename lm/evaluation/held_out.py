@@ -46,7 +46,6 @@ class HeldOut:
 
     @cached_property
     def sha256(self) -> str:
-        """A hash of the token ids."""
         return tokens_sha256(self.sequences)
 
     @property
@@ -65,7 +64,6 @@ class HeldOut:
         return np.ones((len(self.sequences), self.length), bool) if self.answers is None else self.answers
 
     def batch(self, indices: list[int]) -> Batch:
-        """A batch of the sequences at `indices`."""
         return Batch.of(self.sequences[indices], None if self.answers is None else self.answers[indices], self.end_of_text)
 
     def sample(self, values: np.ndarray, weights: np.ndarray | None = None) -> Sample:
@@ -236,7 +234,6 @@ def by_position(held_out: HeldOut, values: np.ndarray, seq_len: int) -> dict[str
 
 
 def lengths_axis(lengths: Iterable[int]) -> Axis:
-    """The axis of lengths of sequences, ascending."""
     return Axis("sequence length", "tokens", "in sequences of", tuple(lengths))
 
 
@@ -287,13 +284,12 @@ class Validation(Measurement):
         held_out, data = self.held_out, self.config.data
         nll = nll_by_token(decoder, held_out, device, progress=progress)
         untrained = [] if data.symbolic else [number for number, weighted in enumerate(data.sources) if not weighted.weight]
-        trained = ~np.isin(held_out.sources, untrained)
-        trained = slice(None) if trained.all() or not trained.any() else trained  # a source of weight 0 has a loss of its own alone
+        trained = ~np.isin(held_out.sources, untrained)  # a source of weight 0 has a loss of its own alone
+        trained |= not trained.any()
         bits = None if data.symbolic else bits_per_byte(nll, held_out, trained)
         (loss, _), (_, sample) = held_out.means(nll, trained), held_out.means(nll)
-        sample = sample if isinstance(trained, slice) else sample.part(trained)
         level, level_name = trained_level(self.store, data)
-        series = validation_series(loss, bits, level, held_out.length, sample, self.fingerprint, level_name)
+        series = validation_series(loss, bits, level, held_out.length, sample.part(trained), self.fingerprint, level_name)
         labels = (
             task_names([to_plain(task.task) for task in data.tasks])
             if data.symbolic
@@ -349,11 +345,7 @@ class Texts(Measurement):
             nll = nll_by_token(decoder, held_out, device, progress)
             count, fingerprint = len(nll), self.stores[name].fingerprint
             selection = selects(fingerprint, held_out.document_labels)
-            display = Shown(
-                "Other texts, at the training length",
-                "sequences of other texts",
-                f"{count:,} of {held_out.length:,} tokens",
-            )
+            display = Shown("Other texts, at the training length", "sequences of other texts", f"{count:,} of {held_out.length:,} tokens")
             divided = selection.any() and not selection.all()  # else the documents are too few to select on some: all report
             sequence_means = nll.mean(1, dtype=np.float64)[:, None]
             series += [

@@ -54,13 +54,13 @@ def swap_sequences(store: Store, config: Config) -> list[HeldOut]:
     for length in sorted({int(factor * config.data.seq_len) for factor in config.eval.swap_lengths}):
         if length == config.data.seq_len:
             sequences.append(validation_sequences(store, config))
-        elif length < config.data.seq_len or not config.model.position.has_last:
-            if config.data.symbolic:
-                with suppress(NoRoom):
-                    sequences.append(task_sequences(store, config, length, count))
-                continue
-            starts = long_starts(store.val, length, count)
-            sequences += [HeldOut.take(store, starts, length)] if len(starts) else []
+        elif length > config.data.seq_len and config.model.position.has_last:
+            continue
+        elif config.data.symbolic:
+            with suppress(NoRoom):
+                sequences.append(task_sequences(store, config, length, count))
+        elif len(starts := long_starts(store.val, length, count)):
+            sequences.append(HeldOut.take(store, starts, length))
     return sequences
 
 
@@ -282,16 +282,14 @@ def _factors(old: Decoder, new: Decoder) -> tuple[list[str], str]:
         return [], ""
     old_factors, new_factors = old_factors[:, layers], new_factors[:, layers]
     of_layers = f", layers {', '.join(map(str, layers))}" if len(layers) < len(old.normalizers()) else ""
-    places = list(enumerate(lengths))
     lines = [
-        f"factor on the scores at n = {length:,}{of_layers}: {_over_heads(old_factors[place])} -> {_over_heads(new_factors[place])}"
-        for place, length in places
+        f"factor on the scores at n = {length:,}{of_layers}: {_over_heads(before)} -> {_over_heads(after)}"
+        for length, before, after in zip(lengths, old_factors, new_factors, strict=True)
     ]
     ratios = (new_factors / old_factors).flatten(1)  # of each layer and head
     farthest = ratios.gather(1, ratios.log().abs().argmax(1, keepdim=True)).flatten().tolist()
-    deviations = [
-        f"{farthest[place]:.2g} times the old one at n = {length:,}" for place, length in places if not 1 / FAR <= farthest[place] <= FAR
-    ]
+    pairs = zip(farthest, lengths, strict=True)
+    deviations = [f"{ratio:.2g} times the old one at n = {length:,}" for ratio, length in pairs if not 1 / FAR <= ratio <= FAR]
     remedy = "measure them by eval.swap_lengths; docs/swapping.md says which options keep the factor"
     warning = f"warning: the factor on the scores is {', '.join(deviations)}: documents of such lengths may get much worse; {remedy}"
     return lines, warning if deviations else ""
