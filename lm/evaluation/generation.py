@@ -17,8 +17,6 @@ from lm.runs.loading import load
 
 @dataclass(frozen=True)
 class Sampling:
-    """The options of drawing the tokens of a sequence."""
-
     temperature: float = 1.0  # divides the logits; 0: always the most probable token
     top_k: int | None = None  # draw among the k most probable tokens only
     top_p: float | None = None  # draw among the most probable tokens that together have this probability
@@ -51,7 +49,6 @@ class Continuation:
         return tokens
 
     def keep(self, sequences: list[int]) -> None:
-        """Keep only the sequences with these numbers."""
         if len(sequences) < len(self._draws):
             self._cache, self._tokens = self._cache.select(sequences), self._tokens[sequences]
             self._draws = [self._draws[number] for number in sequences]
@@ -109,11 +106,7 @@ def generate_text(source: Path, checkpoint: str, prompt: str, max_new_tokens: in
 
 
 class Writing:
-    """A text that grows by tokens.
-
-    Attributes:
-        shown: the text so far, without the bytes of an unfinished character.
-    """
+    """A text that grows by tokens; `shown` is the text so far, without the bytes of an unfinished character."""
 
     def __init__(self, tokenizer: Tokenizer, ids: list[int]):
         self._tokenizer, self._ids = tokenizer, list(ids)
