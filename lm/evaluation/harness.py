@@ -4,16 +4,15 @@ import difflib
 import hashlib
 import importlib.metadata
 import math
-import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from lm.config.eval_config import DownstreamConfig
 from lm.config.tree import Config
@@ -25,7 +24,7 @@ from lm.evaluation.generation import Continuation, Sampling, Writing
 from lm.evaluation.held_out import T, batches
 from lm.model.cross_entropy import argmax_tokens, token_nll
 from lm.model.decoder import Decoder
-from lm.model.device import Device, all_reduce_sum, eval_mode, random_state_kept
+from lm.model.device import Device, all_reduce_sum, eval_mode
 from lm.model.spec import ModelSpec
 from lm.runs.evaluations import Sample, Series, Shown
 from lm.runs.loading import Loaded
@@ -236,8 +235,6 @@ class HarnessLM(LM):
 
 @dataclass(frozen=True)
 class _TextRequest:
-    """A text that the model is to write."""
-
     ids: list[int]  # tokens of the context
     new: int  # new tokens at most
     sampling: Sampling  # how the new tokens are drawn
@@ -290,11 +287,6 @@ def _evaluate(model: HarnessLM, names: list[str], manager: "TaskManager", option
         raise RunError(f"{', '.join(names)}: the harness failed: {type(error).__name__}: {one_line(error)}") from error
 
 
-def _metrics(results: dict[str, Plain]) -> dict[str, float]:
-    """The numbers of the harness's `metric,filter` keys, without the filter `none`."""
-    return {key.removesuffix(",none"): float(value) for key, value in results.items() if "," in key and not isinstance(value, str)}
-
-
 # ---------------------------------------------------------------- as an evaluation
 
 
@@ -323,7 +315,7 @@ class Downstream(Measurement):
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         spec = ModelSpec.from_decoder(decoder, self.store.manifest["end_of_text"]["token"], self.config.data.tokenizer.end_tokens)
-        with eval_mode(decoder), _own_random_state():
+        with eval_mode(decoder), isolate_rng(include_cuda=False):  # the harness seeds Python, numpy and torch
             model = HarnessLM(Loaded(decoder, spec, self.store.tokenizer(), self.store.path), self.asked.max_length, device)
             results: dict[str, Plain] = {}
             # the ranks give up together where one of them has no time left
@@ -335,11 +327,12 @@ class Downstream(Measurement):
         """The metrics of a task in the harness's results, with the number of its requests that were too long for the model."""
         counts = {"requests lost tokens on the left": model.cut[task], "may write fewer tokens than they ask for": model.shortened[task]}
         words = "".join(f", {count:,} {phrase}" for phrase, count in counts.items() if count)
-        for name, mean in _metrics(results["results"][task]).items():
-            metric, _, kind = name.partition(",")
-            if metric.endswith("_stderr"):
+        for key, mean in results["results"][task].items():
+            metric, has_filter, kind = key.partition(",")
+            if not has_filter or metric.endswith("_stderr") or isinstance(mean, str):
                 continue
-            answers = [answer for answer in results["samples"][task] if answer.get("filter", "none") == (kind or "none")]
+            name = key.removesuffix(",none")
+            answers = [answer for answer in results["samples"][task] if answer.get("filter", "none") == kind]
             answers.sort(key=lambda answer: answer["doc_id"])
             values = np.array(
                 [answer.get(metric, math.nan) for answer in answers if not isinstance(answer.get(metric), list | tuple)], float
@@ -351,16 +344,6 @@ class Downstream(Measurement):
             display = Shown("Downstream tasks", "documents of downstream tasks", f"{len(answers):,} of {task}{words}")
             unit = "fraction" if by_document and values.min() >= 0 and values.max() <= 1 else ""
             yield self.series(
-                name, unit, better, mean, what=task, samples=(sample,) * by_document, interval="documents" if by_document else "none",
-                logged=(f"{self.kind}/{task}/{name}",), shown=display,
+                name, unit, better, float(mean), what=task, samples=(sample,) * by_document,
+                interval="documents" if by_document else "none", logged=(f"{self.kind}/{task}/{name}",), shown=display,
             )  # fmt: skip
-
-
-@contextmanager
-def _own_random_state() -> Iterator[None]:
-    """Keep the random state of Python, numpy and torch, which the harness seeds."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 (the harness seeds this one)
-    with random_state_kept():
-        yield
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)  # noqa: NPY002
