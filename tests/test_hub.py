@@ -175,7 +175,7 @@ def test_a_mixture_holds_out_documents_of_the_sources_without_a_validation_split
 
 
 def test_the_validation_split_must_be_another_one():
-    assert Hub(dataset="a", validation_split="train").problems()[0].path == "validation_split"
+    assert next(Hub(dataset="a", validation_split="train").problems()).path == "validation_split"
 
 
 # ---------------------------------------------------------------- saved datasets

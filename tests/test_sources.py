@@ -49,7 +49,7 @@ def test_splitting_at_a_separator_does_not_depend_on_the_blocks_of_reading(tmp_p
 
 
 def test_no_paths_blank_ones_and_suffixes_of_other_formats_are_refused():
-    assert [problem.path for problem in Files([""]).problems() + Files([" "]).problems() + Files([]).problems()] == ["paths"] * 3
+    assert [problem.path for paths in ([""], [" "], []) for problem in Files(paths).problems()] == ["paths"] * 3
     assert [problem.value for problem in Files(["a"], suffixes=[".md", "txt", ".gz", ".JSONL", ".a.b", ""]).problems()] == [
         "txt",
         ".gz",

@@ -42,8 +42,8 @@ def test_training_and_test_sequences_of_recall_share_no_pair_if_asked(index: int
         sequence = example(task, 1, index, 64, subset)
         keys, values = sequence.tokens[sequence.needles[:, 0]], sequence.tokens[sequence.evidence[:, 0]] - task.keys
         assert (((keys + values) % 8 == 0) == (subset == "test")).all()
-    assert MQAR(held_out="pairs", joined=True).problems()
-    assert MQAR(held_out="pairs", values=63).problems()
+    assert any(MQAR(held_out="pairs", joined=True).problems())
+    assert any(MQAR(held_out="pairs", values=63).problems())
 
 
 @given(index=INDICES)
@@ -81,7 +81,7 @@ def test_varied_recall_trains_on_fewer_pairs_and_tests_on_all():
 
 
 def test_options_that_contradict_each_other_are_named():
-    assert MQAR().problems() == Maximum().problems() == []
+    assert not [*MQAR().problems(), *Maximum().problems()]
     assert [problem.path for problem in MQAR(keys=4, values=4, pairs=5, queries=6).problems()] == ["queries", "pairs", "pairs"]
     assert [problem.path for problem in Maximum(priorities=4, payloads=4).problems()] == ["items", "items"]
 

@@ -389,7 +389,7 @@ def test_a_vocabulary_beyond_reason_is_refused_before_anything_is_allocated(tmp_
         load(["data.tokenizer.vocab_size=2147483648"])
     with pytest.raises(DataError, match=r"letters\.json: its largest id is 2,147,483,648; a vocabulary has at most 16,777,216 entries"):
         tokenizer_of(words_tokenizer(tmp_path / "letters.json", 2**31))
-    assert "valid Unicode" in TrainedTokenizer(300, ["<\ud800>"]).problems()[0].reason
+    assert "valid Unicode" in next(TrainedTokenizer(300, ["<\ud800>"]).problems()).reason
 
 
 # ---------------------------------------------------------------- of pretrained models

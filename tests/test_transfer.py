@@ -363,6 +363,6 @@ def test_an_optimizer_without_a_rule_is_refused(tiny, monkeypatch: pytest.Monkey
 
 def test_the_width_of_heads_given_apart_is_kept():
     config = replace(model(64, 2).config, n_head=2, head_size=24)
-    assert not config.problems()
+    assert not [*config.problems()]
     assert config.size_multipliers == (2, 1)
     assert math.prod(ModelConfig().size_multipliers) == 1

@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
@@ -30,21 +30,21 @@ class SequenceLengths:
         """The weights of lengths that are drawn for each step; empty if no length is drawn."""
         return {}
 
-    def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> list[Problem]:
+    def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> Iterable[Problem]:
         """Problems of these options in a configuration with these values.
 
         Args:
             seq_len, max_steps: `data.seq_len`, `trainer.max_steps`.
             one_source: true if all sequences are text of one source.
         """
-        return []
+        return ()
 
 
-def _divisors(lengths: list[int], path: str, seq_len: int) -> list[Problem]:
+def _non_divisors(lengths: Iterable[int], path: str, seq_len: int) -> Iterator[Problem]:
     """A problem at `path` if one of `lengths` does not divide `seq_len`."""
-    non_divisors = [length for length in lengths if length < 2 or seq_len % length]
-    reason = f"does not divide data.seq_len = {seq_len} into sequences of 2 tokens or more"
-    return [Problem(f"data.lengths.{path}", length, reason, "give divisors of data.seq_len") for length in non_divisors[:1]]
+    if non_divisors := [length for length in lengths if length < 2 or seq_len % length]:
+        reason = f"does not divide data.seq_len = {seq_len} into sequences of 2 tokens or more"
+        yield Problem(f"data.lengths.{path}", non_divisors[0], reason, "give divisors of data.seq_len")
 
 
 @dataclass
@@ -68,12 +68,12 @@ class FixedLength(SequenceLengths):
     def length_by_step(self, seq_len: int, max_steps: int) -> dict[int, int]:
         return {0: self.length}
 
-    def problems(self) -> list[Problem]:
-        return [] if self.length else [Problem("length", None, "no length given", "give a divisor of data.seq_len")]
+    def problems(self) -> Iterator[Problem]:
+        if not self.length:
+            yield Problem("length", None, "no length given", "give a divisor of data.seq_len")
 
-    def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> list[Problem]:
-        """The problem of a length that does not divide `data.seq_len`."""
-        return _divisors([self.length] if self.length else [], "length", seq_len)
+    def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> Iterator[Problem]:
+        return _non_divisors([self.length] if self.length else [], "length", seq_len)
 
 
 @dataclass
@@ -86,21 +86,17 @@ class MixedLengths(SequenceLengths):
     def weights_by_length(self) -> dict[int, float]:
         return self.weights
 
-    def problems(self) -> list[Problem]:
-        """Problems of missing lengths, or of weights that do not sum to 1."""
+    def problems(self) -> Iterator[Problem]:
         if not self.weights:
-            return [Problem("weights", {}, "no lengths given", "give {length: weight}, e.g. {64: 0.5, 128: 0.5}")]
-        total = sum(self.weights.values())
-        return [Problem("weights", self.weights, f"sum to {total:g}, not to 1")] if abs(total - 1) > 1e-6 else []
+            yield Problem("weights", {}, "no lengths given", "give {length: weight}, e.g. {64: 0.5, 128: 0.5}")
+        elif abs((total := sum(self.weights.values())) - 1) > 1e-6:
+            yield Problem("weights", self.weights, f"sum to {total:g}, not to 1")
 
-    def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> list[Problem]:
-        """Problems of lengths that do not divide `data.seq_len`, or of which the run has less than a step."""
-        rare_lengths = [length for length, weight in self.weights.items() if weight * max_steps < 1 - 1e-6]
-        reason = f"gives sequences of {rare_lengths[0]} less than one step of trainer.max_steps = {max_steps}" if rare_lengths else ""
-        problems = (
-            [Problem("data.lengths.weights", self.weights, reason, "raise its weight, or train for more steps")] if rare_lengths else []
-        )
-        return _divisors(list(self.weights), "weights", seq_len) + problems
+    def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> Iterator[Problem]:
+        yield from _non_divisors(self.weights, "weights", seq_len)
+        if rare_lengths := [length for length, weight in self.weights.items() if weight * max_steps < 1 - 1e-6]:
+            reason = f"gives sequences of {rare_lengths[0]} less than one step of trainer.max_steps = {max_steps}"
+            yield Problem("data.lengths.weights", self.weights, reason, "raise its weight, or train for more steps")
 
 
 @dataclass
@@ -113,23 +109,20 @@ class Curriculum(SequenceLengths):
     def length_by_step(self, seq_len: int, max_steps: int) -> dict[int, int]:
         return {round(fraction * max_steps): length for fraction, length in sorted(self.starts.items())}
 
-    def problems(self) -> list[Problem]:
-        """Problems of fractions outside of 0 to 1, or of a missing fraction 0, at which the first length starts."""
+    def problems(self) -> Iterator[Problem]:
         if not all(0 <= fraction < 1 for fraction in self.starts):
-            return [Problem("starts", self.starts, "a length must start at a fraction of the run of 0 or more and below 1")]
-        problems = [Problem("starts", self.starts, "no length starts at 0.0", "give the first one, e.g. {0.0: 64, 0.5: 256}")]
-        return [] if 0 in self.starts else problems
+            yield Problem("starts", self.starts, "a length must start at a fraction of the run of 0 or more and below 1")
+        elif 0 not in self.starts:
+            yield Problem("starts", self.starts, "no length starts at 0.0", "give the first one, e.g. {0.0: 64, 0.5: 256}")
 
-    def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> list[Problem]:
-        """Problems of lengths that do not divide `data.seq_len`, or that no step has."""
-        if self.problems():
-            return []
-        problems = _divisors(list(self.starts.values()), "starts", seq_len)
+    def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> Iterator[Problem]:
+        if any(self.problems()):
+            return
+        yield from _non_divisors(self.starts.values(), "starts", seq_len)
         steps = self.length_by_step(seq_len, max_steps)
         if len(steps) < len(self.starts) or max(steps) >= max_steps:
             reason = f"leaves a length no step of trainer.max_steps = {max_steps}"
-            problems.append(Problem("data.lengths.starts", self.starts, reason, "move the starts apart, or train for more steps"))
-        return problems
+            yield Problem("data.lengths.starts", self.starts, reason, "move the starts apart, or train for more steps")
 
 
 @dataclass
@@ -143,14 +136,13 @@ class DocumentLengths(SequenceLengths):
 
     name: ClassVar[str] = "documents"
 
-    def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> list[Problem]:
-        """Problems of text that is not read by document, or of a longest piece that is no power of two."""
-        reasons = []
+    def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> Iterator[Problem]:
         if not one_source:
-            reasons.append("reads the documents of one source as they come, without a mixture's weights and without tasks")
+            reason = "reads the documents of one source as they come, without a mixture's weights and without tasks"
+            yield Problem("data.lengths", self.name, reason, "give other lengths")
         if seq_len < SHORTEST_PIECE or seq_len & (seq_len - 1):
-            reasons.append(f"needs a data.seq_len that is a power of two of {SHORTEST_PIECE} or more, not {seq_len}")
-        return [Problem("data.lengths", self.name, reason, "give other lengths") for reason in reasons]
+            reason = f"needs a data.seq_len that is a power of two of {SHORTEST_PIECE} or more, not {seq_len}"
+            yield Problem("data.lengths", self.name, reason, "give other lengths")
 
 
 LENGTHS: dict[str, type[SequenceLengths]] = {v.name: v for v in (FullLength, FixedLength, MixedLengths, Curriculum, DocumentLengths)}
@@ -193,17 +185,16 @@ class Files:
     def label(self) -> str:
         return self.paths[0]
 
-    def problems(self) -> list[Problem]:
-        """Problems of missing files, or of suffixes that are malformed or already mean a format."""
+    def problems(self) -> Iterator[Problem]:
         if not self.paths or not all(path.strip() for path in self.paths):
-            return [Problem("paths", self.paths, "no files given", "list files, folders or globs (. is the working directory)")]
-        other_formats, problems = (".jsonl", ".ndjson", ".parquet", ".gz", ".zst"), []
+            yield Problem("paths", self.paths, "no files given", "list files, folders or globs (. is the working directory)")
+            return
+        other_formats = (".jsonl", ".ndjson", ".parquet", ".gz", ".zst")
         for suffix in self.suffixes:
             if not re.fullmatch(r"\.[^./\s]+", suffix) or suffix.lower() in other_formats:
                 is_name = suffix.isalnum() and f".{suffix.lower()}" not in other_formats
                 remedy = f"write it as .{suffix}" if is_name else "write it as .txt; .jsonl, .ndjson and .parquet are read anyway"
-                problems.append(Problem("suffixes", suffix, "is not a suffix of text files", remedy))
-        return problems
+                yield Problem("suffixes", suffix, "is not a suffix of text files", remedy)
 
 
 @dataclass
@@ -224,12 +215,11 @@ class Hub:
     def label(self) -> str:
         return self.dataset
 
-    def problems(self) -> list[Problem]:
-        """Problems of a missing dataset, or of a validation split that is also the training split."""
+    def problems(self) -> Iterator[Problem]:
         if not self.dataset.strip():
-            return [Problem("dataset", self.dataset, "no dataset given", "name a dataset or a folder")]
-        trained_on = self.validation_split is not None and self.validation_split == self.split
-        return [Problem("validation_split", self.split, "is the training split", "name another, or null")] if trained_on else []
+            yield Problem("dataset", self.dataset, "no dataset given", "name a dataset or a folder")
+        elif self.validation_split == self.split:
+            yield Problem("validation_split", self.split, "is the training split", "name another, or null")
 
 
 @dataclass
@@ -250,14 +240,13 @@ class Tokens:
     def label(self) -> str:
         return self.paths[0]
 
-    def problems(self) -> list[Problem]:
-        """Problems of a missing format, of missing files, or of files that are both trained on and held out."""
+    def problems(self) -> Iterator[Problem]:
         if self.format is None:
-            return [Problem("format", None, "no format given", "name the one that the files are in")]
-        if not self.paths or not all(path.strip() for path in self.paths + self.validation_paths):
-            return [Problem("paths", self.paths, "no files given", "list files, folders or globs (. is the working directory)")]
-        shared_paths = set(self.paths) & set(self.validation_paths)
-        return [Problem("validation_paths", min(shared_paths), "is among the training files", "name others, or []")] if shared_paths else []
+            yield Problem("format", None, "no format given", "name the one that the files are in")
+        elif not self.paths or not all(path.strip() for path in self.paths + self.validation_paths):
+            yield Problem("paths", self.paths, "no files given", "list files, folders or globs (. is the working directory)")
+        elif shared_paths := {*self.paths} & {*self.validation_paths}:
+            yield Problem("validation_paths", min(shared_paths), "is among the training files", "name others, or []")
 
 
 class OutsideSource(ABC):
@@ -303,13 +292,12 @@ class Mixture:
     name: ClassVar[str] = "mixture"
     of: list[WeightedSource] = sections(WeightedSource, "the sources and their weights; other weights do not make another store")
 
-    def problems(self) -> list[Problem]:
-        """Problems of missing sources, or of weights that don't sum to 1."""
+    def problems(self) -> Iterator[Problem]:
         weights = [part.weight for part in self.of]
         if not weights:
-            return [Problem("of", [], "no sources given", "list blocks of weight and source")]
-        is_wrong = abs(sum(weights) - 1) > 1e-6
-        return [Problem("of", weights, f"the weights sum to {sum(weights):g}, not to 1")] if is_wrong else []
+            yield Problem("of", [], "no sources given", "list blocks of weight and source")
+        elif abs(sum(weights) - 1) > 1e-6:
+            yield Problem("of", weights, f"the weights sum to {sum(weights):g}, not to 1")
 
 
 MAX_VOCAB = 2**24  # more than any tokenizer in use; counts and tables of tokens are held in memory
@@ -331,18 +319,16 @@ class TrainedTokenizer:
     vocab_size: int = key(4096, "entries, the 256 bytes, <|endoftext|> and special_tokens included", ge=257, le=MAX_VOCAB)
     special_tokens: list[str] = key([], "further entries that text never becomes, for later use; their ids follow <|endoftext|>")
 
-    def problems(self) -> list[Problem]:
-        """Problems of special tokens that text may become, or of too many."""
+    def problems(self) -> Iterator[Problem]:
         tokens = self.special_tokens
         if len({*tokens, "", END_OF_TEXT}) < len(tokens) + 2 or any(re.search("[\ud800-\udfff]", token) for token in tokens):
-            return [Problem("special_tokens", tokens, f"must be different texts of valid Unicode, none of them empty or {END_OF_TEXT}")]
-        if words := [token for token in tokens if not _BETWEEN_WORDS.search(token)]:
+            yield Problem("special_tokens", tokens, f"must be different texts of valid Unicode, none of them empty or {END_OF_TEXT}")
+        elif words := [token for token in tokens if not _BETWEEN_WORDS.search(token)]:
             reason = f"{words[0]!r} may be a word of the text, or within one, which would become this token"
-            return [Problem("special_tokens", tokens, reason, "put punctuation beside letters, e.g. <|def|>")]
-        if self.vocab_size < 257 + len(tokens):
+            yield Problem("special_tokens", tokens, reason, "put punctuation beside letters, e.g. <|def|>")
+        elif self.vocab_size < 257 + len(tokens):
             reason = f"does not hold 256 bytes, {END_OF_TEXT} and {len(tokens)} special tokens"
-            return [Problem("vocab_size", self.vocab_size, reason, f"set it to {257 + len(tokens)} or more")]
-        return []
+            yield Problem("vocab_size", self.vocab_size, reason, f"set it to {257 + len(tokens)} or more")
 
 
 class InFiles:
@@ -353,8 +339,7 @@ class InFiles:
     end_tokens: ClassVar[Sequence[str]] = ()
     files: ClassVar[dict[str, str]]
 
-    def problems(self) -> list[Problem]:
-        """Problems of files that the tokenizer needs and that are not named."""
+    def problems(self) -> Iterable[Problem]:
         return [Problem(name, "", "no file given", f"name {noun}") for name, noun in self.files.items() if not getattr(self, name)]
 
 
@@ -398,13 +383,11 @@ class TiktokenTokenizer(InFiles):
         """The encoding that is set, or else the encoding in the file's name."""
         return self.encoding or Path(self.path).stem
 
-    def problems(self) -> list[Problem]:
-        """Problems of a missing file, or of a file whose name does not give the encoding."""
-        problems = super().problems()
-        if not problems and self.known_encoding not in get_args(Encoding):
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        if self.path and self.known_encoding not in get_args(Encoding):
             reason = f"is not named after one of {', '.join(get_args(Encoding))}"
-            problems.append(Problem("path", self.path, reason, "set data.tokenizer.encoding"))
-        return problems
+            yield Problem("path", self.path, reason, "set data.tokenizer.encoding")
 
 
 @dataclass
@@ -464,15 +447,13 @@ class DataConfig:
     )
     workers: int = key(0, "processes that read batches; 0: the training process itself", {"affects": "execution"}, ge=0, le=1024)
 
-    def problems(self) -> list[Problem]:
-        """Problems of an upper bound of document sizes below the lower bound, or of ids without the tokenizer that made them."""
-        problems, upper_bound = [], self.max_document_bytes
+    def problems(self) -> Iterator[Problem]:
+        upper_bound = self.max_document_bytes
         if upper_bound is not None and upper_bound < self.min_document_bytes:
-            problems.append(Problem("max_document_bytes", upper_bound, f"is less than data.min_document_bytes = {self.min_document_bytes}"))
+            yield Problem("max_document_bytes", upper_bound, f"is less than data.min_document_bytes = {self.min_document_bytes}")
         if isinstance(self.tokenizer, TrainedTokenizer) and any(isinstance(weighted.source, Tokens) for weighted in self.sources):
-            reason, remedy = "token ids have a tokenizer already", "name the one that made them: " + ", ".join(list(TOKENIZERS)[1:])
-            problems.append(Problem("tokenizer", self.tokenizer.name, reason, remedy))
-        return problems
+            remedy = "name the one that made them: " + ", ".join(list(TOKENIZERS)[1:])
+            yield Problem("tokenizer", self.tokenizer.name, "token ids have a tokenizer already", remedy)
 
     @property
     def folder(self) -> Path:

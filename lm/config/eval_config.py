@@ -1,6 +1,8 @@
 """The keys of `eval`: the evaluations, their times and their options. `EvalConfig` is the table of evaluations."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import ClassVar, Literal, get_args
@@ -54,23 +56,20 @@ class EvaluationConfig(Timing, ABC):
     def wanted(self, data: DataConfig) -> bool:
         """Whether the evaluation is asked for, of a model that was trained on `data`."""
 
-    def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
+    def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterable[Problem]:
         """Contradictions to the rest of the configuration if the evaluation is wanted, by paths relative to its block."""
-        return []
+        return ()
 
     def metrics(self, data: DataConfig) -> list[str] | None:
         """The names in metrics.jsonl of the metrics with values by unit (sequence, question), of a model trained on `data`; None: the names
         are unknown before the evaluation has run."""
         return None
 
-    def misspelt(self, normalizers: list[Options]) -> list[Problem]:
+    def misspelt(self, normalizers: list[Options]) -> Iterator[Problem]:
         """Problems of options in inference settings, for a model with these `normalizers` in its phases; the evaluation may be unwanted."""
         settings: list[InferenceSetting] = getattr(self, "inference", [])
-        return [
-            problem
-            for index, setting in enumerate(settings)
-            for problem in setting.normalizers(normalizers, f"inference[{index}].normalizer")[1]
-        ]
+        for index, setting in enumerate(settings):
+            yield from setting.normalizers(normalizers, f"inference[{index}].normalizer")[1]
 
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         """Changes to this block that a named suite of `lm eval` makes."""
@@ -83,21 +82,20 @@ class EvaluationConfig(Timing, ABC):
         return {}
 
 
-def out_of_reach(path: str, value: Plain, longest_factor: float, sequences: int, data: DataConfig, has_last: bool) -> list[Problem]:
+def out_of_reach(path: str, value: Plain, longest_factor: float, sequences: int, data: DataConfig, has_last: bool) -> Iterator[Problem]:
     """Problems at `path` if `sequences` of `longest_factor` training lengths have too many tokens, or more positions than the model."""
-    problems, tokens = [], longest_factor * data.seq_len
+    tokens = longest_factor * data.seq_len
     if sequences * tokens > MOST_TOKENS:
         reason = f"makes {sequences:,} sequences of {tokens:,.0f} tokens, more than {MOST_TOKENS:,} tokens in all"
-        problems.append(Problem(path, value, reason, "measure fewer or shorter sequences"))
+        yield Problem(path, value, reason, "measure fewer or shorter sequences")
     if has_last and longest_factor > 1:
-        reason, remedy = "learned positions end at the training length", "leave longer sequences out, or train with model.position=rope"
-        problems.append(Problem(path, value, reason, remedy))
-    return problems
+        remedy = "leave longer sequences out, or train with model.position=rope"
+        yield Problem(path, value, "learned positions end at the training length", remedy)
 
 
-def empty_sequences(path: str, factors: list[float], data: DataConfig) -> list[Problem]:
+def empty_sequences(path: str, factors: list[float], data: DataConfig) -> Iterator[Problem]:
     """Problems of the key `path`: one for each of its `factors` of the training length that gives less than a token."""
-    return [Problem(path, factor, "makes sequences of no tokens", "set it higher") for factor in factors if factor * data.seq_len < 1]
+    return (Problem(path, factor, "makes sequences of no tokens", "set it higher") for factor in factors if factor * data.seq_len < 1)
 
 
 def lengths_of(factors: list[float], data: DataConfig) -> list[int]:
@@ -140,15 +138,14 @@ class LongContextConfig(EvaluationConfig):
     def wanted(self, data: DataConfig) -> bool:
         return self.longest_factor > 0
 
-    def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
-        problems = check_inference(self.inference, model.position)
+    def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
+        yield from check_inference(self.inference, model.position)
         if data.symbolic:
             reason = "there is no text to read beyond the training length"
-            remedy = "set it to 0; eval.recall has longer sequences of the tasks"
-            problems.append(Problem("length_factor", self.length_factor, reason, remedy))
-        problems += empty_sequences("length_factor", [self.longest_factor], data)
+            yield Problem("length_factor", self.length_factor, reason, "set it to 0; eval.recall has longer sequences of the tasks")
+        yield from empty_sequences("length_factor", [self.longest_factor], data)
         ends = model.position.has_last and self.length_factor != "auto"  # `auto` keeps within learned positions
-        return problems + out_of_reach("length_factor", self.length_factor, self.longest_factor, self.sequences, data, ends)
+        yield from out_of_reach("length_factor", self.length_factor, self.longest_factor, self.sequences, data, ends)
 
     def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         return {"inference": [{"rope": scaling} for scaling in SCALINGS]} if model.position.rotates else {}
@@ -162,15 +159,12 @@ class ByLengthConfig(EvaluationConfig):
     sequences: int = key(128, "sequences of the longest length, spread over the held-out text", ge=1, le=MOST_SEQUENCES)
     inference: list[InferenceSetting] = sections(InferenceSetting, "inference settings, each measured", (InferenceSetting(),))
 
-    def problems(self) -> list[Problem]:
-        """Problems of repeated lengths, or of lengths that do not divide the longest."""
-        problems = []
+    def problems(self) -> Iterator[Problem]:
         if len(set(self.lengths)) < len(self.lengths):
-            problems.append(Problem("lengths", self.lengths, "must be different lengths"))
+            yield Problem("lengths", self.lengths, "must be different lengths")
         if non_divisors := [length for length in self.lengths if max(self.lengths) % length]:
             reason = f"does not divide the longest, {max(self.lengths)}: the same tokens are cut into sequences of each length"
-            problems.append(Problem("lengths", non_divisors[0], reason, "give divisors of the longest"))
-        return problems
+            yield Problem("lengths", non_divisors[0], reason, "give divisors of the longest")
 
     def wanted(self, data: DataConfig) -> bool:
         return bool(self.lengths)
@@ -182,13 +176,13 @@ class ByLengthConfig(EvaluationConfig):
     def metrics(self, data: DataConfig) -> list[str]:
         return [self.metric(length, setting.label) for setting in self.inference for length in sorted(self.lengths)]
 
-    def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
-        problems = check_inference(self.inference, model.position)
-        longest_factor = max(self.lengths) / data.seq_len
+    def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
+        yield from check_inference(self.inference, model.position)
         if data.symbolic:
             remedy = "leave it out; eval.recall has tasks of several lengths"
-            problems.append(Problem("lengths", self.lengths, "there is no text to cut into sequences", remedy))
-        return problems + out_of_reach("lengths", self.lengths, longest_factor, self.sequences, data, model.position.has_last)
+            yield Problem("lengths", self.lengths, "there is no text to cut into sequences", remedy)
+        longest_factor = max(self.lengths) / data.seq_len
+        yield from out_of_reach("lengths", self.lengths, longest_factor, self.sequences, data, model.position.has_last)
 
 
 @dataclass
@@ -202,10 +196,10 @@ class TextsConfig(EvaluationConfig):
     def wanted(self, data: DataConfig) -> bool:
         return bool(self.of)
 
-    def problems(self) -> list[Problem]:
-        """Problems of names of texts that can't be names of metrics."""
-        wrong_names = [name for name in self.of if name == "name" or not name.replace("-", "").replace("_", "").replace(".", "").isalnum()]
-        return [Problem(f"of.{name}", name, "can't be the name of a text", "use letters, digits, - _ and .") for name in wrong_names]
+    def problems(self) -> Iterator[Problem]:
+        for name in self.of:
+            if name == "name" or not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
+                yield Problem(f"of.{name}", name, "can't be the name of a text", "use letters, digits, - _ and .")
 
     def metric(self, name: str, quantity: str = "loss") -> str:
         """The name in metrics.jsonl of a text's loss, or of its bits per byte."""
@@ -214,11 +208,10 @@ class TextsConfig(EvaluationConfig):
     def metrics(self, data: DataConfig) -> list[str]:
         return [self.metric(name) for name in self.of]
 
-    def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
-        problems = out_of_reach("sequences", self.sequences, 1, self.sequences, data, model.position.has_last)
+    def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
+        yield from out_of_reach("sequences", self.sequences, 1, self.sequences, data, model.position.has_last)
         if data.symbolic:
-            problems.append(Problem("of", list(self.of), "needs a model of text", "leave it out"))
-        return problems
+            yield Problem("of", list(self.of), "needs a model of text", "leave it out")
 
 
 @dataclass
@@ -246,22 +239,22 @@ class RecallConfig(EvaluationConfig):
         names, lengths = task_names([to_plain(task) for task in self.asked_tasks(data)]), lengths_of(self.length_factors, data)
         return [self.metric(name, length, setting.label) for setting in self.inference for name in names for length in lengths]
 
-    def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
-        problems = check_inference(self.inference, model.position)
+    def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
+        yield from check_inference(self.inference, model.position)
         for index, task in enumerate(self.tasks):
             if not isinstance(task, Task):
                 continue  # it has its problem already
             path = f"tasks[{index}]"
             if task.vocab_size and not data.symbolic:
                 reason = "is over symbols that this model was not trained on"
-                problems.append(Problem(path, task.name, reason, "name a task in text, needle or passkey"))
+                yield Problem(path, task.name, reason, "name a task in text, needle or passkey")
             elif data.symbolic and not task.vocab_size:
-                problems.append(Problem(path, task.name, "is in text, and this model knows none", "name one of data.tasks"))
+                yield Problem(path, task.name, "is in text, and this model knows none", "name one of data.tasks")
             elif task.vocab_size and task.vocab_size > (n_symbols := max(weighted.task.vocab_size for weighted in data.tasks)):
                 reason = f"has {task.vocab_size} symbols, the model {n_symbols}"
-                problems.append(Problem(path, task.name, reason, "set its options as in data.tasks"))
+                yield Problem(path, task.name, reason, "set its options as in data.tasks")
         longest_factor, ends = max(self.length_factors), model.position.has_last
-        return problems + out_of_reach("length_factors", self.length_factors, longest_factor, self.sequences, data, ends)
+        yield from out_of_reach("length_factors", self.length_factors, longest_factor, self.sequences, data, ends)
 
 
 @dataclass
@@ -289,10 +282,9 @@ class NeedleConfig(EvaluationConfig):
     finetune: FinetuneConfig = section(FinetuneConfig, "base models don't answer: fine-tune a copy first")
     inference: list[InferenceSetting] = sections(InferenceSetting, "inference settings, each measured", (InferenceSetting(),))
 
-    def problems(self) -> list[Problem]:
-        lacks_lengths = self.heads_at and not self.length_factors
-        reason, remedy = "eval.needle.length_factors is []", "set eval.needle.length_factors"
-        return [Problem("heads_at", self.heads_at, reason, remedy)] if lacks_lengths else []
+    def problems(self) -> Iterator[Problem]:
+        if self.heads_at and not self.length_factors:
+            yield Problem("heads_at", self.heads_at, "eval.needle.length_factors is []", "set eval.needle.length_factors")
 
     def wanted(self, data: DataConfig) -> bool:
         return bool(self.length_factors)
@@ -305,12 +297,12 @@ class NeedleConfig(EvaluationConfig):
         lengths, kinds = lengths_of(self.length_factors, data), (False, True) if self.depths else (True,)
         return [self.metric(control, length, setting.label) for setting in self.inference for control in kinds for length in lengths]
 
-    def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
-        problems = check_inference(self.inference, model.position)
+    def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
+        yield from check_inference(self.inference, model.position)
         if data.symbolic:
-            problems.append(Problem("length_factors", self.length_factors, "needs a model of text", "set it to []"))
+            yield Problem("length_factors", self.length_factors, "needs a model of text", "set it to []")
         longest_factor = max(*self.length_factors, self.heads_at or 0)
-        return problems + out_of_reach("length_factors", self.length_factors, longest_factor, self.trials, data, model.position.has_last)
+        yield from out_of_reach("length_factors", self.length_factors, longest_factor, self.trials, data, model.position.has_last)
 
     def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         is_possible = not data.symbolic and not model.position.has_last
@@ -330,8 +322,9 @@ class DownstreamConfig(EvaluationConfig):
     def wanted(self, data: DataConfig) -> bool:
         return bool(self.tasks)
 
-    def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
-        return [Problem("tasks", self.tasks, "needs a model of text", "set it to []")] if data.symbolic else []
+    def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
+        if data.symbolic:
+            yield Problem("tasks", self.tasks, "needs a model of text", "set it to []")
 
 
 Statistics = Literal["concentration", "sparsity", "limits"]
@@ -356,11 +349,10 @@ class LimitsConfig:
     steps: list[float] = key([0.001, 0.1, 10.0], "lengths of the steps of Lemma 2's finite differences", gt=0, le=10**6)
     directions: int = key(16, "random directions of the finite differences; the paper has one", ge=1, le=10**4)
 
-    def problems(self) -> list[Problem]:
-        """Problems of empty lists, and of lists that do not ascend."""
-        lists = {"temperatures": self.temperatures, "steps": self.steps}
-        names = [name for name, items in lists.items() if not items or sorted(set(items)) != list(items)]
-        return [Problem(name, list(lists[name]), "must ascend, with at least one number") for name in names]
+    def problems(self) -> Iterator[Problem]:
+        for name, items in {"temperatures": self.temperatures, "steps": self.steps}.items():
+            if not items or sorted(set(items)) != items:
+                yield Problem(name, items, "must ascend, with at least one number")
 
 
 @dataclass
@@ -381,19 +373,21 @@ class DiagnosticsConfig(EvaluationConfig):
     def wanted(self, data: DataConfig) -> bool:
         return True
 
-    def problems(self) -> list[Problem]:
-        lists = {"statistics": self.statistics, "top_k": self.top_k, "nearest": self.nearest}
-        problems = [Problem(name, list(items), "names something twice") for name, items in lists.items() if len(set(items)) < len(items)]
-        return problems + ([] if self.statistics else [Problem("statistics", [], "names nothing", "leave eval.diagnostics out")])
+    def problems(self) -> Iterator[Problem]:
+        for name, items in {"statistics": self.statistics, "top_k": self.top_k, "nearest": self.nearest}.items():
+            if len(set(items)) < len(items):
+                yield Problem(name, items, "names something twice")
+        if not self.statistics:
+            yield Problem("statistics", [], "names nothing", "leave eval.diagnostics out")
 
-    def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
-        problems = check_inference(self.inference, model.position)
-        if data.symbolic and self.text:
-            problems.append(Problem("text", self.text, "needs a model of text", "leave it out"))
-        if data.symbolic and self.length_factor != 1:
-            problems.append(Problem("length_factor", self.length_factor, "there is no text to read at other lengths", "set it to 1"))
+    def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
         factor = self.length_factor
-        return problems + out_of_reach("length_factor", factor, factor, self.sequences, data, model.position.has_last)
+        yield from check_inference(self.inference, model.position)
+        if data.symbolic and self.text:
+            yield Problem("text", self.text, "needs a model of text", "leave it out")
+        if data.symbolic and factor != 1:
+            yield Problem("length_factor", factor, "there is no text to read at other lengths", "set it to 1")
+        yield from out_of_reach("length_factor", factor, factor, self.sequences, data, model.position.has_last)
 
 
 EVALUATION = Kind("lm.evaluations", "evaluation", EvaluationConfig, ("wanted",))
@@ -443,11 +437,11 @@ class EvalConfig:
             options.kind: options for options in self._outside_evaluations
         }
 
-    def problems(self) -> list[Problem]:
-        """Problems of evaluations from outside with the same kind, or with a kind that lm has."""
-        kinds = [*self.kind_names(), *(evaluation.kind for evaluation in self._outside_evaluations)]
-        duplicates = [kind for kind in dict.fromkeys(kinds) if kinds.count(kind) > 1]
-        return [Problem("others", kind, "is the kind of two evaluations", "give one of them another `kind`") for kind in duplicates]
+    def problems(self) -> Iterator[Problem]:
+        counts = Counter([*self.kind_names(), *(evaluation.kind for evaluation in self._outside_evaluations)])
+        for kind, count in counts.items():
+            if count > 1:
+                yield Problem("others", kind, "is the kind of two evaluations", "give one of them another `kind`")
 
     def measurement_classes(self, data: DataConfig) -> dict[str, str]:
         """The measurement (`module:Class`) of each kind that is wanted of a model trained on `data`, the validation first."""

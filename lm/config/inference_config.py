@@ -1,6 +1,7 @@
 """Inference settings of a trained model: RoPE's scaling, and the normalizer's options that differ from training."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
@@ -87,7 +88,7 @@ class YaRNScaling(RopeScaling):
     def logit_factor(self, s: float) -> float:
         return (0.1 * math.log(s) + 1) ** 2 if self.temperature else 1.0
 
-    def problems(self) -> list[Problem]:
+    def problems(self) -> Iterator[Problem]:
         return order_problems(self.slow, self.fast)
 
 
@@ -147,17 +148,12 @@ def _number(value: float) -> str:
     return text if float(text) == value else repr(value)
 
 
-def check_inference(settings: list[InferenceSetting], position: Position) -> list[Problem]:
+def check_inference(settings: list[InferenceSetting], position: Position) -> Iterator[Problem]:
     """Problems of `settings` for a model with this position encoding, by paths relative to the evaluation's block."""
-    problems = []
     if not settings or any(setting in settings[:index] for index, setting in enumerate(settings)):
-        problems.append(
-            Problem(
-                "inference", [setting.label for setting in settings], "must be a list of different inference settings", "set it to [{}]"
-            )
-        )
+        labels = [setting.label for setting in settings]
+        yield Problem("inference", labels, "must be a list of different inference settings", "set it to [{}]")
     for index, setting in enumerate(settings):
         if setting.rope.name != "as_trained" and not position.rotates:
             reason = f"model.position = {position.name} has no RoPE to scale"
-            problems.append(Problem(f"inference[{index}].rope", setting.rope.name, reason, "set it to as_trained"))
-    return problems
+            yield Problem(f"inference[{index}].rope", setting.rope.name, reason, "set it to as_trained")

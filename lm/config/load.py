@@ -6,8 +6,9 @@ every problem, problems between several keys included. This module never imports
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 
 from lm.attention.catalogue import OPTIONS, Layers
@@ -38,22 +39,23 @@ from lm.schema import (
 )
 
 
-def check(config: Config) -> list[Problem]:
+def check(config: Config) -> Iterator[Problem]:
     """Problems of a configuration whose single keys are valid: missing values and contradictory pairs."""
-    problems, data, model, optim, trainer = own_problems(config), config.data, config.model, config.optim, config.trainer
+    data, model, optim, trainer = config.data, config.model, config.optim, config.trainer
+    yield from own_problems(config)
     if Path(config.name).name != config.name or config.name in ("", "..") or not config.name.isprintable() or len(config.name) > 100:
         reason = "must be the name of a folder: printable, at most 100 characters, without a path"
-        problems.append(Problem("name", config.name, reason, "set name, and runs for the folder that holds it"))
+        yield Problem("name", config.name, reason, "set name, and runs for the folder that holds it")
     if data.symbolic and data.documents == "isolate":
-        problems.append(Problem("data.documents", data.documents, "each sequence of a task is a document of its own", "drop it"))
-    problems += check_phases(config)
+        yield Problem("data.documents", data.documents, "each sequence of a task is a document of its own", "drop it")
+    yield from check_phases(config)
     if model.position.has_last and data.lengths.allows_shorter:
         reason = "short sequences train the first learned positions only"
-        problems.append(Problem("data.lengths", data.lengths.name, reason, "set model.position=rope"))
-    problems += check_tasks(config)
+        yield Problem("data.lengths", data.lengths.name, reason, "set model.position=rope")
+    yield from check_tasks(config)
     if model.transfer is not None and optim.optimizer.width_exponent is None:
         reason = "has no rule for rates that transfer (model.transfer)"
-        problems.append(Problem("optim.optimizer", optim.optimizer.name, reason, "drop model.transfer"))
+        yield Problem("optim.optimizer", optim.optimizer.name, reason, "drop model.transfer")
     step_length, sequences = data.seq_len * config.world_size, optim.batch_tokens // data.seq_len
     floor = optim.batch_tokens // step_length * step_length
     sizes = " or ".join(str(size) for size in (floor, -(-optim.batch_tokens // step_length) * step_length) if size)
@@ -61,117 +63,105 @@ def check(config: Config) -> list[Problem]:
     machine = f"; this machine has {cores} core{'s' * (cores > 1)}" * (trainer.devices > cores)  # runs may be meant for another
     if optim.batch_tokens % data.seq_len:
         reason = f"is not a multiple of data.seq_len x devices x num_nodes = {step_length}"
-        problems.append(Problem("optim.batch_tokens", optim.batch_tokens, reason, f"set it to {sizes}"))
+        yield Problem("optim.batch_tokens", optim.batch_tokens, reason, f"set it to {sizes}")
     elif sequences % config.world_size:
-        reason = (
-            f"{config.world_size} processes can't share the {sequences} sequences of a step (optim.batch_tokens / data.seq_len){machine}"
-        )
+        reason = f"{config.world_size} processes can't share the {sequences} sequences of a step (optim.batch_tokens / data.seq_len)"
         remedy = f"set it to a divisor of {sequences}, or optim.batch_tokens to {sizes}"
-        problems.append(Problem("trainer.devices", trainer.devices, reason, remedy))
+        yield Problem("trainer.devices", trainer.devices, f"{reason}{machine}", remedy)
     if trainer.micro_batch and optim.batch_tokens % step_length == 0 and config.rank_sequences % trainer.micro_batch:
         divisors = (size for size in range(min(trainer.micro_batch, config.rank_sequences), 0, -1) if config.rank_sequences % size == 0)
         reason = f"does not divide the {config.rank_sequences} sequences of a process in a step"
-        problems.append(Problem("trainer.micro_batch", trainer.micro_batch, reason, f"e.g. {next(divisors)}"))
+        yield Problem("trainer.micro_batch", trainer.micro_batch, reason, f"e.g. {next(divisors)}")
     if trainer.max_steps is None and trainer.tokens_per_parameter is None:
-        problems.append(Problem("trainer.max_steps", None, "is not given", "set it, or trainer.tokens_per_parameter"))
+        yield Problem("trainer.max_steps", None, "is not given", "set it, or trainer.tokens_per_parameter")
     if trainer.max_steps and trainer.tokens_per_parameter:
         reason = f"trainer.max_steps = {trainer.max_steps} is given, too"
-        problems.append(Problem("trainer.tokens_per_parameter", trainer.tokens_per_parameter, reason, "drop one"))
+        yield Problem("trainer.tokens_per_parameter", trainer.tokens_per_parameter, reason, "drop one")
     if config.train_only and not config.init_from and model.out_init == "zero":
         reason = "with model.out_init = zero blocks of new weights add nothing: normalizers have no gradient"
-        problems.append(Problem("train_only", config.train_only, reason, "name weights to go on from in init_from, or drop one"))
+        yield Problem("train_only", config.train_only, reason, "name weights to go on from in init_from, or drop one")
     if trainer.max_steps:
-        problems += check_steps(config)
-    problems += empty_sequences("eval.swap_lengths", config.eval.swap_lengths, data)
+        yield from check_steps(config)
+    yield from empty_sequences("eval.swap_lengths", config.eval.swap_lengths, data)
     normalizers = [phase.normalizer for phase in config.plan]
     for kind, options in config.eval.kinds.items():
-        conflicts = options.misspelt(normalizers) + (options.conflicts(data, model) if options.wanted(data) else [])
-        problems += [replace(conflict, path=f"eval.{kind}.{conflict.path}") for conflict in conflicts]
-    return problems
+        conflicts = [*options.misspelt(normalizers), *(options.conflicts(data, model) if options.wanted(data) else ())]
+        yield from (replace(conflict, path=f"eval.{kind}.{conflict.path}") for conflict in conflicts)
 
 
-def check_steps(config: Config) -> list[Problem]:
+def check_steps(config: Config) -> Iterator[Problem]:
     """Problems of keys for which the number of steps leaves no room: lengths, warm-up, decay, phases, a profile, sources and tasks."""
     data, optim, steps, phases, ends = config.data, config.optim, config.trainer.max_steps, config.phases, config.phase_ends
     profile = config.trainer.profile
-    problems = data.lengths.conflicts(data.seq_len, steps, one_source=len(data.sources) == 1 and not data.tasks)
+    yield from data.lengths.conflicts(data.seq_len, steps, one_source=len(data.sources) == 1 and not data.tasks)
     if isinstance(optim.schedule, WSD) and optim.warmup(steps) + round(optim.schedule.decay_fraction * steps) > steps:
         reason = f"leaves less than optim.warmup_steps = {optim.warmup_steps} of {steps} steps for the warm-up"
-        problems.append(Problem("optim.schedule.decay_fraction", optim.schedule.decay_fraction, reason, "lower one of them"))
+        yield Problem("optim.schedule.decay_fraction", optim.schedule.decay_fraction, reason, "lower one of them")
     if profile and profile.first > steps:
         reason = f"is after the last step, trainer.max_steps = {steps}: nothing would be recorded"
-        problems.append(Problem("trainer.profile.first", profile.first, reason, "lower it"))
+        yield Problem("trainer.profile.first", profile.first, reason, "lower it")
     for index, phase in enumerate(phases):
         path, start = f"phases[{index}]", ends[index - 1] if index else 0
         if index and phase.until <= phases[index - 1].until:
             continue  # `check_phases` says so
         if ends[index] <= start:
             reason = f"leaves the phase no step of trainer.max_steps = {steps}"
-            problems.append(Problem(f"{path}.until", phase.until, reason, "raise it, or train for more steps"))
+            yield Problem(f"{path}.until", phase.until, reason, "raise it, or train for more steps")
         elif phase.warmup_steps > ends[index] - start:
             reason = f"is more than the {ends[index] - start} steps of the phase"
-            problems.append(Problem(f"{path}.warmup_steps", phase.warmup_steps, reason, "lower it"))
-    return problems + check_weights(config)
+            yield Problem(f"{path}.warmup_steps", phase.warmup_steps, reason, "lower it")
+    yield from check_weights(config)
 
 
-def check_phases(config: Config) -> list[Problem]:
+def check_phases(config: Config) -> Iterator[Problem]:
     """Problems of `phases`: their order, their normalizers."""
-    problems, phases = [], config.phases
-    for index, phase in enumerate(phases):
-        if index and phase.until <= phases[index - 1].until:
-            reason = f"is not after phases[{index - 1}].until = {phases[index - 1].until}"
-            problems.append(Problem(f"phases[{index}].until", phase.until, reason, "raise it"))
+    phases = config.phases
+    for index, (earlier, phase) in enumerate(pairwise(phases)):
+        if phase.until <= earlier.until:
+            yield Problem(f"phases[{index + 1}].until", phase.until, f"is not after phases[{index}].until = {earlier.until}", "raise it")
     if not phases:
-        return problems
+        return
     if phases[-1].until != 1:
-        problems.append(Problem(f"phases[{len(phases) - 1}].until", phases[-1].until, "the last phase must end at 1", "set it to 1"))
+        yield Problem(f"phases[{len(phases) - 1}].until", phases[-1].until, "the last phase must end at 1", "set it to 1")
     if phases[0].warmup_steps:
         reason = "follows no swap, so there is nothing to warm up"
-        problems.append(Problem("phases[0].warmup_steps", phases[0].warmup_steps, reason, "set optim.warmup_steps"))
+        yield Problem("phases[0].warmup_steps", phases[0].warmup_steps, reason, "set optim.warmup_steps")
     if config.model.normalizer != phases[0].normalizer:
         reason = f"phases[0].normalizer is {phases[0].normalizer.name}, which training starts with"
-        problems.append(Problem("model.normalizer", config.model.normalizer.name, reason, "drop model.normalizer, or make them agree"))
-    return problems
+        yield Problem("model.normalizer", config.model.normalizer.name, reason, "drop model.normalizer, or make them agree")
 
 
-def check_weights(config: Config) -> list[Problem]:
+def check_weights(config: Config) -> Iterator[Problem]:
     """Problems of tasks and sources whose weights give less than one sequence of the run: they may never be drawn."""
-    data, text_weight = config.data, config.data.text_weight
-    weights = {f"data.tasks[{index}].weight": (weighted.weight, weighted.weight) for index, weighted in enumerate(data.tasks)}
-    if len(data.sources) > 1 and text_weight:
-        weights |= {
-            f"data.source.of[{index}].weight": (source.weight, source.weight * text_weight) for index, source in enumerate(data.sources)
-        }
+    data = config.data
+    weights = [(f"data.tasks[{index}].weight", task.weight, 1.0) for index, task in enumerate(data.tasks)]
+    if len(data.sources) > 1:
+        weights += [(f"data.source.of[{index}].weight", source.weight, data.text_weight) for index, source in enumerate(data.sources)]
     sequences = config.trainer.max_steps * (config.optim.batch_tokens // data.seq_len)
-    remedy = "raise it, train for more steps, or leave it out"
-    return [
-        Problem(path, weight, f"gives {fraction * sequences:.2g} of the {sequences:,} sequences of the run, and may never be drawn", remedy)
-        for path, (weight, fraction) in weights.items()
-        if weight > 0 and fraction * sequences < 1 - 1e-6
-    ]
+    for path, weight, share in weights:
+        if weight * share > 0 and weight * share * sequences < 1 - 1e-6:
+            reason = f"gives {weight * share * sequences:.2g} of the {sequences:,} sequences of the run, and may never be drawn"
+            yield Problem(path, weight, reason, "raise it, train for more steps, or leave it out")
 
 
-def check_tasks(config: Config) -> list[Problem]:
+def check_tasks(config: Config) -> Iterator[Problem]:
     """Problems of `data.tasks`: contradictory options, weights, symbols among text."""
-    data, problems = config.data, []
-    if not data.tasks:
-        return []
-    for index, weighted in enumerate(data.tasks):
-        if data.symbolic and weighted.weight * config.eval.sequences < 1 - 1e-6:
-            reason = f"gives less than one of eval.sequences = {config.eval.sequences} validation sequences: its loss would not be measured"
-            problems.append(Problem(f"data.tasks[{index}].weight", weighted.weight, reason, "raise eval.sequences"))
+    data, n_sequences = config.data, config.eval.sequences
+    for index, weighted in enumerate(data.tasks if data.symbolic else ()):
+        if weighted.weight * n_sequences < 1 - 1e-6:
+            reason = f"gives less than one of eval.sequences = {n_sequences} validation sequences: its loss would not be measured"
+            yield Problem(f"data.tasks[{index}].weight", weighted.weight, reason, "raise eval.sequences")
         n_distinct = weighted.task.distinct(data.seq_len, "test")
-        if data.symbolic and weighted.weight * config.eval.sequences > max(1, n_distinct):
+        if weighted.weight * n_sequences > max(1, n_distinct):
             reason = f"can't all differ: {weighted.task.name} has about {n_distinct:,.0f} test sequences of {data.seq_len} tokens"
-            problems.append(Problem("eval.sequences", config.eval.sequences, reason, "lower it, or give the task more symbols or length"))
+            yield Problem("eval.sequences", n_sequences, reason, "lower it, or give the task more symbols or length")
     weights = sum(weighted.weight for weighted in data.tasks)
     if weights > 1 + 1e-6:
-        problems.append(Problem("data.tasks", weights, "weights sum to more than 1", "lower them"))
+        yield Problem("data.tasks", weights, "weights sum to more than 1", "lower them")
     if any(weighted.task.vocab_size for weighted in data.tasks) and (not data.symbolic or weights < 1 - 1e-6):
         names = ", ".join(weighted.task.name for weighted in data.tasks if weighted.task.vocab_size)
         reason = "use a vocabulary of symbols, which text and tasks in text don't have"
-        problems.append(Problem("data.tasks", names, reason, "give such tasks alone weights that sum to 1"))
-    return problems
+        yield Problem("data.tasks", names, reason, "give such tasks alone weights that sum to 1")
 
 
 # ---------------------------------------------------------------- loading

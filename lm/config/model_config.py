@@ -1,6 +1,7 @@
 """The keys of `model`: the decoder's dimensions and architecture, and RoPE's frequencies."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -59,7 +60,7 @@ class Llama3Scaling(TrainedScaling):
         periods = self.original * frequencies / (2 * math.pi)
         return divided_below(frequencies, periods, self.slow, self.fast, self.factor)
 
-    def problems(self) -> list[Problem]:
+    def problems(self) -> Iterator[Problem]:
         return order_problems(self.slow, self.fast)
 
 
@@ -93,7 +94,7 @@ class YarnScaling(TrainedScaling):
     def amplitude(self) -> float:
         return self.attention_factor or (0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0)
 
-    def problems(self) -> list[Problem]:
+    def problems(self) -> Iterator[Problem]:
         return order_problems(self.slow, self.fast)
 
 
@@ -103,9 +104,10 @@ def divided_below(frequencies: "Tensor", periods: "Tensor", slow: float, fast: f
     return frequencies * (kept_fraction + (1 - kept_fraction) / factor)
 
 
-def order_problems(slow: float, fast: float) -> list[Problem]:
+def order_problems(slow: float, fast: float) -> Iterator[Problem]:
     """Problems of the ends of a transition between pairs of few and of many periods."""
-    return [] if fast > slow else [Problem("fast", fast, f"is not above slow = {slow:g}")]
+    if fast <= slow:
+        yield Problem("fast", fast, f"is not above slow = {slow:g}")
 
 
 TRAINED_SCALINGS = {v.name: v for v in (TrainedScaling, LinearScaling, Llama3Scaling, YarnScaling)}
@@ -155,11 +157,9 @@ class Rope(Position):
         """Whether a layer, counted from 0, has rotations."""
         return not self.layers or self.layers[layer % len(self.layers)]
 
-    def problems(self) -> list[Problem]:
-        """The problem of a list whose layers are all alike, for which there is a shorter option."""
-        if not self.layers or len(set(self.layers)) == 2:
-            return []
-        return [Problem("layers", self.layers, "is the same in all layers", "drop it" if self.layers[0] else "set model.position=none")]
+    def problems(self) -> Iterator[Problem]:
+        if len({*self.layers}) == 1:
+            yield Problem("layers", self.layers, "is the same in all layers", "drop it" if self.layers[0] else "set model.position=none")
 
     def rotated(self, head_size: int) -> int:
         """The number of a head's dimensions that rotate, which is even."""
@@ -213,25 +213,17 @@ class AttentionBlock:
         """The rest of the layer, in words."""
         return f"{model.mlp} {model.mlp_width}"
 
-    def problems_of(self, model: "ModelConfig") -> list[Problem]:
+    def problems_of(self, model: "ModelConfig") -> Iterator[Problem]:
         """Options of the model that contradict this block, by the model's keys."""
-        problems = []
         if model.head_size is None and model.n_embd % model.n_head:
             remedy = f"e.g. model.n_embd={max(1, round(model.n_embd / model.n_head)) * model.n_head}, or set model.head_size"
-            problems.append(Problem("n_embd", model.n_embd, f"is not a multiple of model.n_head = {model.n_head}", remedy))
+            yield Problem("n_embd", model.n_embd, f"is not a multiple of model.n_head = {model.n_head}", remedy)
         if model.n_head % model.kv_heads:
-            problems.append(
-                Problem(
-                    "n_kv_head",
-                    model.n_kv_head,
-                    f"does not divide model.n_head = {model.n_head}",
-                    f"e.g. {math.gcd(model.n_head, model.n_kv_head)}",
-                )
-            )
+            reason = f"does not divide model.n_head = {model.n_head}"
+            yield Problem("n_kv_head", model.n_kv_head, reason, f"e.g. {math.gcd(model.n_head, model.n_kv_head)}")
         if model.value_dims % model.maps:
             name, value = self.dims_from(model)
-            problems.append(Problem(name, value, f"gives heads of odd size {model.value_dims}, which two maps can't share", "make it even"))
-        return problems
+            yield Problem(name, value, f"gives heads of odd size {model.value_dims}, which two maps can't share", "make it even")
 
 
 @dataclass
@@ -260,14 +252,12 @@ class GAUBlock:
     def label(self, model: "ModelConfig") -> str:
         return f"gated attention units of width {self.value_dims(model)}"
 
-    def problems_of(self, model: "ModelConfig") -> list[Problem]:
-        """Options of the model that contradict this block, by the model's keys."""
-        problems = []
+    def problems_of(self, model: "ModelConfig") -> Iterator[Problem]:
         if self.value_dims(model) < 1:
             reason = f"gives no values in a model of model.n_embd = {model.n_embd}"
-            problems.append(Problem("block.expansion", self.expansion, reason, f"set it to {1 / model.n_embd:.2g} or more"))
+            yield Problem("block.expansion", self.expansion, reason, f"set it to {1 / model.n_embd:.2g} or more")
         if model.n_head != 1:
-            problems.append(Problem("n_head", model.n_head, "a gated attention unit has one head", "set model.n_head=1"))
+            yield Problem("n_head", model.n_head, "a gated attention unit has one head", "set model.n_head=1")
         parts = {
             "mlp": "no MLP",
             "n_mlp": "no MLP",
@@ -280,11 +270,9 @@ class GAUBlock:
             "mlp_bias": "no MLP",
         }
         defaults = {spec.name: spec.default for spec in fields(model)}
-        return problems + [
-            Problem(name, value, f"a gated attention unit has {part}", "drop it")
-            for name, part in parts.items()
-            if (value := getattr(model, name)) != defaults[name]
-        ]
+        for name, part in parts.items():
+            if (value := getattr(model, name)) != defaults[name]:
+                yield Problem(name, value, f"a gated attention unit has {part}", "drop it")
 
 
 @dataclass
@@ -400,27 +388,25 @@ class ModelConfig:
             return self.n_mlp
         return 4 * self.n_embd if self.mlp != "swiglu" else -(-8 * self.n_embd // (3 * 64)) * 64
 
-    def problems(self) -> list[Problem]:
-        """Problems that involve several keys."""
-        problems, dims = self.block.problems_of(self), self.key_dims
-        if self.position.rotates and dims % 2:
-            name, value = self.block.dims_from(self)
-            problems.append(Problem(name, value, f"gives heads of odd size {dims}, which RoPE can't rotate", "make it even"))
-        if self.position.rotates and self.position.rotated(dims) == 0:
-            reason = f"rotates nothing of a head of size {dims}"
-            problems.append(Problem("position.fraction", self.position.fraction, reason, "set model.position=none"))
-        if self.position.rotates and len(self.position.layers) > self.n_layer:
-            reason = f"lists more than the {self.n_layer} layers of model.n_layer"
-            remedy = "shorten the list: it is repeated over the layers"
-            problems.append(Problem("position.layers", self.position.layers, reason, remedy))
-        problems += self._transfer_problems()
+    def problems(self) -> Iterator[Problem]:
+        dims, too_long = self.key_dims, f"lists more than the {self.n_layer} layers of model.n_layer"
+        remedy = "shorten the list: it is repeated over the layers"
+        yield from self.block.problems_of(self)
+        if self.position.rotates:
+            if dims % 2:
+                name, value = self.block.dims_from(self)
+                yield Problem(name, value, f"gives heads of odd size {dims}, which RoPE can't rotate", "make it even")
+            if self.position.rotated(dims) == 0:
+                reason = f"rotates nothing of a head of size {dims}"
+                yield Problem("position.fraction", self.position.fraction, reason, "set model.position=none")
+            if len(self.position.layers) > self.n_layer:
+                yield Problem("position.layers", self.position.layers, too_long, remedy)
+        if self.transfer is not None:
+            yield from self._transfer_problems()
         if self.value_residual == "first_layer" and self.n_layer == 1:
-            problems.append(Problem("value_residual", self.value_residual, "has no other layer to act in: model.n_layer = 1", "drop it"))
+            yield Problem("value_residual", self.value_residual, "has no other layer to act in: model.n_layer = 1", "drop it")
         if (n_listed := len(self.normalizer.layer_options())) > self.n_layer:
-            reason = f"lists more than the {self.n_layer} layers of model.n_layer"
-            remedy = "shorten the list: it is repeated over the layers"
-            problems.append(Problem("normalizer", f"{n_listed} normalizers", reason, remedy))
-        return problems
+            yield Problem("normalizer", f"{n_listed} normalizers", too_long, remedy)
 
     @property
     def base_shape(self) -> dict[str, int]:
@@ -434,13 +420,12 @@ class ModelConfig:
         width, depth = self.base_shape.values()
         return self.n_embd / width, self.n_layer / depth
 
-    def _transfer_problems(self) -> list[Problem]:
+    def _transfer_problems(self) -> Iterator[Problem]:
         """Problems of the base model of `transfer`: sizes that no model can have."""
-        if self.transfer is None:
-            return []
         if self.block.name != AttentionBlock.name:
             reason = "is of blocks of attention and MLP, not of gated attention units"
-            return [Problem("transfer", self.base_shape, reason, "drop it")]
+            yield Problem("transfer", self.base_shape, reason, "drop it")
+            return
         width = self.base_shape["base_width"]
         counts = {"n_head": self.n_head, "n_kv_head": self.kv_heads} | ({"n_mlp": self.n_mlp} if self.n_mlp else {})
         for name, count in counts.items():
@@ -448,5 +433,5 @@ class ModelConfig:
                 rule = "n_mlp is in proportion to the width" if name == "n_mlp" else "width is added in heads of one size"
                 reason = f"gives a base model of {name} = {count * width / self.n_embd:.4g}: {rule}"
                 remedy = f"choose a multiple of {self.n_embd // math.gcd(count, self.n_embd)}"
-                return [Problem("transfer.base_width", width, reason, remedy)]
-        return []
+                yield Problem("transfer.base_width", width, reason, remedy)
+                return

@@ -4,6 +4,7 @@ The sequences themselves are made in lm/data/tasks.py.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import exp, lgamma, log
 from typing import ClassVar, Literal
@@ -121,19 +122,20 @@ class MQAR(Task):
         lists = _log_arrangements(self.keys, self.pairs) + _log_arrangements(self.values, self.pairs)
         return lists + filler * log(self.filler) - (self.pairs * log(HELD_OUT) if self.held_out == "pairs" else 0)
 
-    def problems(self) -> list[Problem]:
-        problems = [Problem("queries", self.queries, f"is more than pairs = {self.pairs}")] if self.queries > self.pairs else []
+    def problems(self) -> Iterator[Problem]:
+        if self.queries > self.pairs:
+            yield Problem("queries", self.queries, f"is more than pairs = {self.pairs}")
         if self.held_out == "pairs" and (self.joined or self.values < HELD_OUT * self.pairs):
             reason = f"single pairs need two symbols each and {HELD_OUT} times as many values as pairs"
-            problems.append(Problem("held_out", self.held_out, reason))
+            yield Problem("held_out", self.held_out, reason)
         if self.held_out == "pairs" and self.pairs * self.values > MAX_PAIRS_TIMES_VALUES:
             reason = f"single pairs take at most {MAX_PAIRS_TIMES_VALUES:,} pairs x values, not {self.pairs * self.values:,}"
-            problems.append(Problem("held_out", self.held_out, reason))
+            yield Problem("held_out", self.held_out, reason)
         if self.vocab_size > MAX_VOCABULARY:
             reason = f"makes {self.vocab_size:,} symbols of keys and values, more than {MAX_VOCABULARY:,}"
-            problems.append(Problem("joined", self.joined, reason, "lower keys or values"))
+            yield Problem("joined", self.joined, reason, "lower keys or values")
         limits = {"keys": self.keys, "values": self.values}
-        return problems + [Problem("pairs", self.pairs, f"is more than {name} = {n}") for name, n in limits.items() if n < self.pairs]
+        yield from (Problem("pairs", self.pairs, f"is more than {name} = {n}") for name, n in limits.items() if n < self.pairs)
 
 
 @dataclass
@@ -216,9 +218,9 @@ class Maximum(Task):
         lists = _log_arrangements(self.priorities, self.items) + _log_arrangements(self.payloads, self.items)
         return lists + max(0, length - 1 - 2 * self.items) * log(self.filler)
 
-    def problems(self) -> list[Problem]:
+    def problems(self) -> Iterator[Problem]:
         limits = {"priorities": self.priorities, "payloads": self.payloads}
-        return [Problem("items", self.items, f"is more than {name} = {n}") for name, n in limits.items() if n < self.items]
+        yield from (Problem("items", self.items, f"is more than {name} = {n}") for name, n in limits.items() if n < self.items)
 
 
 @dataclass

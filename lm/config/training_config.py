@@ -1,6 +1,7 @@
 """The keys of `optim`, `phases`, `trainer` and `log`: the options of training."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -198,24 +199,18 @@ class OptimConfig:
         optimizer_decay = self.optimizer.weight_decay if group in DECAYED_GROUPS else 0.0
         return optimizer_decay if group_decay is None else group_decay
 
-    def problems(self) -> list[Problem]:
-        """Problems that involve several keys."""
-        epsilons = {name: group.eps for name, group in vars(self.groups).items() if group.eps is not None}
-        reason = f"{self.optimizer.name} has no epsilon there"
-        problems = [
-            Problem(f"groups.{name}.eps", eps, reason, "drop it") for name, eps in epsilons.items() if not self.optimizer.has_eps(name)
-        ]
-        return problems + list(self._excessive_decays().values())
-
-    def _excessive_decays(self) -> dict[str, Problem]:
-        """Problems, by key, of weight decays with which a step would subtract more than the whole of a weight."""
-        problems = {}
-        for name, group in vars(self.groups).items():
+    def problems(self) -> Iterator[Problem]:
+        groups, excessive_decays = vars(self.groups), {}
+        for name, group in groups.items():
+            if group.eps is not None and not self.optimizer.has_eps(name):
+                yield Problem(f"groups.{name}.eps", group.eps, f"{self.optimizer.name} has no epsilon there", "drop it")
+        for name, group in groups.items():
             key = "optimizer.weight_decay" if group.weight_decay is None else f"groups.{name}.weight_decay"
             if (product := self.lr * group.lr_factor * self.weight_decay(name)) > 1:
                 reason = f"times the learning rate of {name} is {product:.3g}: a step would take more than the whole of a weight"
-                problems.setdefault(key, Problem(key, self.weight_decay(name), reason, "lower either; the product must be at most 1"))
-        return problems
+                remedy = "lower either; the product must be at most 1"
+                excessive_decays.setdefault(key, Problem(key, self.weight_decay(name), reason, remedy))
+        yield from excessive_decays.values()
 
 
 @dataclass
@@ -234,8 +229,9 @@ class Profile:
     first: int = key(10, "first step that is recorded", ge=1, le=10**9)
     last: int = key(12, "last step that is recorded", ge=1, le=10**9)
 
-    def problems(self) -> list[Problem]:
-        return [Problem("last", self.last, f"is before first = {self.first}", "give both")] if self.last < self.first else []
+    def problems(self) -> Iterator[Problem]:
+        if self.last < self.first:
+            yield Problem("last", self.last, f"is before first = {self.first}", "give both")
 
 
 COMMANDS = ("train", "eval", "swap", "diagnose")  # the commands that run a model
@@ -305,7 +301,6 @@ class LogConfig:
     progress: Literal["auto", "bar", "lines", "none"] = key("auto", "`auto`: a bar on a terminal, else lines")
 
     def problems(self) -> list[Problem]:
-        """Problems of repeated names."""
         lists = {"dynamics": self.dynamics, "to": self.to}
         return [Problem(key, names, "names something twice", "name it once") for key, names in lists.items() if len({*names}) < len(names)]
 

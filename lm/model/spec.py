@@ -115,6 +115,6 @@ def with_steps(config: Config, vocab_size: int) -> Config:
     if config.trainer.max_steps:
         return config
     sized_config = replace(config, trainer=replace(config.trainer, max_steps=steps_of(config, vocab_size), tokens_per_parameter=None))
-    if problems := check_steps(sized_config):
+    if problems := [*check_steps(sized_config)]:
         raise ConfigError(problems)
     return sized_config
