@@ -49,8 +49,6 @@ def _non_divisors(lengths: Iterable[int], path: str, seq_len: int) -> Iterator[P
 
 @dataclass
 class FullLength(SequenceLengths):
-    """`data.seq_len` at every step."""
-
     name: ClassVar[str] = "full"
     allows_shorter: ClassVar[bool] = False
 
@@ -60,8 +58,6 @@ class FullLength(SequenceLengths):
 
 @dataclass
 class FixedLength(SequenceLengths):
-    """`length` at every step."""
-
     name: ClassVar[str] = "fixed"
     length: int | None = key(None, "tokens in each sequence, a divisor of data.seq_len", ge=2)
 
@@ -279,8 +275,6 @@ SOURCES = Table(SOURCE, {v.name: v for v in (Package, Files, Hub, Tokens)})
 
 @dataclass
 class WeightedSource:
-    """One source of a mixture, and its weight."""
-
     weight: float = key(1.0, "fraction of the training sequences; the weights of all sources sum to 1", ge=0)
     source: Source = variant(SOURCES, "package", "where the text comes from")
 
@@ -332,8 +326,6 @@ class TrainedTokenizer:
 
 
 class InFiles:
-    """A tokenizer that files hold."""
-
     name: ClassVar[str]
     end_of_text: ClassVar[str] = END_OF_TEXT
     end_tokens: ClassVar[Sequence[str]] = ()
@@ -380,7 +372,6 @@ class TiktokenTokenizer(InFiles):
 
     @property
     def known_encoding(self) -> str:
-        """The encoding that is set, or else the encoding in the file's name."""
         return self.encoding or Path(self.path).stem
 
     def problems(self) -> Iterator[Problem]:
@@ -407,8 +398,6 @@ TOKENIZERS: dict[str, type] = {v.name: v for v in (TrainedTokenizer, TokenizerFi
 
 @dataclass
 class WeightedTask:
-    """A synthetic task among the training sequences."""
-
     weight: float = key(1.0, "fraction of the training sequences; text has what the tasks leave", gt=0, le=1)
     task: Task = variant(
         TASKS, "mqar", "what makes the sequences; `needle` and `passkey` are in text, the others over symbols of their own"
@@ -457,12 +446,10 @@ class DataConfig:
 
     @property
     def folder(self) -> Path:
-        """The folder of the prepared token stores."""
         return expanded(self.root)
 
     @property
     def sources(self) -> list[WeightedSource]:
-        """The sources with their weights: the mixture's sources, or a single source with weight 1."""
         return self.source.of if isinstance(self.source, Mixture) else [WeightedSource(1.0, self.source)]
 
     @property

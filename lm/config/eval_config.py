@@ -29,14 +29,11 @@ SCALINGS: list[Plain] = ["as_trained", {"name": "theta", "factor": 50.0}, "inter
 
 @dataclass
 class Timing:
-    """The steps at which an evaluation runs during training, and the time that it may take."""
-
     every: int | None = key(None, "steps between evaluations during training; null: only `at`", ge=1)
     at: list[float] = key([1.0], "fractions of the run at which it is measured", gt=0, le=1)
     max_seconds: float | None = key(None, "give an evaluation up, and say so, when it takes longer; null: never", gt=0)
 
     def is_due(self, step: int, max_steps: int) -> bool:
-        """True every `every` steps, and at the fractions `at` of the run."""
         return step in {max(1, round(fraction * max_steps)) for fraction in self.at} or bool(self.every and step % self.every == 0)
 
 
@@ -121,7 +118,6 @@ class LongContextConfig(EvaluationConfig):
 
     @property
     def longest_factor(self) -> float:
-        """The largest length of its sequences, in training lengths."""
         return AUTO_FACTOR if self.length_factor == "auto" else self.length_factor
 
     def length(self, seq_len: int) -> int:
@@ -129,7 +125,6 @@ class LongContextConfig(EvaluationConfig):
         return int(self.longest_factor * seq_len)
 
     def metric(self, setting: str) -> str:
-        """The loss's name in metrics.jsonl, by the label of the inference setting."""
         return f"long/loss {setting}"
 
     def metrics(self, data: DataConfig) -> list[str]:
@@ -170,7 +165,6 @@ class ByLengthConfig(EvaluationConfig):
         return bool(self.lengths)
 
     def metric(self, length: int, setting: str) -> str:
-        """The loss's name in metrics.jsonl, by length and the label of the inference setting."""
         return f"by_length/loss {length}" + (f" {setting}" if len(self.inference) > 1 else "")
 
     def metrics(self, data: DataConfig) -> list[str]:
@@ -202,7 +196,6 @@ class TextsConfig(EvaluationConfig):
                 yield Problem(f"of.{name}", name, "can't be the name of a text", "use letters, digits, - _ and .")
 
     def metric(self, name: str, quantity: str = "loss") -> str:
-        """The name in metrics.jsonl of a text's loss, or of its bits per byte."""
         return f"text/{name}/{quantity}"
 
     def metrics(self, data: DataConfig) -> list[str]:
@@ -228,11 +221,9 @@ class RecallConfig(EvaluationConfig):
         return bool(self.length_factors and (data.tasks or self.tasks))
 
     def asked_tasks(self, data: DataConfig) -> list[Task]:
-        """The tasks to ask for."""
         return self.tasks or [weighted.task for weighted in data.tasks]
 
     def metric(self, task: str, length: int, setting: str) -> str:
-        """The accuracy's name in metrics.jsonl, by the name of the task, length and the label of the inference setting."""
         return f"recall/{task} {length}" + (f" {setting}" if len(self.inference) > 1 else "")
 
     def metrics(self, data: DataConfig) -> list[str]:
@@ -290,7 +281,6 @@ class NeedleConfig(EvaluationConfig):
         return bool(self.length_factors)
 
     def metric(self, control: bool, length: int, setting: str) -> str:
-        """The accuracy's name in metrics.jsonl, with a needle or without one (`control`), by length and label of the inference setting."""
         return f"needle/{'control' if control else 'exact'} {length} {setting}"
 
     def metrics(self, data: DataConfig) -> list[str]:
@@ -449,7 +439,6 @@ class EvalConfig:
         return {"validation": "lm.evaluation.held_out:Validation"} | measurements
 
     def quantity(self, kind: str) -> Quantity | None:
-        """The quantity that a kind of evaluation measures; None: unknown before it has run."""
         return "loss" if kind == "validation" else self.kinds[kind].quantity
 
     def measured_options(self, kind: str) -> dict[str, Plain]:
@@ -460,6 +449,5 @@ class EvalConfig:
         return {name: value for name, value in plain.items() if value is not None and name not in TIMING_KEYS}
 
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
-        """Changes that a named suite makes."""
         validation = {"sequences": min(32, self.sequences)} if name == "quick" else {}
         return validation | {kind: changes for kind, options in self.kinds.items() if (changes := options.suite(name, data, model))}

@@ -45,7 +45,6 @@ def _reference(schema: type, definitions: dict[str, Schema], name: str | None = 
 
 
 def _key(spec: Field, definitions: dict[str, Schema]) -> Schema:
-    """The schema of a key, with its description and default."""
     return {"description": spec.metadata["help"], **_value(spec, definitions), **_default(spec)}
 
 

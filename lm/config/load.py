@@ -114,7 +114,6 @@ def check_steps(config: Config) -> Iterator[Problem]:
 
 
 def check_phases(config: Config) -> Iterator[Problem]:
-    """Problems of `phases`: their order, their normalizers."""
     phases = config.phases
     for index, (earlier, phase) in enumerate(pairwise(phases)):
         if phase.until <= earlier.until:

@@ -53,8 +53,6 @@ class WSD:
 
 
 class Optimizer:
-    """A rule by which gradients become updates."""
-
     name: ClassVar[str]
     needs: ClassVar[str] = ""  # a group with at least one trained parameter, or the optimizer is refused; "": no such group
     weight_decay: ClassVar[float] = 0.0  # of matrices, embedding and head; 0 for an optimizer without this option
@@ -141,8 +139,6 @@ DECAYED_GROUPS = ("matrices", "embedding", "head")  # groups with the optimizer'
 
 @dataclass
 class Group:
-    """Learning rate, weight decay and epsilon of a group of parameters."""
-
     lr_factor: float = key(1.0, "multiplies the schedule's learning rate", ge=0)
     weight_decay: float | None = key(None, "null: the optimizer's for matrices, embedding and head, 0 for vectors and normalizers", ge=0)
     eps: float | None = key(None, "null: the optimizer's", omit_default=True, gt=0)
@@ -190,7 +186,6 @@ class OptimConfig:
         return self.lr * factor
 
     def warmup(self, max_steps: int) -> int:
-        """Steps of warm-up in a run of `max_steps`."""
         return min(self.warmup_steps, max_steps)
 
     def weight_decay(self, group: str) -> float:

@@ -66,12 +66,10 @@ class Config:
 
     @property
     def run_folder(self) -> Path:
-        """The folder that holds the run."""
         return expanded(self.runs) / self.name
 
     @property
     def world_size(self) -> int:
-        """Processes over all machines."""
         return self.trainer.devices * self.trainer.num_nodes
 
     @property
@@ -88,22 +86,18 @@ class Config:
 
     @property
     def checkpoint_every(self) -> int:
-        """Steps between checkpoints: as set, or a tenth of the run."""
         return self.trainer.checkpoint_every or max(1, self.trainer.max_steps // 10)
 
     @property
     def validation_every(self) -> int:
-        """Steps between validations: as set, or a twentieth of the run."""
         return self.eval.every or max(1, self.trainer.max_steps // 20)
 
     @property
     def plan(self) -> list[Phase]:
-        """The phases of training: `phases`, or a single phase with `model.normalizer`."""
         return self.phases or [Phase(1.0, self.model.normalizer)]
 
     @property
     def normalizer_names(self) -> set[str]:
-        """Names of the normalizers of all phases and layers."""
         return {options.name for phase in self.plan for options in phase.normalizer.layer_options()}
 
     @property
@@ -127,7 +121,6 @@ class Config:
         return min(bisect_right(self.phase_ends, step), len(self.plan) - 1)
 
     def model_in(self, phase: int) -> ModelConfig:
-        """The model configuration in a phase of the plan."""
         return replace(self.model, normalizer=self.plan[phase].normalizer)
 
 

@@ -54,7 +54,6 @@ class _Loader(Composer, _Parser):  # libyaml, where there is one, reads five tim
         self._sizes: dict[yaml.Node, int] = {}  # nodes in each node that was read, with aliases expanded
 
     def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
-        """One node with its children."""
         mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
         if len(self._open) > MAX_DEPTH:
             raise yaml.MarkedYAMLError(problem=f"is nested more than {MAX_DEPTH} deep", problem_mark=mark)
@@ -69,7 +68,6 @@ class _Loader(Composer, _Parser):  # libyaml, where there is one, reads five tim
         return node
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        """A block, whose keys must differ."""
         node = super().compose_mapping_node(anchor)
         names = set()
         for name, _ in node.value:

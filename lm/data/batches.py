@@ -206,7 +206,6 @@ class DocumentPieces(Lengths):
         self._epoch, self._order, self._starts = -1, np.empty(0), {}
 
     def _enter(self, epoch: int) -> None:
-        """Draw the epoch: the length and the sequences of each step."""
         if epoch == self._epoch:
             return
         random = np.random.PCG64(np.random.SeedSequence((*self.seed_words, epoch)))
@@ -277,7 +276,6 @@ class Batch(NamedTuple):
         return cls(tokens, targets, None if end_of_text is None else document_positions(tokens, end_of_text), first)
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on another device."""
         return self._replace(**{name: x.to(device) for name, x in self._asdict().items() if isinstance(x, Tensor)})
 
 
@@ -377,7 +375,6 @@ class TrainSequences:
         self.sampler = StratifiedSampler(weights, self.seed_words) if len(self.streams) > 1 else None
 
     def _streams(self, seed: int) -> tuple[list[float], list[Stream]]:
-        """The sources that sequences are drawn from, with weights that sum to 1."""
         if isinstance(self.length, DocumentPieces):  # the lengths come with the text that is read
             return [1.0], [self.length]
         tasks = [weighted.task for weighted in self.data.tasks]

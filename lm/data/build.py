@@ -68,12 +68,10 @@ class Journal:
         return self.entry.get("documents", 0)
 
     def holds(self, name: str) -> bool:
-        """True if the file `name` is what `keep` wrote."""
         path = self.folder / name
         return path.is_file() and self.entry.get(name) == file_sha256(path)
 
     def keep(self, name: str, content: bytes) -> None:
-        """Write the file `name`, and record its hash."""
         write_whole(self.folder / name, content)
         self._write({name: file_sha256(self.folder / name)})
 

@@ -173,7 +173,6 @@ def _spec(data: DataConfig) -> dict[str, Plain]:
 
 
 def _folder(data: DataConfig, spec: dict[str, Plain]) -> Path:
-    """The folder of the store, whether or not it exists."""
     tasks = dict.fromkeys(weighted.task.name for weighted in data.tasks)
     name = "+".join(tasks) if data.symbolic else "-".join(labels(data))
     return data.folder / f"{name[:60]}-{plain_sha256(spec)[:12]}"

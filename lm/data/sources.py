@@ -45,7 +45,6 @@ Documents = Iterator[str | np.ndarray]
 
 
 def fail(error: Unreadable) -> NoReturn:
-    """Raise `error` (`data.on_error: fail`)."""
     raise error
 
 
@@ -63,7 +62,6 @@ class SourceReader:
 
 
 def reader(source: Source) -> SourceReader:
-    """The functions that read a source."""
     return SOURCE_READERS.get(type(source), OUTSIDE_READER)
 
 
@@ -125,7 +123,6 @@ class InstalledPackage:
 
     @property
     def version(self) -> str:
-        """The version that is installed."""
         return importlib.metadata.version(self.module)
 
 
@@ -244,7 +241,6 @@ def kjv_books(members: Members) -> dict[str, str]:
 
 
 def moby_chapters(members: Members) -> dict[str, str]:
-    """Moby-Dick's chapters, each with its heading."""
     (content,) = members.values()
     chapters = re.split(r"^(?=CHAPTER \d+\.)", content.decode(), flags=re.MULTILINE)
     return {f"{number:03d}.txt": chapter.strip() for number, chapter in enumerate(filter(str.strip, chapters), 1)}
@@ -313,7 +309,6 @@ class Unreachable(DataError):
 
 
 def _hub_documents(source: Hub, root: Path, on_error: OnError, vocabulary: None) -> Documents:
-    """The texts in a column of the dataset."""
     with _library_errors(source):
         dataset = _dataset(source)
     location = f"data.source.dataset: '{source.dataset}' ({source.split})"
@@ -358,7 +353,6 @@ def _hub_identity(source: Hub, root: Path, hashes: FileHashes) -> dict[str, Plai
 
 
 def _hub_licence(source: Hub) -> str:
-    """The licence that the dataset card or the dataset states."""
     try:
         with _library_errors(source):
             licence = _card_licence(source) or (_dataset(source) if _is_saved(source) else _builder(source)).info.license
@@ -368,7 +362,6 @@ def _hub_licence(source: Hub) -> str:
 
 
 def _card_licence(source: Hub) -> str:
-    """The licences in the metadata of the dataset card, README.md."""
     from huggingface_hub import DatasetCard, hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 

@@ -120,7 +120,6 @@ class Split:
 
 
 def shard_path(split: Path, number: int) -> Path:
-    """The file of a split's shard."""
     return split.with_name(f"{split.name}-{number:05d}.bin")
 
 
@@ -134,8 +133,6 @@ def manifests(root: Path, folders: str = "*") -> Iterator[tuple[Path, dict[str, 
 
 @dataclass(frozen=True, eq=False)
 class Store:
-    """An opened token store."""
-
     path: Path
     fingerprint: str  # sha256 of tokens, offsets and tokenizer; messages show 16 hex digits of it
     vocab_size: int
@@ -175,7 +172,6 @@ class Store:
         _check_files(self.path, self.manifest["files"])
 
     def tokenizer(self) -> "Tokenizer":
-        """The store's tokenizer."""
         return load_tokenizer(self.path / TOKENIZER, self.manifest["end_of_text"]["token"])
 
 
@@ -335,7 +331,6 @@ class SplitWriter:
             raise
 
     def close(self) -> None:
-        """Close the file, finished or not."""
         if self.file:
             self.file.close()
 
@@ -349,7 +344,6 @@ class SplitWriter:
             self._count(piece)
 
     def sync(self) -> None:
-        """Synchronise what was added to disk."""
         if self.file:
             self.file.flush()
             os.fsync(self.file.fileno())

@@ -124,7 +124,6 @@ class Text:
         return np.array(encoding_of(self._tokenizer, text).ids, np.int64)
 
     def decode(self, tokens: np.ndarray) -> str:
-        """The text that tokens stand for."""
         return decode(self._tokenizer, tokens.tolist())
 
     def filler(self, draw: Draw, count: int) -> np.ndarray:
@@ -148,7 +147,6 @@ class Text:
 
 
 def mqar(task: MQAR, draw: Draw, length: int, text: Text | None = None) -> Example:
-    """A sequence of `MQAR`."""
     width = 1 if task.joined else 2
     require(length + 1 - width * task.pairs - 2 * task.queries, f"{task.pairs} pairs and {task.queries} queries", length)
     pairs = 1 + draw.one(task.pairs) if task.varied and draw.subset == "train" else task.pairs
@@ -186,7 +184,6 @@ def _lists(task: MQAR, pairs: int, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
 
 
 def copy(task: Copy, draw: Draw, length: int, text: Text | None = None) -> Example:
-    """A sequence of `Copy`."""
     room = length - 2 * task.span
     require(room, f"a string of {task.span} and its copy", length)
     tokens = task.symbols + draw.below(task.filler, length + 1)
@@ -201,7 +198,6 @@ def copy(task: Copy, draw: Draw, length: int, text: Text | None = None) -> Examp
 
 
 def induction(task: Induction, draw: Draw, length: int, text: Text | None = None) -> Example:
-    """A sequence of `Induction`."""
     require(length - 3, "two marks and two symbols", length)
     start = draw.one(length - 2)  # place of the first mark; the last two tokens are the question and its answer
     for _ in draw.tries():
@@ -214,7 +210,6 @@ def induction(task: Induction, draw: Draw, length: int, text: Text | None = None
 
 
 def maximum(task: Maximum, draw: Draw, length: int, text: Text | None = None) -> Example:
-    """A sequence of `Maximum`."""
     require(length - 1 - 2 * task.items, f"{task.items} items, the mark and the answer", length)
     tokens = task.priorities + task.payloads + draw.below(task.filler, length + 1)
     starts = draw.places(length - 1, [2] * task.items)
@@ -229,7 +224,6 @@ def maximum(task: Maximum, draw: Draw, length: int, text: Text | None = None) ->
 
 
 def flip_flop(task: FlipFlop, draw: Draw, length: int, text: Text | None = None) -> Example:
-    """A sequence of `FlipFlop`."""
     count, start = divmod(length + 1, 2)
     require(length - 3, "a write and a read", length)
     write_id, ignore_id, read_id = task.symbols, task.symbols + 1, task.symbols + 2
@@ -265,7 +259,6 @@ GRASS = " The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 
 
 def needle(task: Needle, draw: Draw, length: int, text: Text | None = None) -> Example:
-    """A sequence of `Needle`."""
     total = task.needles + task.distractors
     cities = [CITIES[city] for city in draw.order(len(CITIES), total)]
     openings = [text.encode(f" The special magic {city} number is:") for city in cities]
@@ -290,7 +283,6 @@ def needle(task: Needle, draw: Draw, length: int, text: Text | None = None) -> E
 
 
 def passkey(task: Passkey, draw: Draw, length: int, text: Text | None = None) -> Example:
-    """A sequence of `Passkey`."""
     parts = [text.encode(part) for part in (" The pass key is", ". Remember it.", " is the pass key.")]
     question, grass = text.encode(" What is the pass key? The pass key is"), text.encode(GRASS)
 

@@ -143,12 +143,10 @@ PARQUET_BATCH_BYTES = 4 << 20  # text of a parquet file that is in memory at a t
 
 
 def documents(source: Files, root: Path, on_error: OnError, vocabulary: object = None) -> Iterator[str]:
-    """The documents of the files that `source.paths` names."""
     return read_files(expand(source), source, on_error)
 
 
 def identity(source: Files, root: Path, hashes: FileHashes) -> dict[str, Plain]:
-    """The files with the hashes of their content, and the options of reading."""
     files = [{"path": str(path), "sha256": _sha256(path, hashes)} for path in expand(source)]
     return {"files": files, "suffixes": source.suffixes, "column": source.column, "separator": source.separator}
 
@@ -364,7 +362,6 @@ def _jsonl(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterat
 
 
 def _object(text: str, location: str) -> dict[str, Plain]:
-    """The JSON object of a line."""
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -70,11 +70,9 @@ class Vocabulary:
         return document
 
     def text(self, ids: np.ndarray) -> bytes:
-        """The text that ids stand for, in UTF-8."""
         return decode(self.tokenizer, ids.tolist()).encode()
 
     def n_bytes(self, ids: np.ndarray) -> int:
-        """UTF-8 bytes of the text that ids stand for."""
         if self.bytes is None:
             return len(self.text(ids))
         return int(sum(self.bytes[ids[begin : begin + _BLOCK]].sum(dtype=np.float64) for begin in range(0, len(ids), _BLOCK)))
@@ -95,7 +93,6 @@ def _array(ids: Plain | np.ndarray, location: str) -> np.ndarray:
 
 
 def documents(source: Tokens, root: Path, on_error: OnError, vocabulary: Vocabulary) -> Iterator[np.ndarray]:
-    """The documents of ids in the files that `source.paths` names."""
     kind = FORMATS[source.format]
     for path in kind.files(source):
         with UnreadableGuard(on_error, size_of(kind.parts(path)), str(path)):
