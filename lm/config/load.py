@@ -313,7 +313,7 @@ def over_bases(
         raise ConfigError(f"{path}: is inherited from through more than {MAX_BASES} files by `base:`")
     tree: dict[str, Plain] = {}
     for name in names:
-        tree = merge(tree, _read(presets.base(path, name), heirs, cache))
+        tree = merge(tree, _read(presets.find(name, parent=path.parent), heirs, cache))
     return merge(tree, {name: value for name, value in plain.items() if name != "base"})
 
 

@@ -18,36 +18,28 @@ def folder() -> Path:
     return next(path for path in (package / "configs", package.parent / "configs") if path.is_dir())
 
 
-def find(argument: str | Path, kind: str = "") -> Path:
+def find(argument: str | Path, kind: str = "", parent: str | Path = "") -> Path:
     """The file that an argument of the command line names: an existing file, else the preset of that name, else the argument as a path.
 
     A folder hides no preset. A preset's name is its path within `configs`, with or without that folder and `.yaml`, as `recipes/modern` or
     `configs/softmax.yaml`.
 
-    kind: `experiments` for an experiment, empty for a configuration.
+    Args:
+        kind: `experiments` for an experiment, empty for a configuration.
+        parent: the folder that paths are relative to.
     """
-    path = Path(os.path.expanduser(argument))
-    return _or_preset(path, path, kind)
-
-
-def is_override(argument: str) -> bool:
-    """Whether an argument of the command line is a `key=value`: it has a `=`, and is not the path of a file or folder."""
-    return "=" in argument and not os.path.exists(os.path.expanduser(argument))
-
-
-def base(heir: Path, name: str) -> Path:
-    """The file that `base: name` in the file `heir` names: a file relative to its folder, else the preset of that name, as in `find`."""
-    path = Path(os.path.expanduser(name))
-    return _or_preset(heir.parent / path, path)
-
-
-def _or_preset(path: Path, name: Path, kind: str = "") -> Path:
-    """The file `path` if it exists, else the preset `name` if it exists, else `path`."""
+    name = Path(os.path.expanduser(argument))
+    path = Path(parent, name)
     if (path.exists() and not path.is_dir()) or name.is_absolute() or ".." in name.parts or not name.name:
         return path
     relative_path = Path(*name.parts[1:]) if len(name.parts) > 1 and name.parts[0] == "configs" else name
     relative_path = relative_path if relative_path.suffix in (".yaml", ".yml") else relative_path.with_name(f"{relative_path.name}.yaml")
     return next((file for place in _FOLDERS[kind] if (file := folder() / place / relative_path).is_file()), path)
+
+
+def is_override(argument: str) -> bool:
+    """Whether an argument of the command line is a `key=value`: it has a `=`, and is not the path of a file or folder."""
+    return "=" in argument and not os.path.exists(os.path.expanduser(argument))
 
 
 def names() -> Iterator[tuple[str, str]]:
