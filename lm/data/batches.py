@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lm.config.data_config import SHORTEST_PIECE, DataConfig, SequenceLengths
+from lm.config.data_config import SHORTEST_PIECE, DataConfig
 from lm.config.task_config import Task
 from lm.config.tree import Config
 from lm.data.store import Split, Store
@@ -107,9 +107,9 @@ class Lengths(ABC):
     def __call__(self, step: int) -> int:
         """The length of the sequences of `step` (0-based)."""
 
-    @abstractmethod
     def fractions(self, steps: int) -> dict[int, float]:
         """By length, the fraction of the tokens of the first `steps` steps that is in sequences of this length."""
+        return _fractions(Counter(map(self, range(steps))))
 
     def note(self) -> str:
         """The tokens that an epoch does not read, in words; empty if they are fewer than a sequence."""
@@ -121,20 +121,6 @@ def _fractions(counts: Mapping[int, int]) -> dict[int, float]:
     return {length: count / total for length, count in sorted(counts.items()) if count}
 
 
-def lengths_of(
-    options: SequenceLengths, split: Split, seq_len: int, batch_slots: int, max_steps: int, seed_words: tuple[int, ...]
-) -> Lengths:
-    """The lengths that `data.lengths` describes, in steps of `batch_slots` x `seq_len` tokens.
-
-    Raises NoFullStep: of no length do the documents' pieces fill a step.
-    """
-    if length_by_step := options.length_by_step(seq_len, max_steps):
-        return StepwiseLengths(length_by_step)
-    if weights := options.weights_by_length():
-        return DrawnLengths(weights, seed_words)
-    return DocumentPieces(split, seq_len, seq_len * batch_slots, seed_words)
-
-
 class StepwiseLengths(Lengths):
     """Lengths one after the other, by the step at which each begins: 0 first, ascending."""
 
@@ -143,12 +129,6 @@ class StepwiseLengths(Lengths):
 
     def __call__(self, step: int) -> int:
         return self.lengths[bisect_right(self.steps, step) - 1]
-
-    def fractions(self, steps: int) -> dict[int, float]:
-        counts: Counter[int] = Counter()
-        for begin, end, length in zip(self.steps, [*self.steps[1:], steps], self.lengths, strict=True):
-            counts[length] += max(0, min(end, steps) - begin)
-        return _fractions(counts)
 
 
 class DrawnLengths(Lengths):
@@ -162,9 +142,6 @@ class DrawnLengths(Lengths):
     def __call__(self, step: int) -> int:
         block, place = divmod(step, BLOCK)
         return self.lengths[self.sampler.block(block)[0][place]]
-
-    def fractions(self, steps: int) -> dict[int, float]:
-        return _fractions(Counter(map(self, range(steps))))
 
 
 class DocumentPieces(Lengths):
@@ -224,7 +201,7 @@ class DocumentPieces(Lengths):
         return int(self._order[place])
 
     def fractions(self, steps: int) -> dict[int, float]:
-        """The same as `Lengths.fractions`, but of whole epochs, for any `steps`: an epoch's draws are large."""
+        """Of whole epochs, for any `steps`: an epoch's draws are large."""
         return _fractions(self.steps)
 
     def note(self) -> str:
@@ -232,7 +209,7 @@ class DocumentPieces(Lengths):
         return f"{self.left_out:.1%} of the tokens are left out of each epoch{short_documents}"
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
-        """The same as `lm.data.batches.Stream.read`, for slots of one step, whose sequences have `length` tokens."""
+        """As in `Stream`, for slots of one step, whose sequences have `length` tokens."""
         slots_per_step = self.step_tokens // self.longest
         starts = self.sequence_starts(int(slots[0]) // slots_per_step).reshape(slots_per_step, -1)[slots % slots_per_step]
         return self.split.circular_windows(starts.ravel(), length, 0, self.split.n_tokens), None
@@ -336,7 +313,7 @@ class TextStream:
         return starts
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
-        """The same as `Stream.read`. A slot has the same tokens for every length."""
+        """As in `Stream`. A slot has the same tokens for every length."""
         starts = self.starts(slots)[:, None] + length * np.arange(self.seq_len // length)
         return self.split.circular_windows(starts.ravel(), length, self.first, self.n_tokens), None
 
@@ -370,7 +347,12 @@ class TrainSequences:
     def __init__(self, store: Store, data: DataConfig, batch_slots: int, seed: int, max_steps: int = 1):
         self.store, self.data, self.seq_len, self.batch_slots = store, data, data.seq_len, batch_slots
         self.seed_words = (int(store.fingerprint, 16), seed)
-        self.length = lengths_of(data.lengths, store.train, self.seq_len, batch_slots, max_steps, self.seed_words)
+        if length_by_step := data.lengths.length_by_step(self.seq_len, max_steps):
+            self.length: Lengths = StepwiseLengths(length_by_step)
+        elif weights_by_length := data.lengths.weights_by_length():
+            self.length = DrawnLengths(weights_by_length, self.seed_words)
+        else:
+            self.length = DocumentPieces(store.train, self.seq_len, self.seq_len * batch_slots, self.seed_words)
         weights, self.streams = self._streams(seed)
         self.sampler = StratifiedSampler(weights, self.seed_words) if len(self.streams) > 1 else None
 
