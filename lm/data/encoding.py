@@ -68,14 +68,16 @@ class Encoder:
         # Tokens with the text's number of bytes decode to the text.
         self.byte_count_suffices = self.bytes is not None and is_plain and is_reversible
 
-    def __call__(self, contents: list[str | np.ndarray], document_starts: list[bool]) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of all contents in one array, with end of text before each `document_starts`; and the number of tokens of each."""
-        token_arrays, text_tokens = [], self._encoded([content for content in contents if isinstance(content, str)])
-        for content, is_start in zip(contents, document_starts, strict=True):
-            tokens = next(text_tokens) if isinstance(content, str) else content.astype(self.dtype)
-            if isinstance(content, str):
-                self._check(content, tokens)
-            token_arrays.append(np.append(np.array([self.end], self.dtype), tokens) if is_start else tokens)
+    def __call__(self, documents: list[Document]) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of all documents in one array, with end of text where one begins; and the number of tokens of each."""
+        token_arrays, text_tokens = [], self._encoded([document.content for document in documents if isinstance(document.content, str)])
+        for document in documents:
+            if isinstance(document.content, str):
+                tokens = next(text_tokens)
+                self._check(document.content, tokens)
+            else:
+                tokens = document.content.astype(self.dtype)
+            token_arrays.append(np.append(np.array([self.end], self.dtype), tokens) if document.begins else tokens)
         return np.concatenate(token_arrays), np.array([len(tokens) for tokens in token_arrays])
 
     def _encoded(self, texts: list[str]) -> Iterator[np.ndarray]:
@@ -136,14 +138,14 @@ def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_tex
     if workers == 1:
         encoder = Encoder(json, end_of_text)
         for batch in batches:
-            yield EncodedBatch(batch, *encoder(*_contents(batch)))
+            yield EncodedBatch(batch, *encoder(batch))
         return
     context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of the tokenizer and pyarrow may hold
     executor = ProcessPoolExecutor(workers, context, _start, (json, end_of_text))
     try:
         queue = deque()
         for batch in batches:
-            queue.append((batch, executor.submit(_work, *_contents(batch))))
+            queue.append((batch, executor.submit(_work, batch)))
             if len(queue) > 2 * workers:
                 batch, future = queue.popleft()
                 yield EncodedBatch(batch, *future.result())
@@ -167,12 +169,8 @@ def _start(json: str, end_of_text: str) -> None:
     _encoder = Encoder(json, end_of_text)
 
 
-def _work(contents: list[str | np.ndarray], document_starts: list[bool]) -> tuple[np.ndarray, np.ndarray]:
-    return _encoder(contents, document_starts)
-
-
-def _contents(batch: list[Document]) -> tuple[list[str | np.ndarray], list[bool]]:
-    return [document.content for document in batch], [document.begins for document in batch]
+def _work(documents: list[Document]) -> tuple[np.ndarray, np.ndarray]:
+    return _encoder(documents)
 
 
 def _in_pieces(document: Document) -> Iterator[Document]:
