@@ -29,7 +29,9 @@ def configuration_schema() -> Schema:
 
 def _block(schema: type, definitions: dict[str, Schema], name: str | None = None) -> Schema:
     """The object of a block's keys; `name`: the variant that its key `name` must give."""
-    properties = {spec.name: _key(spec, definitions) for spec in fields(schema)}
+    properties = {
+        spec.name: {"description": spec.metadata["help"], **_value(spec, definitions), **_default(spec)} for spec in fields(schema)
+    }
     if name is not None:
         properties = {"name": {"const": name}, **properties}
     return {"type": "object", "properties": properties, "additionalProperties": False}
@@ -42,10 +44,6 @@ def _reference(schema: type, definitions: dict[str, Schema], name: str | None = 
         definitions[title] = {}  # for a block that holds itself
         definitions[title] = _block(schema, definitions, name)
     return {"$ref": f"#/$defs/{title}"}
-
-
-def _key(spec: Field, definitions: dict[str, Schema]) -> Schema:
-    return {"description": spec.metadata["help"], **_value(spec, definitions), **_default(spec)}
 
 
 def _default(spec: Field) -> Schema:
