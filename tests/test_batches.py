@@ -10,6 +10,7 @@ import torch
 from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from texts import tokens_of
 
 from lm.config.data_config import Curriculum, DataConfig, DocumentLengths, Files, FixedLength, MixedLengths, TrainedTokenizer
 from lm.config.load import load
@@ -159,10 +160,10 @@ def test_reading_leaves_the_global_random_state_alone(store: Store):
 
 def test_pickling_a_dataset_does_not_carry_the_tokens(store: Store):
     batches = MicroBatches(TrainSequences(store, DataConfig(seq_len=SEQ_LEN), BATCH_SLOTS, seed=1), 0, 1, 4)
-    batches.source.store.train.tokens[:1]
+    batches.source.store.train.shards[0][:1]
     content = pickle.dumps(batches)
     assert torch.equal(whole(pickle.loads(content)[3]), whole(batches[3]))
-    assert store.train.tokens[:50].tobytes() not in content
+    assert tokens_of(store.train)[:50].tobytes() not in content
 
 
 @given(n_tokens=st.integers(2, 3000), seq_len=st.integers(1, 80), seed=st.integers(0, 2**31 - 1), epoch=st.integers(0, 10**6))
@@ -266,7 +267,7 @@ def test_windows_are_what_the_store_holds(store: Store):
     assert batch.dtype == np.int64
     assert type(batch) is np.ndarray
     for sequence, begin in zip(batch, starts, strict=True):
-        assert (sequence == store.val.tokens[begin : begin + SEQ_LEN + 1]).all()
+        assert (sequence == tokens_of(store.val)[begin : begin + SEQ_LEN + 1]).all()
 
 
 # ---------------------------------------------------------------- sequences of several lengths

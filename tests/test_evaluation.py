@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, lm
 from folders import series
+from texts import tokens_of
 
 from lm.attention import catalogue
 from lm.attention import catalogue as opt
@@ -172,7 +173,7 @@ def test_held_out_sequences_are_the_same_for_every_arm_and_lie_in_held_out_docum
     store = prepare(softmax.data)
     assert validation_sequences(store, softmax).sha256 == validation_sequences(store, ssmax).sha256
     assert long_sequences(store, softmax).sha256 == long_sequences(store, ssmax).sha256
-    held_out = {tuple(row) for row in np.lib.stride_tricks.sliding_window_view(store.val.tokens, 129).tolist()}
+    held_out = {tuple(row) for row in np.lib.stride_tricks.sliding_window_view(tokens_of(store.val), 129).tolist()}
     assert all(tuple(row) in held_out for row in long_sequences(store, softmax).sequences.tolist())
 
 

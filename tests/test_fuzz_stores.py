@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from texts import files_config, write_texts
+from texts import files_config, tokens_of, write_texts
 
 import lm.data.build
 from lm.config.data_config import DataConfig, TrainedTokenizer
@@ -107,7 +107,7 @@ def mistype(folder: Path, rng: random.Random) -> None:
 
 def same_tokens(store: Store, other_store: Store) -> bool:
     return all(
-        split.tokens.tolist() == true.tokens.tolist() and split.offsets.tolist() == true.offsets.tolist()
+        tokens_of(split).tolist() == tokens_of(true).tolist() and split.offsets.tolist() == true.offsets.tolist()
         for split, true in ((store.train, other_store.train), (store.val, other_store.val))
     )
 

@@ -11,7 +11,7 @@ import pyarrow
 import pytest
 import torch
 from conftest import ROOT
-from texts import TEXTS, files_config, stored_texts, write_parquet, write_texts
+from texts import TEXTS, files_config, stored_texts, tokens_of, write_parquet, write_texts
 
 from lm.config.data_config import DataConfig, Files, Mixture, TrainedTokenizer, WeightedSource, WeightedTask
 from lm.config.load import load
@@ -279,7 +279,7 @@ def test_sequences_are_drawn_from_each_part_by_its_weight_whatever_their_sizes(t
         weighted = dataclasses.replace(data, source=Mixture(parts), seq_len=32)
         sequences = TrainSequences(store, weighted, 16, seed=1)
         for stream, begin, end in zip(sequences.streams, edges[:-1], edges[1:], strict=False):
-            part = store.train.tokens[begin:end]
+            part = tokens_of(store.train)[begin:end]
             rows, _ = stream.read(np.arange(400), 32)
             for sequence, start in zip(rows, stream.starts(np.arange(400)), strict=True):
                 assert np.array_equal(sequence, np.take(part, range(start, start + 33), mode="wrap"))

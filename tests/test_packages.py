@@ -9,12 +9,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from texts import documents
 
 from lm.config.data_config import Package
 from lm.data.sources import (
     PACKAGES,
     FetchedPackage,
-    documents,
     identity,
     kjv_books,
     moby_chapters,

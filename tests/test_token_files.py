@@ -13,13 +13,12 @@ import pyarrow.parquet
 import pytest
 from conftest import lm
 from test_tokenizer import write_tokenizer
-from texts import TEXTS, files_config, write_texts
+from texts import TEXTS, documents, files_config, write_texts
 
 from lm.config.data_config import DataConfig, Files, Mixture, TokenizerFile, Tokens, WeightedSource
 from lm.config.load import load
 from lm.data.inspect import describe
 from lm.data.prepare import prepare, summary
-from lm.data.sources import documents
 from lm.data.store import Store
 from lm.data.text_files import Unreadable
 from lm.data.token_files import CODES, FORMATS, Vocabulary

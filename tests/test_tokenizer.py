@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from texts import TEXTS, files_config, stored_texts, write_texts
+from texts import TEXTS, files_config, stored_texts, tokens_of, write_texts
 from tokenizers import ByteLevelBPETokenizer
 
 from lm.config.data_config import DataConfig, GPT2Tokenizer, PretrainedTokenizer, TiktokenTokenizer, TokenizerFile, TrainedTokenizer
@@ -53,7 +53,7 @@ def test_a_tokenizer_file_is_used_whatever_it_was_set_to(data: DataConfig, tmp_p
     store = prepare(dataclasses.replace(data, tokenizer=spec))
     assert (store.vocab_size, store.end_of_text) == (292, 290)
     assert sorted(stored_texts(store)) == sorted([*TEXTS, "text with </s> in it"])
-    assert (np.concatenate((store.train.tokens, store.val.tokens)) == 290).sum() == len(TEXTS) + 1
+    assert (np.concatenate((tokens_of(store.train), tokens_of(store.val))) == 290).sum() == len(TEXTS) + 1
     assert store.token_bytes[291] == len("Zwölf".encode())
     assert store.token_bytes[290] == 0
 
@@ -110,8 +110,8 @@ def test_more_than_65536_entries_are_stored_as_uint32(tmp_path: Path):
     spec = words_tokenizer(tmp_path / "letters.json", 70_000)
     store = prepare(files_config(write_texts(tmp_path / "texts", LETTERS), tmp_path, tokenizer=spec))
     assert store.vocab_size == 70_001
-    assert store.train.tokens.dtype == np.uint32
-    assert 70_000 in np.concatenate((store.train.tokens, store.val.tokens))
+    assert tokens_of(store.train).dtype == np.uint32
+    assert 70_000 in np.concatenate((tokens_of(store.train), tokens_of(store.val)))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_special_tokens_have_ids_of_their_own_that_text_never_becomes(data: Data
     Path(data.source.paths[0], "odd.txt").write_text("text with <|pad|> in it")
     store = prepare(dataclasses.replace(data, tokenizer=TrainedTokenizer(302, ["<|pad|>", "<|sep|>"])))
     assert [store.tokenizer().token_to_id(token) for token in (END_OF_TEXT, "<|pad|>", "<|sep|>")] == [0, 1, 2]
-    assert not np.isin(np.concatenate((store.train.tokens, store.val.tokens)), (1, 2)).any()
+    assert not np.isin(np.concatenate((tokens_of(store.train), tokens_of(store.val))), (1, 2)).any()
     assert "text with <|pad|> in it" in stored_texts(store)
 
 

@@ -5,16 +5,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from lm.config.data_config import DataConfig, Files, Hub, Package, TrainedTokenizer
-from lm.data.sources import documents
-from lm.data.store import Store
-from lm.data.text_files import Unreadable
+from lm.config.data_config import DataConfig, Files, Hub, Package, Source, TrainedTokenizer
+from lm.data.encoding import Document
+from lm.data.sources import Documents, reader
+from lm.data.store import Split, Store
+from lm.data.text_files import OnError, Unreadable
+from lm.data.token_files import Vocabulary
 from lm.data.tokenizer import END_OF_TEXT
 from lm.errors import DataError
 
@@ -44,14 +47,19 @@ def files_config(folder: Path, tmp_path: Path, **changes) -> DataConfig:
     return dataclasses.replace(base, **changes)
 
 
+def tokens_of(split: Split) -> np.ndarray:
+    return np.concatenate(split.shards)
+
+
 def stored_texts(store: Store) -> list[str]:
     """Every document of the store, decoded, training ones first."""
     tokenizer = store.tokenizer()
     texts = []
     for split in (store.train, store.val):
+        tokens = tokens_of(split)
         for begin, end in zip(split.offsets[:-1], split.offsets[1:], strict=True):
-            assert split.tokens[begin] == store.end_of_text
-            texts.append(tokenizer.decode(split.tokens[begin + 1 : end].tolist(), skip_special_tokens=False))
+            assert tokens[begin] == store.end_of_text
+            texts.append(tokenizer.decode(tokens[begin + 1 : end].tolist(), skip_special_tokens=False))
     return texts
 
 
@@ -62,6 +70,14 @@ def occurrences(tokens: np.ndarray, piece: np.ndarray) -> int:
 
 def state(folder: Path) -> list[tuple[str, int, int]]:
     return sorted((str(path), path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.rglob("*"))
+
+
+def fail(error: Unreadable) -> NoReturn:
+    raise error
+
+
+def documents(source: Source, root: Path = Path("data"), on_error: OnError = fail, vocabulary: Vocabulary | None = None) -> Documents:
+    return reader(source).documents(source, root, on_error, vocabulary)
 
 
 def skipping(source: Files | Hub) -> tuple[list[str], list[Unreadable]]:
@@ -77,7 +93,7 @@ def one_line_error(source: Files | Hub | Package) -> str:
     return str(error.value)
 
 
-def die(texts: list[str], starts: list[bool]) -> None:
+def die(documents: list[Document]) -> None:
     """In place of the work of a process that tokenises, which finds it here without importing torch."""
     os._exit(1)
 

@@ -23,7 +23,7 @@ import numpy as np
 from lm.config.data_config import END_OF_TEXT, DataConfig, Files, Source, Tokens
 from lm.config.task_config import Task
 from lm.data.encoding import Document, default_workers, encode_all, pieces
-from lm.data.sources import documents, labels, reader
+from lm.data.sources import labels, reader
 from lm.data.store import (
     MANIFEST,
     SPLITS,
@@ -467,7 +467,8 @@ def _accepted(data: DataConfig, reading: Reading, omissions: OmissionCounts) -> 
     spool, vocabulary = reading.spool, reading.vocabulary
     has_text = not all(isinstance(weighted.source, Tokens) for weighted in data.sources)  # ids are then compared with texts
     has_spool = spool and spool.exists()
-    for document in read_spool(spool) if has_spool else documents(reading.source, data.folder, omissions.skip, vocabulary):
+    read = reader(reading.source).documents
+    for document in read_spool(spool) if has_spool else read(reading.source, data.folder, omissions.skip, vocabulary):
         content = document.encode() if not vocabulary else vocabulary.text(document) if has_text else document.data
         n_bytes = vocabulary.n_bytes(document) if vocabulary else len(content)
         digest = int.from_bytes(blake2b(content, digest_size=8).digest(), "big")

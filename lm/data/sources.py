@@ -1,6 +1,6 @@
 """Sources of documents: packages, local files, datasets of the Hugging Face hub, or token ids; a row of `SOURCE_READERS` each.
 
-`documents` reads a source's documents one at a time, again at every call; `identity` is plain data that changes exactly when the
+A reader's `documents` are read one at a time, again at every call; `identity` is plain data that changes exactly when the
 documents do. Memory is bounded by the longest document (for parquet and the hub: by `text_files.ROWS` documents).
 """
 
@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -40,19 +40,19 @@ from lm.schema import Plain, to_plain
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder, IterableDataset
 
-ROOT = Path("data")
 Documents = Iterator[str | np.ndarray]
-
-
-def fail(error: Unreadable) -> NoReturn:
-    raise error
 
 
 @dataclass(frozen=True)
 class SourceReader:
-    """The functions that read sources of one kind; each takes the source's options first."""
+    """The functions that read sources of one kind; each takes the source's options first.
 
-    # Further arguments: `data.root`; a function that is called with errors of reading; for sources of ids the tokenizer's vocabulary.
+    `documents` gives the documents in a fixed order, blank ones included: texts, or of `Tokens` their ids, (tokens,) uint32. Its further
+    arguments are `data.root`, the folder of fetched packages; a function that is called with the error of each file, document or row that
+    can't be read, which is left out if the call returns; and for `Tokens` the tokenizer's vocabulary. A file that is damaged part-way gives
+    the documents before the damage. All raise DataError, which names the file, dataset or row that can't be read, and the reason.
+    """
+
     documents: Callable[[Source, Path, OnError, Vocabulary | None], Documents]
     identity: Callable[[Source, Path, FileHashes], dict[str, Plain]]  # plain data, from `data.root` and cached hashes of files
     licence: Callable[[Source], str] = lambda source: "not stated (local files)"  # "not stated" if the source states none
@@ -65,21 +65,7 @@ def reader(source: Source) -> SourceReader:
     return SOURCE_READERS.get(type(source), OUTSIDE_READER)
 
 
-def documents(source: Source, root: Path = ROOT, on_error: OnError = fail, vocabulary: Vocabulary | None = None) -> Documents:
-    """The source's documents in a fixed order, blank ones included: texts, or of `Tokens` their ids, (tokens,) uint32.
-
-    Args:
-        root: `data.root`, the folder of fetched packages.
-        on_error: called with the error of each file, document or row that can't be read, which is left out if the call returns. A file
-            that is damaged part-way gives the documents before the damage.
-        vocabulary: the tokenizer's, for `Tokens`.
-
-    Raises DataError: it names the file, dataset or row that can't be read, and the reason.
-    """
-    return reader(source).documents(source, root, on_error, vocabulary)
-
-
-def identity(source: Source, root: Path = ROOT) -> dict[str, Plain]:
+def identity(source: Source, root: Path) -> dict[str, Plain]:
     """Plain data that changes exactly when the documents may: versions, settings and sha256 of the content.
 
     Files are hashed whole, once (`FileHashes`). A dataset of the hub is identified by its pinned commit, else by the hash that

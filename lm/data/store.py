@@ -80,15 +80,6 @@ class Split:
         """Tokens of each document, its end-of-text token included: int64 (n_documents,)."""
         return np.diff(np.asarray(self.offsets))
 
-    @property
-    def tokens(self) -> np.ndarray:
-        """All token ids, (n_tokens,), read-only: mapped from disk if there is one shard, else a copy in memory (`take` makes none)."""
-        if len(self.shards) == 1:
-            return self.shards[0]
-        tokens = np.concatenate(self.shards)
-        tokens.flags.writeable = False
-        return tokens
-
     def take(self, starts: np.ndarray, length: int) -> np.ndarray:
         """The `length` tokens from each of `starts` (k,), across shards: int64 (k, length)."""
         return self.tokens_at(np.asarray(starts)[:, None] + np.arange(length)).astype(np.int64)
