@@ -302,14 +302,21 @@ END_OF_TEXT = "<|endoftext|>"  # the default end-of-text token, which starts eve
 _BETWEEN_WORDS = re.compile(r"[0-9A-Za-z][!-&(-/:-@[-`{-~]|[!-&(-/:-@[-`{-~][0-9A-Za-z]")
 
 
-@dataclass
-class TrainedTokenizer:
-    """A byte-level BPE trained on the training documents."""
-
-    name: ClassVar[str] = "train"
+class AnyTokenizer:
+    name: ClassVar[str]
     end_of_text: ClassVar[str] = END_OF_TEXT
     end_tokens: ClassVar[Sequence[str]] = ()
     files: ClassVar[dict[str, str]] = {}  # keys that name files, and the files' kinds
+
+    def problems(self) -> Iterable[Problem]:
+        return [Problem(name, "", "no file given", f"name {noun}") for name, noun in self.files.items() if not getattr(self, name)]
+
+
+@dataclass
+class TrainedTokenizer(AnyTokenizer):
+    """A byte-level BPE trained on the training documents."""
+
+    name: ClassVar[str] = "train"
     vocab_size: int = key(4096, "entries, the 256 bytes, <|endoftext|> and special_tokens included", ge=257, le=MAX_VOCAB)
     special_tokens: list[str] = key([], "further entries that text never becomes, for later use; their ids follow <|endoftext|>")
 
@@ -325,18 +332,8 @@ class TrainedTokenizer:
             yield Problem("vocab_size", self.vocab_size, reason, f"set it to {257 + len(tokens)} or more")
 
 
-class InFiles:
-    name: ClassVar[str]
-    end_of_text: ClassVar[str] = END_OF_TEXT
-    end_tokens: ClassVar[Sequence[str]] = ()
-    files: ClassVar[dict[str, str]]
-
-    def problems(self) -> Iterable[Problem]:
-        return [Problem(name, "", "no file given", f"name {noun}") for name, noun in self.files.items() if not getattr(self, name)]
-
-
 @dataclass
-class TokenizerFile(InFiles):
+class TokenizerFile(AnyTokenizer):
     """An existing tokenizer of the `tokenizers` library; it must give every text back unchanged."""
 
     name: ClassVar[str] = "file"
@@ -349,7 +346,7 @@ class TokenizerFile(InFiles):
 
 
 @dataclass
-class GPT2Tokenizer(InFiles):
+class GPT2Tokenizer(AnyTokenizer):
     """A byte-level BPE in GPT-2's two files."""
 
     name: ClassVar[str] = "gpt2"
@@ -362,7 +359,7 @@ Encoding = Literal["r50k_base", "cl100k_base", "o200k_base"]
 
 
 @dataclass
-class TiktokenTokenizer(InFiles):
+class TiktokenTokenizer(AnyTokenizer):
     """A byte-level BPE in OpenAI's rank files."""
 
     name: ClassVar[str] = "tiktoken"
@@ -382,7 +379,7 @@ class TiktokenTokenizer(InFiles):
 
 
 @dataclass
-class PretrainedTokenizer(InFiles):
+class PretrainedTokenizer(AnyTokenizer):
     """The tokenizer of a pretrained model, on the hub or in a folder of transformers."""
 
     name: ClassVar[str] = "pretrained"
@@ -392,8 +389,7 @@ class PretrainedTokenizer(InFiles):
     end_of_text: str = key(END_OF_TEXT, "the token that starts a document, e.g. the model's BOS")
 
 
-AnyTokenizer = TrainedTokenizer | TokenizerFile | GPT2Tokenizer | TiktokenTokenizer | PretrainedTokenizer
-TOKENIZERS: dict[str, type] = {v.name: v for v in (TrainedTokenizer, TokenizerFile, GPT2Tokenizer, TiktokenTokenizer, PretrainedTokenizer)}
+TOKENIZERS = {v.name: v for v in (TrainedTokenizer, TokenizerFile, GPT2Tokenizer, TiktokenTokenizer, PretrainedTokenizer)}
 
 
 @dataclass

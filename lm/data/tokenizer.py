@@ -23,7 +23,6 @@ from lm.config.data_config import (
     MAX_VOCAB,
     AnyTokenizer,
     GPT2Tokenizer,
-    InFiles,
     PretrainedTokenizer,
     TiktokenTokenizer,
     TokenizerFile,
@@ -68,7 +67,7 @@ def origin(spec: AnyTokenizer) -> dict[str, Plain]:
     return {"model": spec.model, "commit": commit} if commit else {}
 
 
-def tokenizer_of(spec: InFiles) -> "Tokenizer":
+def tokenizer_of(spec: AnyTokenizer) -> "Tokenizer":
     """The tokenizer that files hold. Raises DataError if they can't be read."""
     return FILE_TOKENIZERS[type(spec)](spec)
 
@@ -197,7 +196,7 @@ def token_bytes(tokenizer: "Tokenizer") -> np.ndarray | None:
     return result
 
 
-FILE_TOKENIZERS: dict[type[InFiles], Callable[[InFiles], "Tokenizer"]] = {
+FILE_TOKENIZERS: dict[type[AnyTokenizer], Callable[[AnyTokenizer], "Tokenizer"]] = {
     TokenizerFile: lambda spec: load_tokenizer(Path(spec.path), spec.end_of_text),
     GPT2Tokenizer: lambda spec: gpt2_tokenizer(Path(spec.vocab), Path(spec.merges)),
     TiktokenTokenizer: lambda spec: tiktoken_tokenizer(Path(spec.path), spec.known_encoding),
