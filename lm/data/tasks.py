@@ -270,13 +270,12 @@ def needle(task: Needle, draw: Draw, length: int, text: Text | None = None) -> E
     def build(numbers: list[np.ndarray]) -> Example:
         sentences = [np.concatenate((openings[index], numbers[index], full_stop)) for index in cities_in_text]
         answered_questions = [(questions[index], numbers[index]) for index in order]
-        sequence, starts = haystack(draw, length, sentences, answered_questions, None if task.absent else task.depth, text.filler)
+        depth = None if task.absent else task.depth
+        sequence, answers, starts = haystack(draw, length, sentences, answered_questions, depth, text.filler)
         edges = np.zeros((total, 4), np.int64)  # start of the sentence, start and stop of the number in it, stop of the sentence
         for index, begin in zip(cities_in_text, starts, strict=True):
             edges[index] = begin + np.cumsum([0, len(openings[index]), len(numbers[index]), len(full_stop)])
-        return Example(
-            sequence, answer_spans(answered_questions, length), edges[order, 1:3], max(1, len(cities_in_text)), edges[order][:, [0, 3]]
-        )
+        return Example(sequence, answers, edges[order, 1:3], max(1, len(cities_in_text)), edges[order][:, [0, 3]])
 
     occurrences = [1 + (index in cities_in_text) if index < task.needles else 1 for index in range(total)]
     return without_leaks(draw, text, 7, occurrences, build)
@@ -292,10 +291,10 @@ def passkey(task: Passkey, draw: Draw, length: int, text: Text | None = None) ->
     def build(numbers: list[np.ndarray]) -> Example:
         (number,) = numbers
         sentence = np.concatenate((parts[0], number, parts[1], number, parts[2]))
-        answered_questions = [(question, number)]
-        sequence, starts = haystack(draw, length, [] if task.absent else [sentence], answered_questions, task.depth, filler)
+        sentences = [] if task.absent else [sentence]
+        sequence, answers, starts = haystack(draw, length, sentences, [(question, number)], task.depth, filler)
         evidence, needles = (span(0, 0),) * 2 if task.absent else (span(starts + len(parts[0]), len(number)), span(starts, len(sentence)))
-        return Example(sequence, answer_spans(answered_questions, length), evidence, 1, needles)
+        return Example(sequence, answers, evidence, 1, needles)
 
     return without_leaks(draw, text, 5, [1 if task.absent else 3], build)
 
@@ -323,8 +322,9 @@ def haystack(
     answered_questions: list[tuple[np.ndarray, np.ndarray]],
     depth: float | None,
     filler: Callable[[Draw, int], np.ndarray],
-) -> tuple[np.ndarray, np.ndarray]:
-    """Sentences in `filler`, then questions with their answers: the sequence (length + 1,), and the sentences' first positions, int64.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sentences in `filler`, then questions with their answers: the sequence (length + 1,), the answers' spans (Q, 2), and the sentences'
+    first positions, int64.
 
     Raises NoRoom: no room for the sentences and questions.
     """
@@ -339,13 +339,8 @@ def haystack(
     starts[order] = depths[order] + np.cumsum(widths[order]) - widths[order]
     sentence_tokens = np.concatenate([np.empty(0, np.int64), *(sentences[index] for index in order)])
     hay = np.insert(filler(draw, room), np.repeat(depths[order], widths[order]), sentence_tokens)
-    return np.concatenate((hay, *end)), starts
-
-
-def answer_spans(answered_questions: list[tuple[np.ndarray, np.ndarray]], length: int) -> np.ndarray:
-    """The answers' spans in a sequence that ends with the questions and their answers: (Q, 2)."""
-    stops = length + 1 - np.cumsum([0, *(len(question) + len(answer) for question, answer in answered_questions[:0:-1])])[::-1]
-    return np.array([(stop - len(answer), stop) for stop, (_, answer) in zip(stops, answered_questions, strict=True)], np.int64)
+    answers = (len(hay) + np.cumsum([len(part) for part in end])).reshape(-1, 2)  # from a question's end to its answer's
+    return np.concatenate((hay, *end)), answers, starts
 
 
 # ---------------------------------------------------------------- any task
