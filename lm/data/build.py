@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, fields
 from hashlib import blake2b
-from itertools import pairwise, product
+from itertools import pairwise, product, zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -487,18 +487,14 @@ def _documents_from(data: DataConfig, folder: Path, scan: Scan, n_skipped: int) 
     """The scan's documents after the first `n_skipped`, without copies. Raises DataError if the sources changed since the scan."""
     n_read = 0
     for reading, end in zip(_readings(data, folder), scan.ends, strict=True):
-        for content, digest, n_bytes in _accepted(data, reading, OmissionCounts(data.on_error)):
-            if n_read == end or digest != scan.hashes[n_read]:
-                raise _changed(data, n_read)
+        accepted = _accepted(data, reading, OmissionCounts(data.on_error))
+        for item, scanned_hash in zip_longest(accepted, scan.hashes[n_read:end]):
+            if item is None or item[1] != scanned_hash:
+                raise Restart(f"data.source: {', '.join(labels(data))}: changed while it was read (document {n_read + 1}); run again")
             n_read += 1
             if n_read > n_skipped and scan.assignment[n_read - 1] != COPY:
+                content, _, n_bytes = item
                 yield Document(content, n_bytes, bool(scan.assignment[n_read - 1] == VAL), n_read)
-        if n_read != end:
-            raise _changed(data, n_read)
-
-
-def _changed(data: DataConfig, n_read: int) -> Restart:
-    return Restart(f"data.source: {', '.join(labels(data))}: changed while it was read (document {n_read + 1}); run again")
 
 
 def _training_texts(data: DataConfig, folder: Path, scan: Scan, advance: Callable[[int], None]) -> Iterator[str]:
