@@ -250,16 +250,14 @@ class Batch(NamedTuple):
         tokens, targets, first = sequences[:, :-1], sequences[:, 1:], 0
         if answers is not None:
             targets, first = targets.masked_fill(~torch.from_numpy(answers), IGNORED), int(answers.any(0).argmax())
-        return cls(tokens, targets, None if end_of_text is None else document_positions(tokens, end_of_text), first)
+        positions = None
+        if end_of_text is not None:  # as far as the sequence shows where its first document begins
+            place = torch.arange(tokens.size(1))
+            positions = place - torch.where(tokens == end_of_text, place, 0).cummax(1).values
+        return cls(tokens, targets, positions, first)
 
     def to(self, device: torch.device) -> "Batch":
         return self._replace(**{name: x.to(device) for name, x in self._asdict().items() if isinstance(x, Tensor)})
-
-
-def document_positions(tokens: Tensor, end_of_text: int) -> Tensor:
-    """Each token's place in its document, as far as the sequence shows it: int64, the shape of `tokens` (B, T)."""
-    place = torch.arange(tokens.size(1))
-    return place - torch.where(tokens == end_of_text, place, 0).cummax(1).values
 
 
 # ---------------------------------------------------------------- streams of sequences

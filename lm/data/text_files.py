@@ -169,7 +169,10 @@ def expand(source: Files) -> list[Path]:
         if path.is_dir():
             files = [file for file in files_in(path) if _format(file, source)]
             if not files:
-                raise DataError(f"{path}: {_nothing_to_read(path, source)}")
+                reason = "the folder holds no files; put some there, or name another in data.source.paths"
+                if ignored_counts := _ignored(path, source):
+                    reason = f"the folder holds nothing that is read, {_counted(ignored_counts)}"
+                raise DataError(f"{path}: {reason}; read are {_supported(source)}")
         elif path.exists():
             files = [path]
             if path.stat().st_size == 0:
@@ -227,13 +230,6 @@ def files_in(folder: Path, hidden: list[Path] | None = None) -> Iterator[Path]:
 
 def _unreadable_folder(error: OSError) -> None:
     raise DataError(f"{error.filename}: the folder can't be read: {error.strerror}; make it readable, or name others in data.source.paths")
-
-
-def _nothing_to_read(folder: Path, source: Files) -> str:
-    """The reason why no file of a folder is read, and a remedy."""
-    if not (ignored_counts := _ignored(folder, source)):
-        return f"the folder holds no files; put some there, or name another in data.source.paths; read are {_supported(source)}"
-    return f"the folder holds nothing that is read, {_counted(ignored_counts)}; read are {_supported(source)}"
 
 
 def _missing(path: Path) -> str:
