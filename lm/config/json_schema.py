@@ -38,7 +38,6 @@ def _block(schema: type, definitions: dict[str, Schema], name: str | None = None
 
 
 def _reference(schema: type, definitions: dict[str, Schema], name: str | None = None) -> Schema:
-    """A reference to the definition of a block, which is written once."""
     title = f"{schema.__module__.rpartition('.')[2]}.{schema.__name__}"  # two options of one name are in different modules
     if title not in definitions:
         definitions[title] = {}  # for a block that holds itself

@@ -144,7 +144,6 @@ def check_weights(config: Config) -> Iterator[Problem]:
 
 
 def check_tasks(config: Config) -> Iterator[Problem]:
-    """Problems of `data.tasks`: contradictory options, weights, symbols among text."""
     data, n_sequences = config.data, config.eval.sequences
     for index, weighted in enumerate(data.tasks if data.symbolic else ()):
         if weighted.weight * n_sequences < 1 - 1e-6:

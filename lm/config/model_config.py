@@ -410,7 +410,6 @@ class ModelConfig:
         return self.n_embd / width, self.n_layer / depth
 
     def _transfer_problems(self) -> Iterator[Problem]:
-        """Problems of the base model of `transfer`: sizes that no model can have."""
         if self.block.name != AttentionBlock.name:
             reason = "is of blocks of attention and MLP, not of gated attention units"
             yield Problem("transfer", self.base_shape, reason, "drop it")

@@ -108,7 +108,6 @@ class Config:
 
     @property
     def plugin_names(self) -> set[str]:
-        """`package.module:Class` of all code from outside that is named anywhere."""
         return {*self.plugin_names_by_key.values()}
 
     @property

@@ -352,7 +352,6 @@ def _finished(
 
 
 def _source_counts(names: list[str], licences: list[str], scan: Scan, assignment: int) -> list[SourceCounts]:
-    """Counts of each source in a split, without the tokens."""
     source = scan.source[scan.assignment == assignment]
     documents = np.bincount(source, minlength=len(names)).tolist()
     n_bytes = np.bincount(source, scan.n_bytes[scan.assignment == assignment], len(names)).astype(int).tolist()

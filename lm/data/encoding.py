@@ -81,7 +81,6 @@ class Encoder:
         return np.concatenate(token_arrays), np.array([len(tokens) for tokens in token_arrays])
 
     def _encoded(self, texts: list[str]) -> Iterator[np.ndarray]:
-        """The token ids of each text, a few at a time."""
         ends = np.cumsum([len(text) for text in texts]) // PIECE
         for group in np.split(np.arange(len(texts)), np.flatnonzero(np.diff(ends)) + 1):
             for ids in encode(self.tokenizer, [texts[n] for n in group]):

@@ -38,7 +38,6 @@ def prepare(data: DataConfig, progress: bool = False, store_fingerprint: str = "
 
 
 def _prepared(data: DataConfig, progress: Progress) -> Path:
-    """The folder of a configuration's store, which is built if it does not exist."""
     spec = _spec(data)
     target = _folder(data, spec)
     try:
@@ -179,7 +178,6 @@ def _folder(data: DataConfig, spec: dict[str, Plain]) -> Path:
 
 
 def _announce(data: DataConfig, target: Path, spec: dict[str, Plain], progress: Progress) -> None:
-    """Print what is going to be prepared, the reason, and other preparations that are unfinished."""
     root = target.parent
     folder = root / f".{target.name}.partial"
     action = (

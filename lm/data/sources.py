@@ -409,7 +409,6 @@ def _library_errors(source: Hub) -> Iterator[None]:
 
 
 def _outside_documents(source: OutsideSource, root: Path, on_error: OnError, vocabulary: None) -> Documents:
-    """The texts that code from outside gives."""
     for number, text in enumerate(source.documents(), 1):
         location = f"data.source: {source.name}: document {number}"
         with UnreadableGuard(on_error):

@@ -209,7 +209,6 @@ def _read_manifest(folder: Path) -> dict[str, Plain]:
 
 
 def _file_names(manifest: Mapping[str, Plain]) -> set[str]:
-    """Names of the files of a store with the splits of this manifest."""
     names = {TOKENIZER, TOKEN_BYTES} | {f"{name}.offsets.npy" for name in SPLITS}
     for name in SPLITS:
         n_shards = -(-manifest["splits"][name]["n_tokens"] // manifest["shard_tokens"])

@@ -166,7 +166,6 @@ def mqar(task: MQAR, draw: Draw, length: int, text: Text | None = None) -> Examp
 
 
 def _lists(task: MQAR, pairs: int, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
-    """Different keys, and different values for them."""
     for _ in draw.tries():
         keys, order = draw.order(task.keys, pairs), draw.order(task.values)
         if task.held_out == "pairs":

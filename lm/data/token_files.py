@@ -256,7 +256,6 @@ def _column(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnErro
 
 
 def _folders(source: Tokens) -> list[Path]:
-    """The folders that `Dataset.save_to_disk` wrote."""
     paths = sorted(expanded(name) for name in source.paths)
     for path in paths:
         splits = sorted(folder.name for folder in path.iterdir() if (folder / "state.json").is_file()) if path.is_dir() else []
