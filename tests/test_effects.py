@@ -2,9 +2,9 @@
 
 import pytest
 
-from lm.config.load import acting_in, merge, overrides_in, parse
+from lm.config.load import merge, overrides_in, parse
 from lm.config.model_config import ModelConfig
-from lm.config.tree import Config, effect_of, function_of, is_learned, recorded_per_start
+from lm.config.tree import Config, acting_in, effect_of, function_of, is_learned, recorded_per_start
 from lm.errors import ConfigError
 from lm.schema import effect, reference, to_plain
 

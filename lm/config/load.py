@@ -7,7 +7,7 @@ every problem, problems between several keys included. This module never imports
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,27 +16,11 @@ from lm.attention.options import Options
 from lm.config import presets
 from lm.config.eval_config import empty_sequences
 from lm.config.training_config import WSD
-from lm.config.tree import Config
+from lm.config.tree import Config, acting_in
 from lm.config.yaml_text import MAX_BYTES, MAX_DEPTH, dump_yaml, interpolated, parse_yaml
 from lm.errors import ConfigError, Problem, abbreviated, as_written, one_line
 from lm.plugins import PLUGINS
-from lm.schema import (
-    Effect,
-    Plain,
-    block_of,
-    build,
-    build_named,
-    effect,
-    effect_within,
-    flatten,
-    is_block,
-    is_optional,
-    is_text,
-    own_problems,
-    reference,
-    suggest,
-    to_plain,
-)
+from lm.schema import Plain, build, build_named, effect, flatten, is_block, is_optional, is_text, own_problems, reference, suggest, to_plain
 
 
 def check(config: Config) -> Iterator[Problem]:
@@ -363,18 +347,6 @@ def overrides_in(command: str, overrides: list[str]) -> dict[str, Plain]:
         remedy = "free to change: " + ", ".join(acting_in(command))
         raise ConfigError([Problem(path, value, f"can't be changed in lm {command}", remedy) for path, value in refused_keys])
     return changes
-
-
-def acting_in(command: str, schema: type = Config, block_effect: Effect | None = None, path: str = "") -> list[str]:
-    """The keys that act in a command; a block, if all of its keys do."""
-    paths = []
-    for spec in fields(schema):
-        key_effect, key_path = effect_within(block_effect or Effect(), spec), f"{path}{spec.name}"
-        if command in key_effect.acts_in:
-            paths.append(key_path)
-        elif block := block_of(spec):
-            paths += acting_in(command, block, key_effect, f"{key_path}.")
-    return paths
 
 
 def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -> dict[str, Plain]:

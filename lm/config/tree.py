@@ -4,7 +4,7 @@
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -15,7 +15,7 @@ from lm.config.eval_config import EvalConfig
 from lm.config.model_config import ModelConfig
 from lm.config.training_config import LogConfig, OptimConfig, Phase, TrainerConfig
 from lm.files import expanded
-from lm.schema import Effect, Plain, build, effect, flatten, key, reference, section, sections, to_plain
+from lm.schema import Effect, Plain, block_of, build, effect, flatten, key, reference, section, sections, to_plain
 
 
 @dataclass
@@ -187,6 +187,18 @@ def effect_of(path: str) -> Effect:
 def is_learned(path: str) -> bool:
     """True if the key affects the weights that a run learns: runs that differ in it belong to different arms."""
     return effect_of(path).affects in LEARNED_EFFECTS
+
+
+def acting_in(command: str, schema: type = Config, path: str = "") -> list[str]:
+    """The keys that act in a command; a block, if all of its keys do."""
+    paths = []
+    for spec in fields(schema):
+        key_path = f"{path}{spec.name}"
+        if command in effect_of(key_path).acts_in:
+            paths.append(key_path)
+        elif block := block_of(spec):
+            paths += acting_in(command, block, f"{key_path}.")
+    return paths
 
 
 @lru_cache(maxsize=1)
