@@ -24,19 +24,7 @@ from lm.config.data_config import END_OF_TEXT, DataConfig, Files, Source, Tokens
 from lm.config.task_config import Task
 from lm.data.encoding import Document, default_workers, encode_all, pieces
 from lm.data.sources import labels, reader
-from lm.data.store import (
-    MANIFEST,
-    SPLITS,
-    TOKEN_BYTES,
-    TOKENIZER,
-    SourceCounts,
-    SplitWriter,
-    npy,
-    token_dtype,
-    unigram_cross_entropy,
-    write_file,
-    write_whole,
-)
+from lm.data.store import MANIFEST, SPLITS, TOKENIZER, SourceCounts, SplitWriter, finish_store, write_file, write_whole
 from lm.data.tasks import STORE_SEED, SUBSETS, Subset, TaskError, check_task, example, symbol_tokenizer
 from lm.data.text_files import Unreadable
 from lm.data.token_files import Vocabulary
@@ -274,7 +262,7 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> dic
             bytes_per_token = np.full(size, total / max(1, all_counts.sum() - all_counts[end_id]), np.float32)
             bytes_per_token[end_id] = 0
         sources = {name: _source_counts(labels(data), licences, scan, assignment) for name, assignment in (("train", TRAIN), ("val", VAL))}
-        facts = _finished(folder, writers, sources, counts, end_of_text, bytes_per_token, "exact" if exact else "corpus mean")
+        facts = finish_store(folder, writers, sources, counts, end_of_text, bytes_per_token, "exact" if exact else "corpus mean")
     return {
         "licence": "; ".join(dict.fromkeys(licences)),
         "left_out": scan.left_out | {"copies": int((scan.assignment == COPY).sum())},
@@ -306,7 +294,7 @@ def _build_symbol_store(data: DataConfig, folder: Path) -> dict[str, Plain]:
                 writer.add(np.array([size - 1, *example(task, STORE_SEED, index, length, subset).tokens], writer.dtype))
             counts[name] = _answer_counts(tasks, length, subset, size, ANSWERS_A_SYMBOL * size if subset == "train" else 0)
         sources_by_split = dict.fromkeys(SPLITS, sources)
-        facts = _finished(folder, writers, sources_by_split, counts, END_OF_TEXT, np.ones(size, np.float32), "one a symbol")
+        facts = finish_store(folder, writers, sources_by_split, counts, END_OF_TEXT, np.ones(size, np.float32), "one a symbol")
     return {"licence": licence, "left_out": {}, "unreadable": {"count": 0, "bytes": 0, "first": []}, **facts}
 
 
@@ -320,35 +308,6 @@ def _answer_counts(tasks: list[Task], length: int, subset: Subset, size: int, en
             np.add.at(counts, sequence.tokens[1:][sequence.answers], 1)
         sequences += 1
     return counts
-
-
-def _finished(
-    folder: Path,
-    writers: dict[str, SplitWriter],
-    sources: dict[str, list[SourceCounts]],
-    counts: dict[str, np.ndarray],
-    end_of_text: str,
-    bytes_per_token: np.ndarray,
-    origin: str,
-) -> dict[str, Plain]:
-    """Finish the splits and write the last files. Returns the manifest's entries on vocabulary, splits and files.
-
-    counts: by split, the number of times that each token is predicted, (V,); origin: the source of `bytes_per_token`, in words.
-    """
-    splits, files, train = {}, write_file(folder / TOKENIZER, (folder / TOKENIZER).read_bytes()), writers["train"]
-    for name, writer in writers.items():
-        splits[name], entries = writer.finish(sources[name])
-        splits[name]["unigram_cross_entropy"] = unigram_cross_entropy(counts[name], counts["train"])
-        files |= entries
-    return {
-        "vocab_size": len(train.counts),
-        "end_of_text": {"token": end_of_text, "id": train.end_of_text},
-        "dtype": token_dtype(len(train.counts)),
-        "shard_tokens": train.shard_tokens,
-        "token_bytes": origin,
-        "splits": splits,
-        "files": files | write_file(folder / TOKEN_BYTES, npy(bytes_per_token)),
-    }
 
 
 def _source_counts(names: list[str], licences: list[str], scan: Scan, assignment: int) -> list[SourceCounts]:

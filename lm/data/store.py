@@ -396,6 +396,35 @@ class SplitWriter:
         self.file = None
 
 
+def finish_store(
+    folder: Path,
+    writers: dict[str, SplitWriter],
+    sources: dict[str, list[SourceCounts]],
+    counts: dict[str, np.ndarray],
+    end_of_text: str,
+    bytes_per_token: np.ndarray,
+    origin: str,
+) -> dict[str, Plain]:
+    """Finish the splits and write the last files. Returns the manifest's entries on vocabulary, splits and files.
+
+    counts: by split, the number of times that each token is predicted, (V,); origin: the source of `bytes_per_token`, in words.
+    """
+    splits, files, train = {}, write_file(folder / TOKENIZER, (folder / TOKENIZER).read_bytes()), writers["train"]
+    for name, writer in writers.items():
+        splits[name], entries = writer.finish(sources[name])
+        splits[name]["unigram_cross_entropy"] = unigram_cross_entropy(counts[name], counts["train"])
+        files |= entries
+    return {
+        "vocab_size": len(train.counts),
+        "end_of_text": {"token": end_of_text, "id": train.end_of_text},
+        "dtype": token_dtype(len(train.counts)),
+        "shard_tokens": train.shard_tokens,
+        "token_bytes": origin,
+        "splits": splits,
+        "files": files | write_file(folder / TOKEN_BYTES, npy(bytes_per_token)),
+    }
+
+
 def write_file(path: Path, content: bytes) -> dict[str, Plain]:
     """Write `content` and synchronise it to disk; returns the file's manifest entry."""
     with open(path, "wb") as file:
