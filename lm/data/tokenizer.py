@@ -18,16 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm.config.data_config import (
-    END_OF_TEXT,
-    MAX_VOCAB,
-    AnyTokenizer,
-    GPT2Tokenizer,
-    PretrainedTokenizer,
-    TiktokenTokenizer,
-    TokenizerFile,
-    TrainedTokenizer,
-)
+from lm.config.data_config import END_OF_TEXT, MAX_VOCAB, AnyTokenizer, PretrainedTokenizer, TrainedTokenizer
 from lm.errors import DataError, LMError, one_line, panicked
 from lm.files import expanded
 from lm.schema import Plain, convert, to_plain
@@ -69,7 +60,7 @@ def origin(spec: AnyTokenizer) -> dict[str, Plain]:
 
 def tokenizer_of(spec: AnyTokenizer) -> "Tokenizer":
     """The tokenizer that files hold. Raises DataError if they can't be read."""
-    return FILE_TOKENIZERS[type(spec)](spec)
+    return FILE_TOKENIZERS[spec.name](spec)
 
 
 def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer":
@@ -196,11 +187,11 @@ def token_bytes(tokenizer: "Tokenizer") -> np.ndarray | None:
     return result
 
 
-FILE_TOKENIZERS: dict[type[AnyTokenizer], Callable[[AnyTokenizer], "Tokenizer"]] = {
-    TokenizerFile: lambda spec: load_tokenizer(Path(spec.path), spec.end_of_text),
-    GPT2Tokenizer: lambda spec: gpt2_tokenizer(Path(spec.vocab), Path(spec.merges)),
-    TiktokenTokenizer: lambda spec: tiktoken_tokenizer(Path(spec.path), spec.known_encoding),
-    PretrainedTokenizer: lambda spec: _parsed(lambda: pretrained(spec)[0], spec.end_of_text, spec.model, "data.tokenizer.model"),
+FILE_TOKENIZERS: dict[str, Callable[[AnyTokenizer], "Tokenizer"]] = {
+    "file": lambda spec: load_tokenizer(Path(spec.path), spec.end_of_text),
+    "gpt2": lambda spec: gpt2_tokenizer(Path(spec.vocab), Path(spec.merges)),
+    "tiktoken": lambda spec: tiktoken_tokenizer(Path(spec.path), spec.known_encoding),
+    "pretrained": lambda spec: _parsed(lambda: pretrained(spec)[0], spec.end_of_text, spec.model, "data.tokenizer.model"),
 }
 
 
