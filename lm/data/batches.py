@@ -425,8 +425,6 @@ class MicroBatches(Dataset[Batch]):
 
     def __init__(self, sequences: TrainSequences, rank: int, world: int, micro_batch: int):
         rank_slots = sequences.batch_slots // world
-        assert rank_slots * world == sequences.batch_slots, "the configuration has checked this"
-        assert rank_slots % micro_batch == 0, "the configuration has checked this"
         self.source, self.first, self.micro_batch = sequences, rank * rank_slots, micro_batch
         self.accumulation = rank_slots // micro_batch
 

@@ -97,8 +97,7 @@ class Split:
 
     def circular_windows(self, starts: np.ndarray, length: int, first: int, n_tokens: int) -> np.ndarray:
         """The `length` + 1 tokens from each of `starts` (k,) in the circle of tokens `first` to `first + n_tokens`, int64."""
-        place = starts[:, None] + np.arange(length + 1)
-        place[place >= n_tokens] -= n_tokens
+        place = (starts[:, None] + np.arange(length + 1)) % n_tokens
         return self.tokens_at(first + place).astype(np.int64)
 
     def document(self, index: int) -> np.ndarray:
