@@ -122,7 +122,7 @@ def check_weights(config: Config) -> Iterator[Problem]:
         weights += [(f"data.source.of[{index}].weight", source.weight, data.text_weight) for index, source in enumerate(data.sources)]
     sequences = config.trainer.max_steps * (config.optim.batch_tokens // data.seq_len)
     for path, weight, share in weights:
-        if weight * share > 0 and weight * share * sequences < 1 - 1e-6:
+        if weight and share and weight * share * sequences < 1 - 1e-6:
             reason = f"gives {weight * share * sequences:.2g} of the {sequences:,} sequences of the run, and may never be drawn"
             yield Problem(path, weight, reason, "raise it, train for more steps, or leave it out")
 
