@@ -130,6 +130,12 @@ class StepwiseLengths(Lengths):
     def __call__(self, step: int) -> int:
         return self.lengths[bisect_right(self.steps, step) - 1]
 
+    def fractions(self, steps: int) -> dict[int, float]:
+        counts: Counter[int] = Counter()
+        for begin, end, length in zip(self.steps, [*self.steps[1:], steps], self.lengths, strict=True):
+            counts[length] += max(0, min(end, steps) - begin)
+        return _fractions(counts)
+
 
 class DrawnLengths(Lengths):
     """Lengths drawn for each step by weight. A length's weight is its fraction of the steps, and so of the tokens."""
