@@ -207,7 +207,7 @@ class DocumentPieces(Lengths):
         return int(self._order[place])
 
     def fractions(self, steps: int) -> dict[int, float]:
-        """Of whole epochs, for any `steps`: an epoch's draws are large."""
+        """The fractions in whole epochs, for any `steps`: an epoch's draws are large."""
         return _fractions(self.steps)
 
     def note(self) -> str:
@@ -215,7 +215,7 @@ class DocumentPieces(Lengths):
         return f"{self.left_out:.1%} of the tokens are left out of each epoch{short_documents}"
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
-        """As in `Stream`, for slots of one step, whose sequences have `length` tokens."""
+        """`Stream.read` for slots of one step, whose sequences have `length` tokens."""
         slots_per_step = self.step_tokens // self.longest
         starts = self.sequence_starts(int(slots[0]) // slots_per_step).reshape(slots_per_step, -1)[slots % slots_per_step]
         return self.split.circular_windows(starts.ravel(), length, 0, self.split.n_tokens), None
@@ -317,7 +317,7 @@ class TextStream:
         return starts
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
-        """As in `Stream`. A slot has the same tokens for every length."""
+        """`Stream.read`; a slot has the same tokens for every length."""
         starts = self.starts(slots)[:, None] + length * np.arange(self.seq_len // length)
         return self.split.circular_windows(starts.ravel(), length, self.first, self.n_tokens), None
 
