@@ -18,8 +18,8 @@ from lm.attention.options import Options
 from lm.config.inference_config import InferenceSetting, Interpolation
 from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
-from lm.model import attention_stream
 from lm.model.attention_stream import attention_blocks, in_lockstep
+from lm.model.blocks import AttentionInputs
 from lm.model.decoder import Decoder, batch_layout
 from lm.model.swapped import for_inference
 
@@ -195,16 +195,16 @@ def test_no_tensor_grows_with_the_square_of_the_length(name: str, monkeypatch: p
 
 @torch.no_grad()
 def test_a_layers_queries_and_keys_are_freed_before_the_next_layer_is_computed(monkeypatch: pytest.MonkeyPatch):
-    decoder, alive, of_layer = make_decoder(opt.SSMax(), n_layer=3), [], attention_stream._layer
+    decoder, alive = make_decoder(opt.SSMax(), n_layer=3), []
 
     def gone() -> None:
         assert all(reference() is None for reference in alive)
 
-    def watched(layer, normalizer, inputs, *rest):
-        alive.extend(weakref.ref(tensor) for tensor in (inputs.q, inputs.k))
-        return of_layer(layer, normalizer, inputs, *rest)
+    def watched(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> AttentionInputs:
+        alive.extend(weakref.ref(tensor) for tensor in (q, k))
+        return AttentionInputs(x, q, k, v)
 
-    monkeypatch.setattr(attention_stream, "_layer", watched)
+    monkeypatch.setattr("lm.model.blocks.AttentionInputs", watched)
     for block in decoder.blocks[1:]:
         block.register_forward_pre_hook(lambda *_: gone())
     assert [chunk.layer for chunk in attention_blocks(decoder, batch())] == [0, 1, 2]

@@ -67,9 +67,15 @@ def attention_blocks(
     block = block or block_size([decoder], batch)
     x, context = decoder.embed(batch.tokens, batch_layout(batch) if layout is None else layout)
     for layer, (module, normalizer) in enumerate(zip(decoder.blocks, decoder.normalizers(), strict=True)):
-        layer_inputs: list[AttentionInputs] = []
-        x = module(x, replace(context, layer_inputs=layer_inputs))
-        yield from _layer(layer, normalizer, layer_inputs.pop(), context.layout, indices.split(block), dtype, inputs)
+        captured: list[AttentionInputs] = []
+        x = module(x, replace(context, layer_inputs=captured))
+        layer_inputs = captured.pop()
+        for block_queries in indices.split(block):
+            n_keys = int(block_queries.max()) + 1  # no query sees a later one
+            block_layout = context.layout.select(block_queries, n_keys)
+            scores = normalizer.scores(layer_inputs.q[:, :, block_queries].to(dtype), layer_inputs.k[:, :, :n_keys].to(dtype), block_layout)
+            yield AttentionBlock(layer, normalizer, block_queries, block_layout, scores, layer_inputs if inputs else None)
+        del layer_inputs, scores  # before the next layer's are computed
 
 
 def in_lockstep(decoders: Sequence[Decoder], batch: Batch) -> Iterator[tuple[AttentionBlock, ...]]:
@@ -85,20 +91,3 @@ def block_size(decoders: Sequence[Decoder], batch: Batch) -> int:
     """The number of queries at a time that `BLOCK_WEIGHTS` allows."""
     n_head = max(normalizer.layer.n_head for decoder in decoders for normalizer in decoder.normalizers())
     return max(1, BLOCK_WEIGHTS // (n_head * batch.tokens.numel()))
-
-
-def _layer(
-    layer: int,
-    normalizer: Normalizer,
-    inputs: AttentionInputs,
-    layout: AttentionLayout,
-    blocks: Sequence[Tensor],
-    dtype: torch.dtype,
-    keep_inputs: bool,
-) -> Iterator[AttentionBlock]:
-    """The blocks of one layer, whose queries and keys are freed with the last of them."""
-    for queries in blocks:
-        n_keys = int(queries.max()) + 1  # no query sees a later one
-        part_layout = layout.select(queries, n_keys)
-        scores = normalizer.scores(inputs.q[:, :, queries].to(dtype), inputs.k[:, :, :n_keys].to(dtype), part_layout)
-        yield AttentionBlock(layer, normalizer, queries, part_layout, scores, inputs if keep_inputs else None)
