@@ -46,13 +46,8 @@ def inputs(
     q, k, v = (torch.randn(batch, HEADS, length, size, generator=generator, dtype=torch.float64) for _ in range(3))
     if normalizer is not None:
         x = torch.randn(batch, length, WIDTH, generator=generator, dtype=torch.float64)
-        q, k = with_features(q, normalizer.query_features(x)), with_features(k, normalizer.key_features(x))
+        q, k = (heads.detach() for heads in normalizer.append_features(x, q, k))
     return [q.to(dtype), k.to(dtype), v.to(dtype)]
-
-
-def with_features(heads: Tensor, features: Tensor | None) -> Tensor:
-    """Heads with their features appended, detached from what computed these."""
-    return heads if features is None else torch.cat((heads, features.detach().to(heads.dtype)), -1)
 
 
 def gradients(output: Tensor, leaves: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
@@ -332,7 +327,7 @@ def one_device(options: Options) -> None:
     require(all(parameter.is_meta for parameter in normalizer.parameters()), "a parameter does not move")
     x = torch.empty(2, 20, WIDTH, device="meta")
     q = k = v = torch.empty(2, HEADS, 20, SIZE, device="meta", requires_grad=True)
-    q, k = with_features(q, normalizer.query_features(x)), with_features(k, normalizer.key_features(x))
+    q, k = (heads.detach().requires_grad_() for heads in normalizer.append_features(x, q, k))
     positions = torch.empty(2, 20, dtype=torch.int64, device="meta")
     for layout in (AttentionLayout.full(20, "meta"), AttentionLayout(positions, positions, positions, False, positions, positions)):
         require(normalizer.weights(q, k, layout).is_meta, "weights are on another device")
