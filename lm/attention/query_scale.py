@@ -6,6 +6,7 @@ n, of a query, is its row length by the option `n`; m the training length; D the
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -406,25 +407,20 @@ class QASSMaxNormalizer(FusedSoftmax):
         self.gate = _mlp(self.layer.head_size, self.layer.head_size, 0.0)
 
     def fused_inputs(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
-        dtype = self.base["out"].weight.dtype
+        dtype = self.base.out.weight.dtype
         q = q.to(torch.promote_types(q.dtype, dtype))
         with routes.without_autocast(q.device):
             log_n = layout.n(self.options.n).log().unsqueeze(-1).to(dtype)  # (T, 1) or (B, T, 1)
-            base = _output(self.base, log_n).unflatten(-1, (self.layer.n_head, -1)).transpose(-2, -3)  # (H, T, D) or (B, H, T, D)
-            gate = 1 + _output(self.gate, q.to(dtype)).tanh()
+            base = self.base(log_n).unflatten(-1, (self.layer.n_head, -1)).transpose(-2, -3)  # (H, T, D) or (B, H, T, D)
+            gate = 1 + self.gate(q.to(dtype)).tanh()
         return q * base * gate, k
 
 
-def _mlp(size: int, n_outputs: int, start: float) -> torch.nn.ModuleDict:
-    """Two layers, 64 hidden, that give `start` everywhere at first."""
+def _mlp(size: int, n_outputs: int, start: float) -> torch.nn.Sequential:
+    """Two layers, 64 hidden, GELU between them, that give `start` everywhere at first."""
     nn = torch.nn
-    layers = nn.ModuleDict({"hidden": nn.Linear(size, 64), "out": nn.Linear(64, n_outputs)})
-    for tensor in (layers["hidden"].bias, layers["out"].weight):
+    layers = nn.Sequential(OrderedDict(hidden=nn.Linear(size, 64), gelu=nn.GELU(), out=nn.Linear(64, n_outputs)))
+    for tensor in (layers.hidden.bias, layers.out.weight):
         nn.init.zeros_(tensor)
-    nn.init.constant_(layers["out"].bias, start)
+    nn.init.constant_(layers.out.bias, start)
     return layers
-
-
-def _output(layers: torch.nn.ModuleDict, x: Tensor) -> Tensor:
-    """The output of an `_mlp`, with GELU between its layers."""
-    return layers["out"](torch.nn.functional.gelu(layers["hidden"](x)))
