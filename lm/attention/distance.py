@@ -25,10 +25,7 @@ class ALiBi(Options):
 
 
 class ALiBiNormalizer(SoftmaxNormalizer):
-    """softmax(z - m_h t), t tokens back, m_h = 2^(-8 h / H) for heads h = 1 ... H: arXiv 2108.12409.
-
-    So for any H; its authors' code interleaves two such series where H is no power of two. Use it with `model.position: none`.
-    """
+    """Heads are h = 1 ... H, t tokens back. Use it with `model.position: none`."""
 
     schema = ALiBi
 
@@ -37,7 +34,6 @@ class ALiBiNormalizer(SoftmaxNormalizer):
         return logits(q, k) + penalty.to(q.dtype)
 
     def log_decay(self, reference: Tensor) -> Tensor:
-        """-m_h."""
         heads = torch.arange(1, self.layer.n_head + 1, device=reference.device)
         return -(2.0 ** (-8 * heads / self.layer.n_head)).to(reference.dtype)
 
@@ -52,7 +48,7 @@ class Window(Options):
 
 
 class WindowNormalizer(SoftmaxNormalizer):
-    """softmax(z) over the latest w keys, the query's own among them: sliding windows, for local layers.
+    """A sliding window over the latest w keys.
 
     A sequence is cut into blocks of w queries, which see their own block and the one before: O(T w) time and memory on the fused kernel.
     Windows of few keys are computed distance by distance on a CPU.
@@ -122,7 +118,7 @@ class ScaleInvariant(Options):
 
 
 class ScaleInvariantNormalizer(SoftmaxNormalizer):
-    """softmax(a_t z + m_t), t tokens back: total attention to each octave of distance stays the same, arXiv 2505.17083.
+    """Total attention to each octave of distance stays the same, t tokens back.
 
     a_t = sqrt(2 (ln(t / tau + 1) - ln al + be / al)), m_t = be / al - a_t^2, al = be = e^(1/2), so that a_0 = 1 and m_0 = 0.
     The paper adds `model.qk_norm` and p-RoPE.
@@ -147,10 +143,7 @@ class Forget(Options):
 
 
 class ForgetNormalizer(SoftmaxNormalizer):
-    """softmax(z + c_i - c_j), c the running sum of ln f, f = sigmoid(w.x + b) a gate of each token and head: arXiv 2503.02130.
-
-    Sums are in fp32. w starts at 0 and b at 5 (our choice), so that a token is first forgotten at a rate of 0.7 %.
-    """
+    """Sums are in fp32. w starts at 0 and b at 5 (our choice), so that a token is first forgotten at a rate of 0.7 %."""
 
     schema = Forget
     depends_on_distance = True
@@ -159,7 +152,7 @@ class ForgetNormalizer(SoftmaxNormalizer):
         self.w, self.b = self.parameter(0.0, self.layer.n_head, self.layer.width), self.parameter(5.0)
 
     def key_features(self, x: Tensor) -> Tensor:
-        """ln f, (B, H, T, 1)."""
+        """ln sigmoid(w.x + b), (B, H, T, 1)."""
         with routes.without_autocast(x.device):
             gate = F.linear(x.to(self.w.dtype), self.w, self.b)
         return F.logsigmoid(gate).transpose(1, 2).unsqueeze(-1)
@@ -184,8 +177,6 @@ class SoftCap(Options):
 
 
 class SoftCapNormalizer(SoftmaxNormalizer):
-    """softmax(c tanh(z / c)): scores that stay between -c and c, arXiv 2408.00118."""
-
     schema = SoftCap
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:

@@ -67,8 +67,6 @@ class Relu2(Options):
 
 
 class Relu2Normalizer(ElementwiseNormalizer):
-    """relu(z)^2 / n, GAU's (arXiv 2202.10447); or relu(q.k / n)^2; or normalised by its sum (Su, kexue.fm 9019)."""
-
     schema = Relu2
     score_map = "relu2"
 
@@ -87,8 +85,6 @@ class Relu(Options):
 
 
 class ReluNormalizer(ElementwiseNormalizer):
-    """relu(z) / n, arXiv 2309.08586."""
-
     schema = Relu
     score_map = "relu"
 
@@ -107,8 +103,6 @@ class Sigmoid(Options):
 
 
 class SigmoidNormalizer(ElementwiseNormalizer):
-    """sigmoid(z - ln n + b), arXiv 2409.04431; b, from 0, is learned per layer and head if asked."""
-
     schema = Sigmoid
     score_map = "sigmoid"
 

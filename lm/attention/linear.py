@@ -40,11 +40,7 @@ class Linear(Options):
 
 
 class LinearNormalizer(DividedNormalizer):
-    """phi(q_i).phi(k_j) g^(i - j), divided by the row's sum or by n; q and k first divided by D^(1/4) each (our choice).
-
-    phi: elu + 1 (arXiv 2006.16236), relu, exp (of 20 at most, so that sums stay finite), or the identity. With `decay` a fixed
-    g = 1 - 2^(-5 - h) for heads h = 0 ... H - 1 (RetNet, arXiv 2307.08621).
-    """
+    """The division of q and k by D^(1/4) each is our choice, and so is the bound of exp, so that sums stay finite."""
 
     schema = Linear
     kernel = "chunks, O(T)"
@@ -54,7 +50,6 @@ class LinearNormalizer(DividedNormalizer):
         return "identity" if self.options.features == "identity" else "features"
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """The feature maps phi of queries and keys, of the shapes of `q` and `k`."""
         maps = {
             "identity": lambda x: x,
             "elu": lambda x: F.elu(x) + 1,
@@ -65,12 +60,10 @@ class LinearNormalizer(DividedNormalizer):
         return phi(q / root), phi(k / root)
 
     def log_decay(self, reference: Tensor) -> Tensor:
-        """ln g of each head."""
         heads = torch.arange(self.layer.n_head, device=reference.device, dtype=reference.dtype)
         return (-(2.0 ** (-5 - heads))).log1p() if self.options.decay else super().log_decay(reference)
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        """The product of features with its decay, which `normalize` divides."""
         q, k = self.features(q, k)
         decay = (self.log_decay(q).view(-1, 1, 1) * layout.distance().to(q.dtype).clamp(min=0)).exp()
         return q @ k.transpose(-2, -1) * decay

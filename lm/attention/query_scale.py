@@ -78,8 +78,6 @@ class Softmax(Options):
 
 
 class SoftmaxWithTemperature(QueryScale):
-    """softmax(z / tau), z = q.k / sqrt(D); tau is a constant, 1 unless set."""
-
     schema = Softmax
 
     def scale(self, layout: AttentionLayout) -> Tensor | None:
@@ -129,12 +127,6 @@ class SSMax(Options):
 
 
 class SSMaxNormalizer(QueryScale):
-    """softmax((s ln n + b) z), arXiv 2501.19399 Eq. 2; s and b are learned per layer and head.
-
-    s starts at 1 / mean ln n over a training sequence (the mean logit scale is then softmax's 1), at 1 (`unit`) or
-    at the given number; b, if any, at 0. `scale: none` fixes s = 1.
-    """
-
     schema = SSMax
 
     def initialise(self) -> None:
@@ -199,10 +191,7 @@ class LogN(Options):
 
 
 class LogNNormalizer(ScaleFromBase):
-    """softmax(z ln n / ln m), kexue.fm 8823: equal to softmax at n = m, entropy nearly flat in n.
-
-    `clip` gives max(1, ln n / ln m), for models trained without the factor (Qwen's `logn`).
-    """
+    """Entropy is nearly flat in n. With `clip` it is Qwen's `logn`."""
 
     schema = LogN
 
@@ -222,10 +211,7 @@ class SqrtLogN(Options):
 
 
 class SqrtLogNNormalizer(QueryScale):
-    """softmax(c sqrt(2 ln n) z), the growth of the largest of n Gaussian logits; c learned per layer and head.
-
-    c starts at 1 / mean sqrt(2 ln n) over a training sequence.
-    """
+    """The largest of n Gaussian logits grows as sqrt(2 ln n)."""
 
     schema = SqrtLogN
 
@@ -251,8 +237,6 @@ class Llama4(Options):
 
 
 class Llama4Normalizer(QueryScale):
-    """softmax(z (1 + a ln(1 + floor((position + 1) / f)))): Llama 4's attention temperature tuning."""
-
     schema = Llama4
 
     def scale(self, layout: AttentionLayout) -> Tensor:
@@ -273,10 +257,7 @@ class YaRN(Options):
 
 
 class YaRNNormalizer(ScaleFromBase):
-    """softmax(z (0.1 ln(n / m) + 1)^2) where n, here the document's length, is above m: YaRN's temperature, arXiv 2309.00071.
-
-    The temperature alone; RoPE's frequencies are rescaled by an inference setting.
-    """
+    """YaRN's temperature alone; RoPE's frequencies are rescaled by an inference setting."""
 
     schema = YaRN
 
@@ -295,8 +276,6 @@ class InfoScale(Options):
 
 
 class InfoScaleNormalizer(ScaleFromBase):
-    """softmax(z sqrt(1 - n^(-2/D)) / sqrt(1 - m^(-2/D))): arXiv 2501.08570. Equal to softmax at n = m."""
-
     schema = InfoScale
 
     def scale(self, layout: AttentionLayout) -> Tensor:
@@ -318,10 +297,7 @@ class Cosine(Options):
 
 
 class CosineNormalizer(QueryScale):
-    """softmax(g cos(q, k)) or softmax(g ln n cos(q, k)): unit queries and keys (arXiv 2010.04245; Su, kexue.fm 9859: 4 ln n).
-
-    The gain g is learned per layer and head. It starts so that the mean factor is that of QK-norm, sqrt(D) (our choice).
-    """
+    """Unit queries and keys. The gain g starts so that the mean factor is that of QK-norm, sqrt(D) (our choice)."""
 
     schema = Cosine
 
@@ -361,11 +337,7 @@ class PN(Options):
 
 
 class PNNormalizer(QueryScale):
-    """softmax((s p_n + b) z) with a table p_n, n = 1 ... training length, that all layers and heads share (arXiv 2501.19399, sec. 2.1).
-
-    s and b are learned per layer and head. p starts at 1, s at 1 and b at 0 (our choice): the whole as softmax. p is
-    identifiable only up to scale and offset, which s and b absorb. Beyond the training length its last entry is used.
-    """
+    """It starts as softmax (our choice). p is identifiable only up to scale and offset, which s and b absorb."""
 
     schema = PN
 
@@ -393,10 +365,9 @@ class QASSMax(Options):
 
 
 class QASSMaxNormalizer(FusedSoftmax):
-    """softmax(z) with q scaled dimension by dimension: q * B(ln n) * (1 + tanh G(q)), B and G MLPs (TabICLv2).
+    """G's last layer starts at 0, as in its source; B starts at 1 (our choice), so that the whole starts as softmax.
 
-    G's last layer starts at 0, as there; B starts at 1 (our choice), so that the whole starts as softmax. Both are shared
-    by a layer's heads but for B's output, one a head and dimension.
+    Both are shared by a layer's heads but for B's output, one a head and dimension.
     """
 
     schema = QASSMax

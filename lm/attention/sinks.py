@@ -62,8 +62,6 @@ class Softmax1(Options):
 
 
 class Softmax1Normalizer(SinkBase):
-    """e^z_j / (1 + sum e^z), softmax off by one: a sink of logit 0 (Miller 2023)."""
-
     schema = Softmax1
     logit = "0"
 
@@ -84,8 +82,6 @@ class Sink(Options):
 
 
 class SinkNormalizer(SinkBase):
-    """e^z_j / (e^b + sum e^z) with b learned per layer and head (gpt-oss)."""
-
     schema = Sink
     logit = "b"
 

@@ -27,7 +27,7 @@ class Sparsemax(Options):
 
 
 class SparsemaxNormalizer(Normalizer):
-    """relu(z - tau), tau such that the row sums to one: the projection onto the simplex, arXiv 1602.02068."""
+    """The projection onto the simplex: tau is such that the row sums to one."""
 
     schema = Sparsemax
 
@@ -48,7 +48,7 @@ class Entmax15(Options):
 
 
 class Entmax15Normalizer(Normalizer):
-    """relu(z / 2 - tau)^2, tau such that the row sums to one: 1.5-entmax, between softmax and sparsemax, arXiv 1905.05702."""
+    """1.5-entmax, between softmax and sparsemax: tau is such that the row sums to one."""
 
     schema = Entmax15
 
@@ -90,10 +90,7 @@ class ASEntmax(Options):
 
 
 class ASEntmaxNormalizer(Entmax15Normalizer):
-    """1.5-entmax((1 + b (ln n)^g) z), b = softplus(w_b.x), g = 2 tanh(w_g.x), for each query and head: arXiv 2506.16640.
-
-    w_b and w_g start at 0 (our choice): the factor is then 1 + ln 2 at every n.
-    """
+    """w_b and w_g start at 0 (our choice): the factor is then 1 + ln 2 at every n."""
 
     schema = ASEntmax
 
@@ -124,10 +121,7 @@ class Softpick(Options):
 
 
 class SoftpickNormalizer(Normalizer):
-    """relu(e^z - 1) / (sum |e^z - 1| + 1e-8): no sink, exact zeros, a row sum of at most 1 (softpick).
-
-    The 1e-8 is its source's: it takes weight from rows whose scores all lie within about 1e-8 of 0.
-    """
+    """No sink, and row sums of at most 1. The 1e-8, its source's, takes weight from rows whose scores are all within about 1e-8 of 0."""
 
     schema = Softpick
 
@@ -136,7 +130,6 @@ class SoftpickNormalizer(Normalizer):
         return a.relu() / (a.abs().sum(-1, keepdim=True) + 1e-8)
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        """ln of the sum of |e^z - 1|."""
         a, top = self._unnormalized(scores, layout)
         return a.abs().sum(-1).log() + top.squeeze(-1)
 

@@ -19,10 +19,7 @@ class StickBreaking(Options):
 
 
 class StickBreakingNormalizer(Normalizer):
-    """beta_j prod_{j < k < i} (1 - beta_k), beta = sigmoid(z), for keys j before the query's own token i: arXiv 2410.17980.
-
-    The first token of a document has no such key, and weights 0. Use it with `model.position: none`.
-    """
+    """Query i sees the keys before its own token: a document's first has none, and weights 0. Use it with `model.position: none`."""
 
     schema = StickBreaking
 
