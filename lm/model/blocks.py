@@ -5,7 +5,7 @@ Shapes: B sequences, T tokens, H heads of queries, K of keys and values, D head 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.utils._pytree import tree_map_only
 
 from lm.attention.catalogue import make_normalizer
 from lm.attention.layout import AttentionLayout
@@ -98,39 +99,21 @@ class HeadNorm(RMSNorm):
         return super().forward(x.to(self.weight.dtype))
 
 
+@dataclass
 class DecodingCache:
-    """State that each layer keeps of the tokens seen so far, for decoding: keys and values, or another state of its normalizer.
+    """State that each layer keeps of the tokens seen so far, for decoding: keys and values, or another state of its normalizer."""
 
-    length: tokens the document will have in all: the n of the policy `sample`.
-    """
-
-    def __init__(self, length: int):
-        self.length, self.seen = length, 0
-        self.states: dict[nn.Module, object] = {}
+    length: int  # tokens the document will have in all: the n of the policy `sample`
+    seen: int = 0  # tokens so far
+    states: dict[nn.Module, object] = field(default_factory=dict)  # by layer
 
     def fork(self, copies: int) -> "DecodingCache":
         """An independent copy, with each sequence `copies` times."""
-        return self._map(lambda x: x.repeat_interleave(copies, 0) if copies > 1 else x)
+        return replace(self, states=tree_map_only(Tensor, lambda x: x.repeat_interleave(copies, 0) if copies > 1 else x, self.states))
 
     def select(self, sequences: Tensor | list[int]) -> "DecodingCache":
         """An independent copy with some of the sequences, by their numbers or where a mask (B,) is true."""
-        return self._map(lambda x: x[sequences])
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> "DecodingCache":
-        cache = DecodingCache(self.length)
-        cache.seen = self.seen
-        cache.states = _each_tensor(self.states, change)
-        return cache
-
-
-def _each_tensor(state: object, change: Callable[[Tensor], Tensor]) -> object:
-    """A state with each of the tensors in its tuples, lists and maps changed."""
-    if isinstance(state, dict):
-        return {name: _each_tensor(part, change) for name, part in state.items()}
-    if isinstance(state, tuple | list):
-        parts = [_each_tensor(part, change) for part in state]
-        return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
-    return change(state) if isinstance(state, Tensor) else state
+        return replace(self, states=tree_map_only(Tensor, lambda x: x[sequences], self.states))
 
 
 class AttentionInputs(NamedTuple):
@@ -180,8 +163,7 @@ class AttentionBase(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         if self.rotates:
             q, k = rotate(q, context.rotation), rotate(k, context.rotation)
-        if self.rotates and context.logit_factor != 1:
-            q = q * context.logit_factor
+            q = q if context.logit_factor == 1 else q * context.logit_factor
         q, k = self.normalizer.append_features(x, q, k)
         layout = context.layout
         if context.first:
@@ -294,7 +276,6 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def relu2(x: Tensor) -> Tensor:
-    """relu(x)^2."""
     return F.relu(x).square()
 
 
