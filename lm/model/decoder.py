@@ -21,7 +21,7 @@ from lm.data.batches import Batch
 from lm.model.blocks import Block, DecodingCache, Embedding, ForwardContext, GatedBlock, MapDifference, make_norm
 from lm.model.cross_entropy import Head, training_loss
 from lm.model.rope import AS_TRAINED, rope_rotation
-from lm.model.transfer import initial_gain, initial_scale
+from lm.model.transfer import initial_scale
 
 
 class Decoder(nn.Module):
@@ -66,7 +66,7 @@ class Decoder(nn.Module):
     def initialise(self, seed: int, normalizers_only: bool = False) -> None:
         """Matrices ~ N(0, init_std), those into the residual stream / sqrt(2 n_layer), or 0 (`out_init`); gains 1, biases 0.
 
-        With a base model (`model.transfer`), times `initial_scale`, and the last norm's gain is `initial_gain`.
+        With a base model (`model.transfer`), times `initial_scale`, and the last norm's gain is the logits' factor 1/m.
         Normalizers have set themselves but for their `hidden` matrices, ~ N(0, 1 / inputs); `normalizers_only`: draw just those.
         """
         for name, parameter in self.named_parameters():
@@ -93,7 +93,7 @@ class Decoder(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and module.bias is not None and not is_normalizer(name):
                 module.bias.zero_()
-        self.norm.weight.fill_(initial_gain(self.config))
+        self.norm.weight.fill_(1 / self.config.size_multipliers[0])
 
     def forward(self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None, first: int = 0) -> Tensor:
         """Hidden states (B, T - first, C) of tokens (B, T) int64, after the last norm: what `head` reads.

@@ -56,27 +56,21 @@ def initial_scale(config: ModelConfig, name: str) -> float:
     return width**-0.5 if name.startswith(("blocks.", "value_embedding.")) else 1.0
 
 
-def initial_gain(config: ModelConfig) -> float:
-    """The initial gain of the last norm: the logits' factor 1/m."""
-    return 1 / config.size_multipliers[0]
-
-
 def scalings(decoder: nn.Module, config: ModelConfig, width_exponent: float) -> dict[str, Scaling]:
     """The factors of each of a decoder's parameters, by name; 1 without `model.transfer`.
 
     width_exponent: the learning rate of hidden matrices falls as m to this power: 1 for AdamW.
     """
     width, depth = config.size_multipliers
-    normalizers = {path: module for path, module in decoder.named_modules() if isinstance(module, Normalizer)}
-    normalizer_names = {f"{path}.{name}" for path, module in normalizers.items() for name, _ in module.named_parameters()}
-    reading_names = {f"{path}.{name}" for path, module in normalizers.items() for name in _reading_width(module)}
+    normalizers = ((path, module) for path, module in decoder.named_modules() if isinstance(module, Normalizer))
+    reading_names = {f"{path}.{name}" for path, module in normalizers for name in _reading_width(module)}
 
     def scaling(name: str, rank: int) -> Scaling:
         if name.startswith("norm."):
             return Scaling(lr=1 / width)
         if not name.startswith(("blocks.", "value_embedding.")):  # embedding and its norm, learned positions, head
             return Scaling(eps=1 / width)
-        if name in normalizer_names:
+        if ".normalizer." in name:
             return Scaling(1 / width if name in reading_names else 1.0, 1 / (width * depth))
         lr = width**-width_exponent if rank >= 2 and name.startswith("blocks.") else 1.0
         return Scaling(lr / depth, 1 / width) if name.endswith(INTO_RESIDUAL) else Scaling(lr, 1 / (width * depth))
