@@ -97,6 +97,8 @@ def _listed(labels: Iterable[str]) -> str:
 OPTIONS = Table(NORMALIZERS, {**SINGLE, Layers.name: Layers})
 
 
+_OF_OPTIONS = ("full_formula", "sums_to_one", "over_sum", "fixed_by_training", "formula", "problems")
+_OF_NORMALIZERS = ("score_map", "initialise", "define_scores", "normalize", "scale_by_position", "visible", "log_sum", "forward", "decode")
 _DEFINITION = ("define_scores", "normalize", "visible")
 
 
@@ -111,26 +113,13 @@ def undefined_by_forward(normalizer: type) -> str:
 
 
 def _owner(normalizer: type, name: str) -> type:
-    """The class that defines a method of a normalizer."""
     return next(parent for parent in normalizer.__mro__ if name in vars(parent))
 
 
 def misplaced(normalizer: type, schema: type[Options]) -> tuple[str, type] | None:
     """An attribute that one class sets although it acts in the other class only, and that other class; None: there is no such attribute."""
-    option_attributes = ["full_formula", "sums_to_one", "over_sum", "fixed_by_training", "formula", "problems"]
-    normalizer_attributes = [
-        "score_map",
-        "initialise",
-        "define_scores",
-        "normalize",
-        "scale_by_position",
-        "visible",
-        "log_sum",
-        "forward",
-        "decode",
-    ]
-    pairs = [(name, schema) for name in option_attributes if hasattr(normalizer, name)]
-    pairs += [(name, normalizer) for name in normalizer_attributes if hasattr(schema, name)]
+    pairs = [(name, schema) for name in _OF_OPTIONS if hasattr(normalizer, name)]
+    pairs += [(name, normalizer) for name in _OF_NORMALIZERS if hasattr(schema, name)]
     return pairs[0] if pairs else None
 
 
