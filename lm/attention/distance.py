@@ -1,7 +1,5 @@
 """Softmax of scores that are no multiple of the logits: they depend on how far back a key is, or have a cap."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

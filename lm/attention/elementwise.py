@@ -1,7 +1,5 @@
 """Elementwise attention: each weight is a function of its own score, and of n or the sum of its row."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -1,7 +1,7 @@
 """torch, and modules built on it, imported when something of them is first used.
 
-Families of normalizers use these names: commands that must not wait for torch read the options beside them. `Tensor` and `AttentionLayout`
-are for annotations, which nothing evaluates.
+Families of normalizers use these names: commands that must not wait for torch read the options beside them. `Tensor`, `AttentionLayout` and
+`Module` are for annotations, and plain `object` where these are evaluated.
 """
 
 from importlib import import_module
@@ -22,7 +22,6 @@ else:
         """A module in place of the one of its name."""
 
         def __getattr__(self, name: str) -> object:
-            """The attribute of the real module, kept here from then on."""
             value = getattr(import_module(self.__name__), name)
             setattr(self, name, value)
             return value

@@ -1,7 +1,5 @@
 """Linear attention: weights are products of features, so that a sequence of T tokens costs O(T)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

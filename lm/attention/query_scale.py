@@ -3,15 +3,13 @@
 n, of a query, is its row length by the option `n`; m the training length; D the head size.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from lm.attention.lazy import AttentionLayout, Tensor, routes, torch
+from lm.attention.lazy import AttentionLayout, Module, Tensor, routes, torch
 from lm.attention.normalizer import Normalizer, SoftmaxNormalizer, logits
 from lm.attention.options import FIRST_VALUE, LARGEST, LONGEST, N_HELP, Options
 from lm.errors import Problem
@@ -387,7 +385,7 @@ class QASSMaxNormalizer(FusedSoftmax):
         return q * base * gate, k
 
 
-def _mlp(size: int, n_outputs: int, start: float) -> torch.nn.Sequential:
+def _mlp(size: int, n_outputs: int, start: float) -> Module:
     """Two layers, 64 hidden, GELU between them, that give `start` everywhere at first."""
     nn = torch.nn
     layers = nn.Sequential(OrderedDict(hidden=nn.Linear(size, 64), gelu=nn.GELU(), out=nn.Linear(64, n_outputs)))

@@ -1,7 +1,5 @@
 """Softmax with an attention sink: one more logit whose value is zero, so that a row of weights sums to less than 1."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Weights with exact zeros: sparsemax, 1.5-entmax, softpick."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal
