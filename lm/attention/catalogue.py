@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
 
-from lm.attention.distance import ALiBi, Forget, ScaleInvariant, SoftCap, Window
+from lm.attention.distance import ALiBi, Forget, ScaleInvariant, SoftCap, StickBreaking, Window
 from lm.attention.elementwise import Relu, Relu2, Sigmoid
 from lm.attention.linear import Linear
 from lm.attention.normalizer import DividedNormalizer, LayerSpec, Normalizer
@@ -18,7 +18,6 @@ from lm.attention.options import Options, labelled
 from lm.attention.query_scale import PN, Cosine, InfoScale, Llama4, LogN, QASSMax, Softmax, SqrtLogN, SSMax, YaRN
 from lm.attention.sinks import Sink, Softmax1
 from lm.attention.sparse import ASEntmax, Entmax15, Softpick, Sparsemax
-from lm.attention.stick_breaking import StickBreaking
 from lm.errors import Problem
 from lm.plugins import PLUGINS, Kind, Table
 from lm.schema import Plain, Unavailable, build, reference, variants, yaml_flow
@@ -97,9 +96,9 @@ def _listed(labels: Iterable[str]) -> str:
 OPTIONS = Table(NORMALIZERS, {**SINGLE, Layers.name: Layers})
 
 
+_DEFINITION = ("define_scores", "normalize", "visible")
 _OF_OPTIONS = ("full_formula", "sums_to_one", "over_sum", "fixed_by_training", "formula", "problems")
 _OF_NORMALIZERS = ("score_map", "initialise", "define_scores", "normalize", "scale_by_position", "visible", "log_sum", "forward", "decode")
-_DEFINITION = ("define_scores", "normalize", "visible")
 
 
 def undefined_by_forward(normalizer: type) -> str:

@@ -1,10 +1,10 @@
-"""Softmax of scores that are no multiple of the logits: they depend on how far back a key is, or have a cap."""
+"""Weights by how far back a key is: softmax of scores that depend on it, or what later keys have left; and softmax of capped scores."""
 
 import math
 from dataclasses import dataclass
 
 from lm.attention.lazy import AttentionLayout, F, Tensor, routes, torch
-from lm.attention.normalizer import SoftmaxNormalizer, logits
+from lm.attention.normalizer import Normalizer, SoftmaxNormalizer, logits
 from lm.attention.options import LARGEST, LONGEST, Options
 from lm.schema import key
 
@@ -116,7 +116,7 @@ class ScaleInvariant(Options):
 
 
 class ScaleInvariantNormalizer(SoftmaxNormalizer):
-    """Total attention to each octave of distance stays the same, t tokens back.
+    """Total attention to each octave of the distance t stays the same.
 
     a_t = sqrt(2 (ln(t / tau + 1) - ln al + be / al)), m_t = be / al - a_t^2, al = be = e^(1/2), so that a_0 = 1 and m_0 = 0.
     The paper adds `model.qk_norm` and p-RoPE.
@@ -179,3 +179,31 @@ class SoftCapNormalizer(SoftmaxNormalizer):
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         return self.options.cap * (logits(q, k) / self.options.cap).tanh()
+
+
+@dataclass
+class StickBreaking(Options):
+    name = "stick_breaking"
+    full_formula = "sigmoid(z_j) prod (1 - sigmoid(z_k)), j < k < i"
+    source = "arXiv 2410.17980"
+    known = "without positions, trained at 2,048: perplexity goes on to fall up to 16,384 (abstract)"
+    sums_to_one = False
+
+
+class StickBreakingNormalizer(Normalizer):
+    """From the latest key back, each takes its part of what the later ones have left.
+
+    Query i sees the keys before its own token: a document's first has none, and weights 0. Use it with `model.position: none`.
+    """
+
+    schema = StickBreaking
+
+    def visible(self, layout: AttentionLayout) -> Tensor:
+        return layout.visible() & (layout.distance() > 0)
+
+    def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
+        """Sums of logarithms run from the latest key back, so that what comes after a key is summed without it, exactly."""
+        visible = self.visible(layout)
+        log_rest = F.logsigmoid(-scores).masked_fill(~visible, 0.0)  # ln of the part of the stick that a key leaves
+        later_sums = F.pad(log_rest[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
+        return (F.logsigmoid(scores) + later_sums).exp().masked_fill(~visible, 0.0)
