@@ -98,9 +98,10 @@ def parameters(normalizer: Named, n_head: int, head_size: int, train_length: int
     """
     layer = make_normalizer(_options(normalizer), _layer(n_head, head_size, width, train_length))
     first = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
-    return {
-        name: value.normal_(0.0, 1 / math.sqrt(value.size(1))) if name.endswith("hidden.weight") else value for name, value in first.items()
-    }
+    for name, value in first.items():
+        if name.endswith("hidden.weight"):
+            value.normal_(0.0, 1 / math.sqrt(value.size(1)))
+    return first
 
 
 # ---------------------------------------------------------------- the call
@@ -139,9 +140,10 @@ def _call(
     has_query_features, has_key_features = (
         getattr(type(layer_normalizer), name) is not getattr(Normalizer, name) for name in ("query_features", "key_features")
     )
-    if set(parameters) == set(_shapes(named, layer)) and (has_query_features or has_key_features) and x is None:
+    shapes = _shapes(named, layer, train_length is None)
+    if set(parameters) == set(shapes) and (has_query_features or has_key_features) and x is None:
         raise ConfigError([Problem("x", None, f"{kind} reads the layer's input", "give it to lm.functional.attention")])
-    _check_parameters(kind, parameters, _shapes(named, layer, train_length is None))
+    _check_parameters(kind, parameters, shapes)
     if has_key_features and q.size(2) != k.size(2):
         raise ValueError(f"{kind} reads the layer's input at each key: {q.size(2)} queries can't go on from {k.size(2)} keys")
     layout = make_layout(q, k, positions, cu_seqlens)
@@ -150,11 +152,10 @@ def _call(
     return torch.func.functional_call(module, tensors, (function, layout, x, q, k, *values))
 
 
-# ---------------------------------------------------------------- checks of arguments
+# ---------------------------------------------------------------- checks of arguments: ConfigError of sizes, ValueError of tensors
 
 
 def _layer(n_head: int, head_size: int, width: int, train_length: int) -> LayerSpec:
-    """Raises ConfigError: a size that no layer has."""
     layer = LayerSpec(n_head, head_size, width, train_length)
     smallest = {"n_head": 1, "head_size": 1, "width": 1, "train_length": 2}
     if problems := [
@@ -167,7 +168,6 @@ def _layer(n_head: int, head_size: int, width: int, train_length: int) -> LayerS
 
 
 def _check_sequences(q: Tensor, k: Tensor, values: tuple[Tensor, ...], x: Tensor | None) -> None:
-    """Raises ValueError: q, k, v and x are not of the same sequences and heads."""
     for name, tensor in zip("qkv", (q, k, *values), strict=False):
         _check_axes(name, tensor, "B, heads, tokens, size")
     if x is not None:
@@ -185,7 +185,6 @@ def _check_sequences(q: Tensor, k: Tensor, values: tuple[Tensor, ...], x: Tensor
 
 
 def _check_axes(name: str, tensor: Tensor, axes: str) -> None:
-    """Raises ValueError: no floating tensor of these axes, or an empty one."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a tensor ({axes}), not {type(tensor).__name__}")
     if not tensor.is_floating_point() or tensor.dim() != len(axes.split()) or not tensor.numel():
@@ -194,7 +193,6 @@ def _check_axes(name: str, tensor: Tensor, axes: str) -> None:
 
 
 def _check_parameters(kind: str, parameters: Mapping[str, Tensor], expected: Mapping[str, tuple[int | str, ...]]) -> None:
-    """Raises ValueError: not the parameters, or not of the shapes, that the function `parameters` makes."""
     if set(expected) != set(parameters):
         raise ValueError(
             f"{kind} has the parameters {sorted(expected)}, given are {sorted(parameters)}; lm.functional.parameters makes them"
@@ -212,7 +210,6 @@ def _check_parameters(kind: str, parameters: Mapping[str, Tensor], expected: Map
 
 
 def _check_layout(layout: AttentionLayout, q: Tensor, k: Tensor) -> None:
-    """Raises ValueError: the layout's positions don't fit these queries and keys."""
     for name, positions, tensor in (("queries", layout.positions, q), ("keys", layout.key_positions, k)):
         rows = positions.numel() // max(1, positions.size(-1))
         if positions.size(-1) != tensor.size(2) or rows not in (1, q.size(0)):
@@ -220,7 +217,6 @@ def _check_layout(layout: AttentionLayout, q: Tensor, k: Tensor) -> None:
 
 
 def _whole_numbers(name: str, tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """A tensor as int64. Raises ValueError: no tensor, numbers that are not whole, another number of axes than `axes`, or no entries."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a tensor of whole numbers, not {type(tensor).__name__}")
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.dim() not in axes or not tensor.numel():
@@ -242,7 +238,7 @@ def _module(named: str, layer: LayerSpec, device: str) -> AsModule:
 
 
 @lru_cache(maxsize=256)
-def _shapes(named: str, layer: LayerSpec, any_length: bool = False) -> dict[str, tuple[int | str, ...]]:
+def _shapes(named: str, layer: LayerSpec, any_length: bool) -> dict[str, tuple[int | str, ...]]:
     """The shape of each parameter by name; with `any_length` the word `train_length` stands for a size that equals this length."""
     shapes, longer_shapes = (
         {name: tuple(value.shape) for name, value in _module(named, spec, "cpu").normalizer.named_parameters()}
