@@ -98,14 +98,9 @@ def fit(old: Decoder, new: Decoder, batches: list[Batch]) -> tuple[float, float]
         optimizer.step()
     end = mean()
     if not end < start:
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(initial_values[name])
+        new.load_state_dict(initial_values, strict=False)
     new.requires_grad_(True)
     return start, min(start, end)
-
-
-# ---------------------------------------------------------------- another inference setting
 
 
 def applicable(decoder: Decoder, settings: Iterable[InferenceSetting]) -> list[InferenceSetting]:
