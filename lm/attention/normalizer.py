@@ -109,7 +109,6 @@ class Normalizer(ABC, Module):
         return layout.n(self.options.n).unsqueeze(-2)
 
     def training_layout(self, device: torch.device | str = "cpu") -> AttentionLayout:
-        """The layout of a training sequence that is one document."""
         return layouts.AttentionLayout.full(self.layer.train_length, device)
 
     def weights(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:

@@ -55,7 +55,6 @@ class Options:
         return [self]
 
     def layer_option(self, layer: int) -> "Options":
-        """The options of one layer's normalizer."""
         return self
 
     def with_changes(self, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> "Options":
@@ -71,7 +70,6 @@ class Options:
         return options
 
     def non_defaults(self) -> dict[str, Plain]:
-        """The options that aren't their defaults."""
         return {spec.name: getattr(self, spec.name) for spec in fields(self) if getattr(self, spec.name) != spec.default}
 
     def beyond_initial_values(self) -> dict[str, Plain]:

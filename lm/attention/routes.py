@@ -246,7 +246,6 @@ class _ByQueryBlocks(torch.autograd.Function):
 
 
 def _mix(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-    """Dense weights times values."""
     return normalizer.weights(q, k, layout).to(v.dtype) @ v
 
 

@@ -48,12 +48,10 @@ class Machine:
 
     @property
     def bf16(self) -> bool:
-        """True if precision is bf16-mixed, else it is 32."""
         return self.precision.value != "32"
 
     @property
     def compiles(self) -> bool:
-        """True if the model is compiled."""
         return self.compiled.value == "true"
 
 
@@ -192,7 +190,6 @@ class Device:
         return "bf16-mixed" if self.bf16 else "32"
 
     def autocast(self) -> torch.autocast:
-        """An autocast context of the device's precision."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
 
     def with_time_limit(self, seconds: float | None) -> "Device":

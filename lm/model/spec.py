@@ -29,7 +29,6 @@ class ModelSpec:
 
     @classmethod
     def from_decoder(cls, decoder: Decoder, end_of_text: str = END_OF_TEXT, end_tokens: Sequence[str] = ()) -> "ModelSpec":
-        """The spec of a decoder."""
         versions = PLUGINS.versions(options.name for options in decoder.config.normalizer.layer_options())
         return cls(decoder.config, decoder.vocab_size, decoder.seq_len, end_of_text, [*end_tokens], versions)
 
@@ -42,10 +41,8 @@ class ModelSpec:
     @classmethod
     def read(cls, plain: Plain) -> "ModelSpec":
         """The spec that plain data (`lm.schema.to_plain`) describe; imports no code that they name. Raises ConfigError."""
-        problems: list[Problem] = []
         names = {spec.name for spec in fields(cls) if not spec.metadata.get("omit_default")}
-        missing_names = sorted(names - plain.keys()) if isinstance(plain, Mapping) else []
-        problems += [Problem(name, None, "is missing") for name in missing_names]
+        problems = [Problem(name, None, "is missing") for name in sorted(names - plain.keys())] if isinstance(plain, Mapping) else []
         spec = build(cls, plain, "", problems)
         if problems := problems or own_problems(spec):
             raise ConfigError(problems)
@@ -63,9 +60,6 @@ class ModelSpec:
     def decoder(self) -> Decoder:
         """A decoder for weights that are loaded: its parameters are not set."""
         return Decoder(self.model, self.vocab_size, self.seq_len, seed=None)
-
-
-# ---------------------------------------------------------------- costs
 
 
 def count_parameters(decoder: Decoder) -> dict[str, int]:
@@ -88,9 +82,6 @@ def flops_per_token(decoder: Decoder, masked: bool = False) -> int:
         matrices += config.n_embd * config.kv_heads * config.value_dims
     dimensions = config.n_head * config.maps * (config.key_dims + config.value_dims)
     return 6 * matrices + (6 if masked else 3) * config.n_layer * decoder.seq_len * dimensions
-
-
-# ---------------------------------------------------------------- steps by size
 
 
 def steps_of(config: Config, vocab_size: int) -> int:
