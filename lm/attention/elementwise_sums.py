@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from lm.attention.layout import uncompiled
-from lm.attention.routes import SMALLEST_SUM, gradient_of_sums, without_autocast
+from lm.attention.routes import SMALLEST_SUM, gradient_of_sums, spans, without_autocast
 
 TILE = 256  # queries and keys of one tile
 LARGEST_HEAD = 128  # dimensions of a key that the Triton kernel holds
@@ -35,10 +35,6 @@ class ScoreFunction(NamedTuple):
     derivative_: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # of z and grad: (f(z), grad x f'(z)); overwrites both
 
 
-def _relu_derivative_(z: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    return z.relu_(), grad.mul_(z > 0)
-
-
 def _relu2_derivative_(z: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     z.relu_()
     grad.mul_(z).mul_(2)
@@ -53,7 +49,7 @@ def _sigmoid_derivative_(z: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 SCORE_FUNCTIONS = {  # by the names that the Triton kernels have for them, too
     "relu2": ScoreFunction(lambda z: z.relu().square(), lambda z: z.relu_().square_(), _relu2_derivative_),
-    "relu": ScoreFunction(torch.relu, torch.relu_, _relu_derivative_),
+    "relu": ScoreFunction(torch.relu, torch.relu_, lambda z, grad: (z.relu_(), grad.mul_(z > 0))),
     "sigmoid": ScoreFunction(torch.sigmoid, torch.sigmoid_, _sigmoid_derivative_),
 }
 # By `Normalizer.score_map`. Scores that are products of non-negative features are their own map, and have closed forms of their own.
@@ -66,10 +62,6 @@ SCORE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 # ---------------------------------------------------------------- tiles
-
-
-def _tiles(length: int) -> list[tuple[int, int]]:
-    return [(a, min(a + TILE, length)) for a in range(0, length, TILE)]
 
 
 class _ElementwiseAttention(torch.autograd.Function):
@@ -86,10 +78,10 @@ class _ElementwiseAttention(torch.autograd.Function):
         qw, kw = q.to(wide), k.to(wide)
         values = v.to(output.dtype)  # rows divided by their sums stay unrounded: their gradients are small differences
         with without_autocast(v.device):  # as in the backward pass
-            for a, b in _tiles(q.size(1)):
+            for a, b in spans(q.size(1), TILE):
                 total = torch.zeros(v.size(0), b - a, v.size(2), dtype=wide, device=v.device)
                 row_sum = torch.zeros(v.size(0), b - a, 1, dtype=wide, device=v.device)
-                for c, d in _tiles(b):
+                for c, d in spans(b, TILE):
                     w = SCORE_FUNCTIONS[kind].value_(_scores(qw, kw, shift, a, b, c, d))
                     w = (w.tril_() if c == a else w).to(output.dtype)
                     total += w @ values[:, c:d]
@@ -113,8 +105,8 @@ class _ElementwiseAttention(torch.autograd.Function):
         dq, dk, dv = (torch.zeros_like(x) for x in (qw, kw, vw))
         dshift = None if shift is None else torch.zeros_like(shift)
         with without_autocast(v.device):
-            for a, b in _tiles(q.size(1)):
-                for c, d in _tiles(b):
+            for a, b in spans(q.size(1), TILE):
+                for c, d in spans(b, TILE):
                     dw = gw[:, a:b] @ vw[:, c:d].transpose(1, 2)
                     if mean is not None:
                         dw -= mean[:, a:b]

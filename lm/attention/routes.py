@@ -46,6 +46,11 @@ def counted_on(device: torch.device) -> Iterator[None]:
         _counted_device = None
 
 
+def spans(length: int, size: int) -> list[tuple[int, int]]:
+    """(first token, last token + 1) of each block of up to `size` of `length` tokens."""
+    return [(a, min(a + size, length)) for a in range(0, length, size)]
+
+
 # ---------------------------------------------------------------- rows over their sums
 
 
@@ -157,8 +162,7 @@ def _short_blocks(q: Tensor, k: Tensor) -> list[tuple[slice, int, int, int]]:
     """Heads, first query, last query + 1 and number of keys of each block of q (N, T, D), which are the last of k (N, S, D)."""
     (n, queries), keys = q.shape[:2], k.size(1)
     heads = max(1, SHORT_WEIGHTS // (SHORT_BLOCK * keys))
-    ends = [(a, min(a + SHORT_BLOCK, queries)) for a in range(0, queries, SHORT_BLOCK)]
-    return [(slice(h, h + heads), a, b, keys - queries + b) for h in range(0, n, heads) for a, b in ends]
+    return [(slice(h, h + heads), a, b, keys - queries + b) for h in range(0, n, heads) for a, b in spans(queries, SHORT_BLOCK)]
 
 
 @uncompiled  # traced, its blocks would be unrolled: slower to compile, and to run
@@ -202,8 +206,7 @@ def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, in
     """
     length, keys = q.size(2), k.size(2)
     step, eighth = max(1, block_weights(executing_device(q)) // (q.size(0) * q.size(1) * keys)), -(-keys // 8)
-    ends = [(a, min(a + step, length)) for a in range(0, length, step)]
-    return [(a, b, min(-(-b // eighth) * eighth, keys) if layout.causal else keys) for a, b in ends]
+    return [(a, b, min(-(-b // eighth) * eighth, keys) if layout.causal else keys) for a, b in spans(length, step)]
 
 
 class _ByQueryBlocks(torch.autograd.Function):
@@ -262,8 +265,5 @@ class AsModule(nn.Module):
 
 @uncompiled
 def by_query_blocks(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-    """A normalizer's dense weights times values, (B, H, T, E), for some queries at a time, holding `block_weights` weights.
-
-    Gradients reach q, k, v and the normalizer's parameters.
-    """
+    """A normalizer's dense weights times values, (B, H, T, E), for some queries at a time, holding `block_weights` weights."""
     return _ByQueryBlocks.apply(AsModule(normalizer), layout, q, k, v, *normalizer.parameters())
