@@ -4,15 +4,16 @@ import difflib
 import hashlib
 import importlib.metadata
 import math
+import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 
 from lm.config.eval_config import DownstreamConfig
 from lm.config.tree import Config
@@ -24,7 +25,7 @@ from lm.evaluation.generation import Continuation, Sampling, Writing
 from lm.evaluation.held_out import T, batches
 from lm.model.cross_entropy import argmax_tokens, token_nll
 from lm.model.decoder import Decoder
-from lm.model.device import Device, all_reduce_sum, eval_mode
+from lm.model.device import Device, all_reduce_sum, eval_mode, random_state_kept
 from lm.model.spec import ModelSpec
 from lm.runs.evaluations import Sample, Series, Shown
 from lm.runs.loading import Loaded
@@ -315,7 +316,7 @@ class Downstream(Measurement):
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         spec = ModelSpec.from_decoder(decoder, self.store.manifest["end_of_text"]["token"], self.config.data.tokenizer.end_tokens)
-        with eval_mode(decoder), isolate_rng(include_cuda=False):  # the harness seeds Python, numpy and torch
+        with eval_mode(decoder), _own_random_state():
             model = HarnessLM(Loaded(decoder, spec, self.store.tokenizer(), self.store.path), self.asked.max_length, device)
             results: dict[str, Plain] = {}
             # the ranks give up together where one of them has no time left
@@ -347,3 +348,13 @@ class Downstream(Measurement):
                 name, unit, better, float(mean), what=task, samples=(sample,) * by_document,
                 interval="documents" if by_document else "none", logged=(f"{self.kind}/{task}/{name}",), shown=display,
             )  # fmt: skip
+
+
+@contextmanager
+def _own_random_state() -> Iterator[None]:
+    """Keep the random state of Python, numpy and torch, which the harness seeds."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 (the harness seeds this one)
+    with random_state_kept():
+        yield
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)  # noqa: NPY002
