@@ -106,7 +106,7 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
     if main:
         print(banner(config, store, start, machine), *filter(None, [process.note]), *notes, sep="\n", flush=True)
         with without_collection():  # wandb imports much as it starts; what can't be started leaves the run as it was
-            mirrors = start_mirrors(mode, config, facts, start.step)
+            mirrors = start_mirrors(mode, config, facts, start.step, L.pytorch.loggers)
         _write_run_files(config, store, start, checkpoint, facts)
     log = MetricLog(config.run_folder / METRICS, mirrors, main)
     progress = StepProgress(config.log.progress if main else "none", config.trainer.max_steps)
@@ -238,7 +238,7 @@ def _make_missing(config: Config, plan: list[Measurement], checkpoint: Path, ste
     logged_names = {name for line in lines for name in line}
     if unlogged_results := [result for result in results.values() if not logged(result).keys() <= logged_names]:
         truncate_metrics(folder / METRICS, step)  # a line that the kill cut short
-        log = MetricLog(folder / METRICS, start_mirrors(mode, config, old_facts, step), True)
+        log = MetricLog(folder / METRICS, start_mirrors(mode, config, old_facts, step, L.pytorch.loggers), True)
         for result in unlogged_results:
             log.write({"step": step, "tokens": result.tokens_seen, **logged(result)})
             log.evaluation(result, evaluation_path(folder, result.kind, step).with_suffix(".png"))

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lm.config.training_config import LogConfig
@@ -109,19 +110,18 @@ class LightningMirror(Mirror):
         self.logger.finalize("success")
 
 
-def start_mirrors(mode: str, config: Config, environment: dict[str, Plain], step: int) -> list[Mirror]:
+def start_mirrors(mode: str, config: Config, environment: dict[str, Plain], step: int, loggers: ModuleType) -> list[Mirror]:
     """The logs that `log.to` names, wandb in a mode of `wandb_mode`.
 
     Args:
         environment: the content of environment.json, which names the wandb run that a resumed run goes on with.
         step: the step from which the run goes on. CSV has a folder for each start, as its logger begins its file anew.
+        loggers: Lightning's module `loggers`.
 
     Raises:
         ConfigError: a logger is not installed.
         RunError: wandb can't be started.
     """
-    from lightning.pytorch import loggers  # `lm.training.module` has imported it, without what it does not need
-
     mirrors: list[Mirror] = []
     for name in config.log.to:
         try:
