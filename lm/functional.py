@@ -156,6 +156,7 @@ def _call(
 
 
 def _layer(n_head: int, head_size: int, width: int, train_length: int) -> LayerSpec:
+    """Raises ConfigError: a size that no layer has."""
     layer = LayerSpec(n_head, head_size, width, train_length)
     smallest = {"n_head": 1, "head_size": 1, "width": 1, "train_length": 2}
     if problems := [
@@ -168,6 +169,7 @@ def _layer(n_head: int, head_size: int, width: int, train_length: int) -> LayerS
 
 
 def _check_sequences(q: Tensor, k: Tensor, values: tuple[Tensor, ...], x: Tensor | None) -> None:
+    """Raises ValueError: q, k, v and x are not of the same sequences and heads."""
     for name, tensor in zip("qkv", (q, k, *values), strict=False):
         _check_axes(name, tensor, "B, heads, tokens, size")
     if x is not None:
@@ -185,6 +187,7 @@ def _check_sequences(q: Tensor, k: Tensor, values: tuple[Tensor, ...], x: Tensor
 
 
 def _check_axes(name: str, tensor: Tensor, axes: str) -> None:
+    """Raises ValueError: no floating tensor of these axes, or an empty one."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a tensor ({axes}), not {type(tensor).__name__}")
     if not tensor.is_floating_point() or tensor.dim() != len(axes.split()) or not tensor.numel():
@@ -193,6 +196,7 @@ def _check_axes(name: str, tensor: Tensor, axes: str) -> None:
 
 
 def _check_parameters(kind: str, parameters: Mapping[str, Tensor], expected: Mapping[str, tuple[int | str, ...]]) -> None:
+    """Raises ValueError: not the parameters, or not of the shapes, that the function `parameters` makes."""
     if set(expected) != set(parameters):
         raise ValueError(
             f"{kind} has the parameters {sorted(expected)}, given are {sorted(parameters)}; lm.functional.parameters makes them"
@@ -210,6 +214,7 @@ def _check_parameters(kind: str, parameters: Mapping[str, Tensor], expected: Map
 
 
 def _check_layout(layout: AttentionLayout, q: Tensor, k: Tensor) -> None:
+    """Raises ValueError: the layout's positions don't fit these queries and keys."""
     for name, positions, tensor in (("queries", layout.positions, q), ("keys", layout.key_positions, k)):
         rows = positions.numel() // max(1, positions.size(-1))
         if positions.size(-1) != tensor.size(2) or rows not in (1, q.size(0)):
@@ -217,6 +222,7 @@ def _check_layout(layout: AttentionLayout, q: Tensor, k: Tensor) -> None:
 
 
 def _whole_numbers(name: str, tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """A tensor as int64. Raises ValueError: no tensor, numbers that are not whole, another number of axes than `axes`, or no entries."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a tensor of whole numbers, not {type(tensor).__name__}")
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.dim() not in axes or not tensor.numel():

@@ -48,6 +48,7 @@ class LinearNormalizer(DividedNormalizer):
         return "identity" if self.options.features == "identity" else "features"
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """The feature maps phi of queries and keys, of the shapes of `q` and `k`."""
         maps = {
             "identity": lambda x: x,
             "elu": lambda x: F.elu(x) + 1,
@@ -58,10 +59,12 @@ class LinearNormalizer(DividedNormalizer):
         return phi(q / root), phi(k / root)
 
     def log_decay(self, reference: Tensor) -> Tensor:
+        """ln g of each head."""
         heads = torch.arange(self.layer.n_head, device=reference.device, dtype=reference.dtype)
         return (-(2.0 ** (-5 - heads))).log1p() if self.options.decay else super().log_decay(reference)
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
+        """The product of features with its decay, which `normalize` divides."""
         q, k = self.features(q, k)
         decay = (self.log_decay(q).view(-1, 1, 1) * layout.distance().to(q.dtype).clamp(min=0)).exp()
         return q @ k.transpose(-2, -1) * decay

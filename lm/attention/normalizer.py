@@ -220,6 +220,7 @@ class SoftmaxNormalizer(Normalizer):
         return scores.masked_fill(~self.visible(layout), -math.inf).softmax(-1)
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
+        """ln of the sum of e^score over the keys that each query sees."""
         return scores.masked_fill(~self.visible(layout), -math.inf).logsumexp(-1)
 
 
@@ -239,6 +240,7 @@ class DividedNormalizer(Normalizer):
         return routes.divided(a, a.sum(-1, keepdim=True), self.factor(layout))
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
+        """ln of the sum of f(score)."""
         return self.f(scores).masked_fill(~layout.visible(), 0.0).sum(-1).log()
 
 

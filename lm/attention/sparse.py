@@ -128,6 +128,7 @@ class SoftpickNormalizer(Normalizer):
         return a.relu() / (a.abs().sum(-1, keepdim=True) + 1e-8)
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
+        """ln of the sum of |e^z - 1|."""
         a, top = self._unnormalized(scores, layout)
         return a.abs().sum(-1).log() + top.squeeze(-1)
 

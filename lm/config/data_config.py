@@ -49,6 +49,8 @@ def _non_divisors(lengths: Iterable[int], path: str, seq_len: int) -> Iterator[P
 
 @dataclass
 class FullLength(SequenceLengths):
+    """`data.seq_len` at every step."""
+
     name: ClassVar[str] = "full"
     allows_shorter: ClassVar[bool] = False
 
@@ -58,6 +60,8 @@ class FullLength(SequenceLengths):
 
 @dataclass
 class FixedLength(SequenceLengths):
+    """`length` at every step."""
+
     name: ClassVar[str] = "fixed"
     length: int | None = key(None, "tokens in each sequence, a divisor of data.seq_len", ge=2)
 
@@ -369,6 +373,7 @@ class TiktokenTokenizer(AnyTokenizer):
 
     @property
     def known_encoding(self) -> str:
+        """The encoding that is set, or else the encoding in the file's name."""
         return self.encoding or Path(self.path).stem
 
     def problems(self) -> Iterator[Problem]:
@@ -446,6 +451,7 @@ class DataConfig:
 
     @property
     def sources(self) -> list[WeightedSource]:
+        """The sources with their weights: the mixture's sources, or a single source with weight 1."""
         return self.source.of if isinstance(self.source, Mixture) else [WeightedSource(1.0, self.source)]
 
     @property

@@ -34,6 +34,7 @@ class Timing:
     max_seconds: float | None = key(None, "give an evaluation up, and say so, when it takes longer; null: never", gt=0)
 
     def is_due(self, step: int, max_steps: int) -> bool:
+        """True every `every` steps, and at the fractions `at` of the run."""
         return step in {max(1, round(fraction * max_steps)) for fraction in self.at} or bool(self.every and step % self.every == 0)
 
 
@@ -118,6 +119,7 @@ class LongContextConfig(EvaluationConfig):
 
     @property
     def longest_factor(self) -> float:
+        """The largest length of its sequences, in training lengths."""
         return AUTO_FACTOR if self.length_factor == "auto" else self.length_factor
 
     def length(self, seq_len: int) -> int:
@@ -439,6 +441,7 @@ class EvalConfig:
         return {"validation": "lm.evaluation.held_out:Validation"} | measurements
 
     def quantity(self, kind: str) -> Quantity | None:
+        """The quantity that a kind of evaluation measures; None: unknown before it has run."""
         return "loss" if kind == "validation" else self.kinds[kind].quantity
 
     def measured_options(self, kind: str) -> dict[str, Plain]:

@@ -35,6 +35,7 @@ class RopeScaling:
         return frequencies
 
     def logit_factor(self, s: float) -> float:
+        """A factor on the logits."""
         return 1.0
 
 
@@ -136,6 +137,7 @@ class InferenceSetting:
         return [Problem(f"{path}.rope.temperature", True, reason, "set it to false")]
 
     def missing_options(self, normalizers: list[Options]) -> list[str]:
+        """The options of this setting that none of the normalizers has."""
         names = {spec.name for options in normalizers for layer in options.layer_options() for spec in fields(layer)}
         return [name for name in self.normalizer if name not in names]
 

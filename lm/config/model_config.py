@@ -117,6 +117,8 @@ TRAINED_SCALINGS = {v.name: v for v in (TrainedScaling, LinearScaling, Llama3Sca
 
 
 class Position:
+    """Encoding of the positions of tokens."""
+
     name: ClassVar[str]
     rotates: ClassVar[bool] = False  # queries and keys are rotated by angles that can be rescaled
     has_last: ClassVar[bool] = False  # positions beyond the training length have no encoding
@@ -152,6 +154,7 @@ class Rope(Position):
         return f"rope theta {self.theta:g}{scaling}{layers}"
 
     def rotates_in(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has rotations."""
         return not self.layers or self.layers[layer % len(self.layers)]
 
     def problems(self) -> Iterator[Problem]:
@@ -232,9 +235,11 @@ class GAUBlock:
     key_size: int = key(128, "dimensions of queries and keys", ge=1, le=10**5)
 
     def key_dims(self, model: "ModelConfig") -> int:
+        """Dimensions of queries and keys."""
         return self.key_size
 
     def dims_from(self, model: "ModelConfig") -> tuple[str, int]:
+        """The key of the model that determines `key_dims`, and its value."""
         return "block.key_size", self.key_size
 
     def value_dims(self, model: "ModelConfig") -> int:
@@ -348,10 +353,12 @@ class ModelConfig:
 
     @property
     def key_dims(self) -> int:
+        """Dimensions of each head's queries and keys."""
         return self.block.key_dims(self)
 
     @property
     def value_dims(self) -> int:
+        """Dimensions of each head's values."""
         return self.block.value_dims(self)
 
     @property
@@ -361,6 +368,7 @@ class ModelConfig:
 
     @property
     def kv_heads(self) -> int:
+        """Heads of keys and values."""
         return self.n_kv_head or self.n_head
 
     @property
@@ -373,6 +381,7 @@ class ModelConfig:
 
     @property
     def mlp_width(self) -> int:
+        """Hidden width of the MLP."""
         if self.n_mlp:
             return self.n_mlp
         return 4 * self.n_embd if self.mlp != "swiglu" else -(-8 * self.n_embd // (3 * 64)) * 64

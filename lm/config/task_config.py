@@ -105,6 +105,7 @@ class MQAR(Task):
 
     @property
     def filler_symbols(self) -> range:
+        """The symbols of filler, which are in no pair and no question."""
         return range(self.keys + self.values, self.keys + self.values + self.filler)
 
     @property

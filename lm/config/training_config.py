@@ -53,6 +53,8 @@ class WSD:
 
 
 class Optimizer:
+    """A rule by which gradients become updates."""
+
     name: ClassVar[str]
     needs: ClassVar[str] = ""  # a group with at least one trained parameter, or the optimizer is refused; "": no such group
     weight_decay: ClassVar[float] = 0.0  # of matrices, embedding and head; 0 for an optimizer without this option
@@ -186,6 +188,7 @@ class OptimConfig:
         return self.lr * factor
 
     def warmup(self, max_steps: int) -> int:
+        """Steps of warm-up in a run of `max_steps`."""
         return min(self.warmup_steps, max_steps)
 
     def weight_decay(self, group: str) -> float:

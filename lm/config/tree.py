@@ -70,6 +70,7 @@ class Config:
 
     @property
     def world_size(self) -> int:
+        """Processes over all machines."""
         return self.trainer.devices * self.trainer.num_nodes
 
     @property
@@ -86,14 +87,17 @@ class Config:
 
     @property
     def checkpoint_every(self) -> int:
+        """Steps between checkpoints: as set, or a tenth of the run."""
         return self.trainer.checkpoint_every or max(1, self.trainer.max_steps // 10)
 
     @property
     def validation_every(self) -> int:
+        """Steps between validations: as set, or a twentieth of the run."""
         return self.eval.every or max(1, self.trainer.max_steps // 20)
 
     @property
     def plan(self) -> list[Phase]:
+        """The phases of training: `phases`, or a single phase with `model.normalizer`."""
         return self.phases or [Phase(1.0, self.model.normalizer)]
 
     @property
@@ -108,6 +112,7 @@ class Config:
 
     @property
     def plugin_names(self) -> set[str]:
+        """`package.module:Class` of all code from outside that is named anywhere."""
         return {*self.plugin_names_by_key.values()}
 
     @property

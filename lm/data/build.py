@@ -56,6 +56,7 @@ class Journal:
         return self.entry.get("documents", 0)
 
     def holds(self, name: str) -> bool:
+        """True if the file `name` is what `keep` wrote."""
         path = self.folder / name
         return path.is_file() and self.entry.get(name) == file_sha256(path)
 

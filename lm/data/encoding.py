@@ -155,6 +155,7 @@ def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_tex
 
 
 def default_workers(n_bytes: int) -> int:
+    """The number of processes: one per core, fewer for small texts."""
     return max(1, min(usable_cores(), n_bytes // WORTH_BYTES))
 
 

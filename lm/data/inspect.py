@@ -94,6 +94,7 @@ def inspect(arguments: list[str], samples: int) -> Store:
 
 
 def describe(store: Store, samples: int) -> Iterator[str]:
+    """Lines on the store: facts, counts by split and source, histogram of lengths, samples."""
     manifest = store.manifest
     n_bytes = sum(file["bytes"] for file in manifest["files"].values())
     shards = sum(len(getattr(store, name).shards) for name in SPLITS)

@@ -123,6 +123,8 @@ def manifests(root: Path, folders: str = "*") -> Iterator[tuple[Path, dict[str, 
 
 @dataclass(frozen=True, eq=False)
 class Store:
+    """An opened token store."""
+
     path: Path
     fingerprint: str  # sha256 of tokens, offsets and tokenizer; messages show 16 hex digits of it
     vocab_size: int

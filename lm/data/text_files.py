@@ -147,6 +147,7 @@ def documents(source: Files, root: Path, on_error: OnError, vocabulary: object =
 
 
 def identity(source: Files, root: Path, hashes: FileHashes) -> dict[str, Plain]:
+    """The files with the hashes of their content, and the options of reading."""
     files = [{"path": str(path), "sha256": _sha256(path, hashes)} for path in expand(source)]
     return {"files": files, "suffixes": source.suffixes, "column": source.column, "separator": source.separator}
 

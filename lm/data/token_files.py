@@ -70,9 +70,11 @@ class Vocabulary:
         return document
 
     def text(self, ids: np.ndarray) -> bytes:
+        """The text that ids stand for, in UTF-8."""
         return decode(self.tokenizer, ids.tolist()).encode()
 
     def n_bytes(self, ids: np.ndarray) -> int:
+        """UTF-8 bytes of the text that ids stand for."""
         if self.bytes is None:
             return len(self.text(ids))
         return int(sum(self.bytes[ids[begin : begin + _BLOCK]].sum(dtype=np.float64) for begin in range(0, len(ids), _BLOCK)))

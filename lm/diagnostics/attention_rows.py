@@ -65,6 +65,7 @@ class AttentionRows:
 
     @classmethod
     def from_block(cls, block: AttentionBlock, embedding: Tensor | None = None, seed: int = 0) -> "AttentionRows":
+        """The rows of a block of one sequence."""
         visible = _plane(block.normalizer.visible(block.layout))
         return cls(
             block.layer, block.queries, block.normalizer, block.layout, block.scores[0], block.weights[0], visible, block.inputs,

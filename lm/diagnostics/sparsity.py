@@ -211,6 +211,7 @@ def is_condensed(rows: AttentionRows) -> Tensor | None:
 
 
 def difference(rows: AttentionRows) -> Tensor | None:
+    """S minus its closed form."""
     expected_sparsity = closed_form(rows)
     return None if expected_sparsity is None else sparsity(rows.weights, rows.visible) - expected_sparsity
 

@@ -140,6 +140,7 @@ class Measurement(ABC):
         return None
 
     def cache(self, run: Path, evaluation: Evaluation, device: Device) -> None:
+        """Keep a result in a run folder, if it is cacheable."""
         if self.cacheable(evaluation.series):
             path = self.cache_path(run, evaluation.weights_sha256, device)
             path.parent.mkdir(exist_ok=True, parents=True)

@@ -17,6 +17,8 @@ from lm.runs.loading import load
 
 @dataclass(frozen=True)
 class Sampling:
+    """The options of drawing the tokens of a sequence."""
+
     temperature: float = 1.0  # divides the logits; 0: always the most probable token
     top_k: int | None = None  # draw among the k most probable tokens only
     top_p: float | None = None  # draw among the most probable tokens that together have this probability
@@ -49,6 +51,7 @@ class Continuation:
         return tokens
 
     def keep(self, sequences: list[int]) -> None:
+        """Keep only the sequences with these numbers."""
         if len(sequences) < len(self._draws):
             self._cache, self._tokens = self._cache.select(sequences), self._tokens[sequences]
             self._draws = [self._draws[number] for number in sequences]

@@ -46,6 +46,7 @@ class HeldOut:
 
     @cached_property
     def sha256(self) -> str:
+        """A hash of the token ids."""
         return tokens_sha256(self.sequences)
 
     @property
@@ -64,6 +65,7 @@ class HeldOut:
         return np.ones((len(self.sequences), self.length), bool) if self.answers is None else self.answers
 
     def batch(self, indices: list[int]) -> Batch:
+        """A batch of the sequences at `indices`."""
         return Batch.of(self.sequences[indices], None if self.answers is None else self.answers[indices], self.end_of_text)
 
     def sample(self, values: np.ndarray, weights: np.ndarray | None = None) -> Sample:

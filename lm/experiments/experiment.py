@@ -33,6 +33,7 @@ KINDS = {"val": "validation", "long": "long_context", "text": "texts"}
 
 
 def kind_of_metric(metric: str) -> str:
+    """The kind of evaluation that logs a metric of this name."""
     prefix = metric.partition("/")[0]
     return KINDS.get(prefix, prefix)
 

@@ -91,6 +91,7 @@ class Judgement:
 
     @cached_property
     def comparisons(self) -> dict[Place, Comparison]:
+        """The comparison of each arm with the baseline, in each size, by the runs so far."""
         return {place: self._comparison(*place) for place in self.places}
 
     def judged_runs(self, size: str, arm: str) -> list[JudgedRun]:

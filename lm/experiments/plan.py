@@ -39,6 +39,8 @@ _TOKENIZER_BYTES, _VALUE_BYTES = 65, 70  # of one entry of tokenizer.json, and o
 
 @dataclass(frozen=True)
 class Cost:
+    """The resources that one run takes."""
+
     parameters: int  # number of the model's parameters
     tokens: int  # number of tokens that it is trained on
     flops: int  # floating-point operations of its training

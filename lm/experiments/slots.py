@@ -43,6 +43,7 @@ class Slots:
     gpus_per_run: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     def slots_per_run(self, size: str, arm: str) -> int:
+        """The number of slots that a run of an arm takes."""
         return max(1, self.gpus_per_run.get((size, arm), 0))
 
     def devices(self, size: str, arm: str, busy_devices: Iterable[Devices]) -> Devices | None:

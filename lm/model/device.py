@@ -48,6 +48,7 @@ class Machine:
 
     @property
     def bf16(self) -> bool:
+        """True if precision is bf16-mixed, else it is 32."""
         return self.precision.value != "32"
 
     @property

@@ -26,6 +26,7 @@ Cell = str | Text | Interval | None  # None: not measured; Text: for the termina
 
 
 def with_unit(name: str, unit: str) -> str:
+    """The name of a quantity, with its unit in brackets where it has one."""
     return f"{name} ({unit})" if unit else name
 
 
@@ -72,6 +73,7 @@ class Table:
 
     @property
     def columns(self) -> list[Column]:
+        """The table's columns, without their cells."""
         return [column for column, _ in self.contents]
 
     @property

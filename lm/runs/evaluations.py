@@ -182,6 +182,7 @@ class Series:
 
     @property
     def shape(self) -> Shape:
+        """The shape of its axis: a single number, ranges or points."""
         return "number" if self.axis is None else "bins" if self.axis.bins else "points"
 
     def column(self, number: int) -> tuple[Sample, np.ndarray]:
@@ -241,6 +242,7 @@ class Series:
         return 0 if self.axis is None else int(np.searchsorted(self.axis.values[: len(self.means)], start).clip(max=len(self.means) - 1))
 
     def mean_at(self, place: str) -> float:
+        """The mean at one of its `places`."""
         start, stop = self.places[place]
         return float(self.curve[int(start) : int(stop)].mean() if self.bins else self.means[self.column_at(place)])
 

@@ -91,6 +91,7 @@ def step_path(folder: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int:
+    """The step N of a `step-N.ckpt`."""
     return int(path.stem.removeprefix("step-"))
 
 

@@ -90,6 +90,8 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Verdict:
+    """A verdict on an arm."""
+
     kind: Kind
     reason: str  # the facts that the verdict rests on, with the smallest difference of interest
     # the interval of the difference, from which the verdict follows. All intervals of the experiment hold together with 95 %. None with

@@ -44,6 +44,7 @@ class Clock:
         self._begin, self._paused = time.perf_counter() - seconds, 0.0
 
     def seconds(self) -> float:
+        """Seconds since `start`, pauses excluded."""
         return time.perf_counter() - self._begin - self._paused
 
     def exclude_since(self, begin: float) -> None:
@@ -126,6 +127,7 @@ class StepCallback(L.Callback):
         self.config, self.record, self.progress, self.machine, self.clock = run.config, run.log, run.progress, run.machine, clock
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: object, batch: object, batch_idx: int) -> None:
+        """Pass on the micro-batch that ended an optimizer step."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             self.on_step(trainer, module, trainer.global_step)
 
@@ -171,6 +173,7 @@ class StopOnSignal(StepCallback):
             os.close(null_device)
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
+        """Stop on all ranks after the step in which one of them received a signal."""
         if module.last_step.stop:
             self.signal = self.signal or signal.SIGTERM
             trainer.should_stop = True
@@ -190,6 +193,7 @@ class Metrics(StepCallback):
         self.sequences = train_sequences(run.store, run.config) if "largest_score" in run.config.log.dynamics else None
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Start the clock at the training time of the checkpoint, and measure speed from here."""
         self.clock.start(module.start.state.elapsed_s)
         self.last_step, self.last_time = trainer.global_step, self.clock.seconds()
 

@@ -215,6 +215,7 @@ class TrainModule(L.LightningModule):
         self.stop_requested, self.sequence_length = stop_requested, config.data.seq_len
 
     def train_dataloader(self) -> torch.utils.data.DataLoader:
+        """Micro-batches from the phase's first step on."""
         config = self.config
         return train_loader(
             train_sequences(self.store, config),
@@ -228,6 +229,7 @@ class TrainModule(L.LightningModule):
         )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The optimizer, with the state from which training continues."""
         optimizer = make_optimizer(self.decoder, self.config.optim)
         load_named_state(optimizer, self.start.optimizer)
         self.start.optimizer = {}
@@ -252,6 +254,7 @@ class TrainModule(L.LightningModule):
         return loss * (self.accumulation * self.trainer.world_size / self.config.optim.batch_tokens)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set the step's learning rates."""
         set_rates(optimizer, self.config, self.start.phase, self.global_step)
 
     def configure_gradient_clipping(
