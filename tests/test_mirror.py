@@ -101,6 +101,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_network")
+@pytest.mark.slow
 def test_a_wandb_key_without_a_network_is_logged_offline(tiny, capsys: pytest.CaptureFixture):
     config = tiny("name=alone", "log.wandb=auto", "trainer.max_steps=4")
     assert train(config) == 0
@@ -109,6 +110,18 @@ def test_a_wandb_key_without_a_network_is_logged_offline(tiny, capsys: pytest.Ca
     assert output.out.count("wandb: online failed (") == output.out.count("wandb:") == 1
     assert f"logging offline, to be sent later: wandb sync {config.run_folder}/wandb/offline-run-*\n" in output.out
     assert "wandb:" not in output.err
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize("mode", ["auto", "offline"])
+def test_a_process_of_wandb_that_does_not_start_is_one_line(tiny, mode: str, monkeypatch: pytest.MonkeyPatch):
+    """wandb waits for itself without a limit where its process can't be started."""
+    end = threading.Event()
+    monkeypatch.setattr(wandb, "setup", lambda settings: end.wait())
+    monkeypatch.setattr("lm.training.mirror.WANDB_SECONDS", 0.1)
+    with pytest.raises(RunError, match=r"^wandb: its process has not started within 0\.1 s; to train without it: log\.wandb=disabled$"):
+        train(tiny("name=never", f"log.wandb={mode}"))
+    end.set()
 
 
 @pytest.mark.usefixtures("no_network")

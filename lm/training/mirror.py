@@ -7,6 +7,7 @@ import netrc
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     import wandb
 
 WANDB_MODES = ("online", "offline", "disabled")
-WANDB_SECONDS = 60.0  # to wait for wandb's server: at the start before a run is logged offline, and at the end for what is not sent yet
+WANDB_SECONDS = 60.0  # to wait for wandb's process, for its server before a run is logged offline, and at the end for what is not sent yet
+WITHOUT_WANDB = "to train without it: log.wandb=disabled"
 FACTS = ("data_fingerprint", "parameters", "flops_per_token", "tokens_total")  # of environment.json, beside the configuration
 
 
@@ -183,7 +185,7 @@ def _wandb_run(mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: 
 
     If the entity is null, wandb chooses it by WANDB_ENTITY. Never prompts; if online fails, a line says so and the run is logged offline.
 
-    Raises RunError: the run can't be started offline either.
+    Raises RunError: the run can't be started offline either, or wandb's process doesn't start.
     """
     if mode == "disabled":
         return None
@@ -194,7 +196,8 @@ def _wandb_run(mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: 
     try:
         time_limits = {"init_timeout": WANDB_SECONDS, "finish_timeout": WANDB_SECONDS, "finish_timeout_raises": True}
         settings = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, **time_limits)
-        wandb.setup(settings)  # else it says which credentials it found
+        if not _ends_in_time(partial(wandb.setup, settings)):  # else it says which credentials it found
+            raise RunError(f"wandb: its process has not started within {WANDB_SECONDS:g} s; {WITHOUT_WANDB}")
         return wandb.init(
             project=project_of(log),
             entity=log.entity,
@@ -208,15 +211,35 @@ def _wandb_run(mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: 
             settings=settings,
             **place,
         )
+    except RunError:
+        raise
     except Exception as error:  # wandb raises its own kinds for no network, a bad key, a time-out
         reason = one_line(error, 120)
         if mode != "online":
-            raise RunError(f"wandb: can't start {mode}: {reason}; to train without it: log.wandb=disabled") from None
+            raise RunError(f"wandb: can't start {mode}: {reason}; {WITHOUT_WANDB}") from None
         print(f"wandb: online failed ({reason}); logging offline, to be sent later: wandb sync {dir}/wandb/offline-run-*", flush=True)
-        teardown = threading.Thread(target=wandb.teardown, daemon=True)  # the run that failed would hold its id
-        teardown.start()
-        teardown.join(WANDB_SECONDS)  # wandb waits without a limit for its process, which may not end
+        _ends_in_time(wandb.teardown)  # the run that failed would hold its id
         return _wandb_run("offline", log, run_id, tags=tags, dir=dir, **place)
+
+
+def _ends_in_time(function: Callable[[], object]) -> bool:
+    """Call a function of wandb that may wait for wandb's process without a limit; whether it has ended after `WANDB_SECONDS`.
+
+    Raises whatever the function raises.
+    """
+    errors: list[Exception] = []
+
+    def call() -> None:
+        try:
+            function()
+        except Exception as error:
+            errors.append(error)
+
+    (thread := threading.Thread(target=call, daemon=True)).start()
+    thread.join(WANDB_SECONDS)
+    if errors:
+        raise errors[0]
+    return not thread.is_alive()
 
 
 def _finish(run: "wandb.Run") -> None:
