@@ -9,8 +9,11 @@ import signal
 import subprocess
 import sys
 import traceback
+from collections.abc import Container, Iterable
 from concurrent.futures import Executor, Future
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,11 +38,23 @@ gc.disable()  # until all is imported, which no collection frees
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported out of later collections, half a million objects that each would go through; estimate no run's memory."""
+    """Leave what was imported out of later collections, half a million objects that each would go through.
+
+    At the start of a run the size of its optimizer's state and of its activations isn't estimated, and the commit is asked for once:
+    together they take longer than all steps of a tiny run. test_before_training, test_cost and test_banner have them.
+    """
     gc.freeze()
     gc.enable()
     if banner := sys.modules.get("lm.training.banner"):
-        banner.estimated_memory = lambda *_: 0  # which takes as long as all steps of a tiny run; test_cost has the estimate
+        banner.estimated_memory = lambda *_: 0
+        banner.git_state = cache(banner.git_state)
+    if before_training := sys.modules.get("lm.training.before_training"):
+        before_training.implied_state = lambda *_: {}
+
+
+def thinned(cases: Iterable[object], quick: Container[object]) -> list[object]:
+    """Parameters of a test; those that are not `quick`, which others stand for by default, are marked slow."""
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 @pytest.fixture(scope="session")
@@ -180,6 +195,28 @@ def lm(*arguments: str, process: bool = False, **environment: str) -> subprocess
     finally:
         sys.argv = before
     return subprocess.CompletedProcess(["lm", *arguments], status, out.getvalue(), err.getvalue())
+
+
+class Called:
+    """In place of a process, the `lm` command that it is given is called in this one."""
+
+    def __init__(self, command: list[str], **_: object):
+        self.result = lm(*command[3:])  # after python -m lm
+        self.returncode: int | None = None
+
+    def communicate(self) -> tuple[str, str]:
+        self.returncode = self.result.returncode
+        return self.result.stdout, self.result.stderr
+
+
+PROCESSES = "lm.commands.python_face.subprocess"
+CALLS = SimpleNamespace(Popen=Called, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`lm.train` trains in this process."""
+    monkeypatch.setattr(PROCESSES, CALLS)
 
 
 PAINTING = "matplotlib.backend_bases.FigureCanvasBase.print_figure"

@@ -46,7 +46,8 @@ def batch(length: int = 12) -> Batch:
     return Batch.of(torch.randint(50, (2, length + 1), generator=torch.Generator().manual_seed(0)))
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "softmax" else pytest.mark.slow) for name in MODELS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_layers_that_are_alike_share_their_graphs_and_later_steps_make_none(tiny, counter, name: str):
     graphs = []
     for n_layer in (2, 3):

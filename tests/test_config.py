@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import lm
+from conftest import lm, thinned
 
 from lm.attention import catalogue
 from lm.config.data_config import Files
@@ -452,7 +452,7 @@ AFTER_TRAINING = {
 }
 
 
-@pytest.mark.parametrize("promise", [pytest.param(name, marks=[pytest.mark.slow] if "others" in name else []) for name in AFTER_TRAINING])
+@pytest.mark.parametrize("promise", thinned(AFTER_TRAINING, ["imports Lightning alone"]))
 def test_training(promise: str):
     code, output = AFTER_TRAINING[promise]
     result = subprocess.run(

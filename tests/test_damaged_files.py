@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, lm
+from conftest import ROOT, lm, thinned
 from folders import contents, rewritten
 from test_tokenizer import write_tokenizer
 from tokenizers import Regex, Tokenizer, pre_tokenizers
@@ -87,12 +87,9 @@ def check(folder: Path, *command: str, words: str = "") -> str:
 QUICK = {("report", "half"), ("resume", "half"), ("compare", "half"), ("eval", "empty")}
 
 
-@pytest.mark.parametrize(
-    ("command", "damage"),
-    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in itertools.product(WHOLE, DAMAGE)],
-)
-def test_a_damaged_file_of_a_run_is_one_line_or_no_difference(command: str, damage: str, words: dict[str, list[str]], tmp_path: Path):
-    run, backup = Path(words["{run}"][0]), tmp_path / "whole"
+@pytest.mark.parametrize("case", thinned(itertools.product(WHOLE, DAMAGE), QUICK), ids="-".join)
+def test_a_damaged_file_of_a_run_is_one_line_or_no_difference(case: tuple[str, str], words: dict[str, list[str]], tmp_path: Path):
+    (command, damage), run, backup = case, Path(words["{run}"][0]), tmp_path / "whole"
     shutil.copytree(tmp_path / "copy", backup)
     files = [path for path in run.rglob("*") if path.is_file() and path.suffix != ".png" and not path.name.startswith("step-")]
     assert {"config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json", "last.ckpt"} < {path.name for path in files}
@@ -162,9 +159,7 @@ def failing(words: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.Mon
     return words_of | {"{configured}": [str(tmp_path / "own.yaml")], "{tokenizer}": [override]}
 
 
-@pytest.mark.parametrize(
-    "command", [name if name in ("generate", "eval", "train") else pytest.param(name, marks=pytest.mark.slow) for name in PANICS]
-)
+@pytest.mark.parametrize("command", thinned(PANICS, ["generate", "eval", "train"]))
 def test_a_tokenizer_that_fails_at_a_text_is_one_line_and_leaves_nothing(command: str, failing: dict[str, list[str]], tmp_path: Path):
     (tmp_path / "stores").mkdir()
     (tmp_path / "stores" / ".lock").touch()

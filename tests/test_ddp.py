@@ -172,6 +172,7 @@ def test_results_that_can_not_be_written_leave_the_ranks_in_step(arguments: list
     assert (runs / "checkpoints" / "best.ckpt").exists()
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(arguments: list[str], tmp_path: Path):
     """The loss is of one rank alone, so the ranks must agree; both then go on with equal weights."""
     options = ["name=poisoned", "trainer.devices=2", "optim.on_nonfinite=skip", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=9"]

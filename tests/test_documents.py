@@ -16,7 +16,7 @@ from pathlib import Path
 
 import prose
 import pytest
-from conftest import ROOT, lm
+from conftest import ROOT
 from test_house import ROOMS
 from typer.main import get_command
 
@@ -271,7 +271,7 @@ def test_the_tour_s_sentences_are_short_and_its_links_lead_to_pages():
 
 
 def test_the_tour_runs_and_ends_in_the_verdict_of_the_committed_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, called: None
 ):
     """In a folder of its own, with few steps and test sequences, in this process; the notebook itself is committed without outputs."""
     cells = json.loads((ROOT / "docs" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
@@ -286,7 +286,6 @@ def test_the_tour_runs_and_ends_in_the_verdict_of_the_committed_runs(
     (tmp_path / "results").symlink_to(ROOT / "results")
     (folder := tmp_path / "docs").mkdir()
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("lm.commands.python_face.subprocess.run", lambda command, **options: lm(*command[3:]))  # after python -m lm
     exec(code, {})
     output = capsys.readouterr().out
     assert "of its weight is on" in output

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from conftest import ROOT, lm
+from conftest import ROOT, lm, thinned
 from huggingface_hub import HfApi
 from test_import import CASES, T, V, imported, save
 from tokenizers import Tokenizer, pre_tokenizers
@@ -257,7 +257,12 @@ def of_transformers(folder: Path, kernel: str = "sdpa", **options: object) -> Pr
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, attn_implementation=kernel, **options).eval()
 
 
-@pytest.mark.parametrize("case", OWN_CODE)
+# By default a case for each formula and each part of a layer.
+FORMULAS = ("ssmax, n fixed", "llama4", "cosine, log n", "p_n", "qassmax", "sink", "relu2 of q.k / n", "relu2 over its sum", "sigmoid")
+PARTS = ("value embeddings", "p-RoPE, rescaled", "a gate for each element", "learned positions", "gau with window")
+
+
+@pytest.mark.parametrize("case", thinned(OWN_CODE, FORMULAS + PARTS))
 @torch.no_grad()
 def test_code_of_its_own_computes_our_logits_whole_packed_padded_and_cached(case: str, tmp_path: Path):
     decoder, folder = moved(OWN_CODE[case], 128, tmp_path)

@@ -6,6 +6,7 @@ from dataclasses import fields
 
 import pytest
 import torch
+from conftest import thinned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -91,12 +92,16 @@ def test_weights_are_not_negative(options: Options):
     assert (weights >= 0).all() or getattr(options, "features", "") == "identity"
 
 
-@every_case
-def test_blocks_and_tiles_smaller_than_the_sequence_change_nothing(options: Options, monkeypatch: pytest.MonkeyPatch):
+# By default a case for each formula that is computed in blocks, tiles or chunks.
+IN_BLOCKS = ("softmax1", "relu2, sum", "sigmoid with bias", "entmax15", "asentmax", "softpick", "forget", "linear", "stick_breaking")
+
+
+@pytest.mark.parametrize("case", thinned(CASES, IN_BLOCKS))
+def test_blocks_and_tiles_smaller_than_the_sequence_change_nothing(case: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.attention.routes.BLOCK_WEIGHTS", 2 * HEADS * 50 * 7)  # seven queries
     monkeypatch.setattr("lm.attention.elementwise_sums.TILE", 16)
     monkeypatch.setattr("lm.attention.linear.CHUNK", 16)
-    contract.fast_path(options)
+    contract.fast_path(CASES[case])
 
 
 @pytest.mark.parametrize("gib", [0, 1, 8, 23, 78, 139, 500])

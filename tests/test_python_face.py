@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, Inline
+from conftest import CALLS, PROCESSES, ROOT, Inline
 from fabricated import launching
 from test_documents import blocks
 from test_experiments import SHORT, here
@@ -89,7 +89,7 @@ def test_the_long_table_holds_what_the_verdict_follows_from(experiment, tmp_path
         lm.compare(file, file)
 
 
-def test_the_page_of_python_runs(experiment, tmp_path, monkeypatch):
+def test_the_page_of_python_runs(experiment, tmp_path, monkeypatch, called):
     """The code of docs/python.md, with a smaller run and an experiment that is finished in place of the preset."""
     file, overrides = experiment
     (page,) = blocks((ROOT / "docs" / "python.md").read_text(), "python")
@@ -114,11 +114,12 @@ def test_the_page_of_python_runs(experiment, tmp_path, monkeypatch):
         lm.train("recall", {"name": "trial"})
 
 
-def test_mappings_hold_all_that_yaml_holds_and_an_error_all_of_its_lines(arguments, tmp_path):
+def test_mappings_hold_all_that_yaml_holds_and_an_error_all_of_its_lines(arguments, tmp_path, monkeypatch):
     mixed = {"data": {"lengths": {"name": "mixed", "weights": {16: 0.5, 32: 0.5}}}, "log": {"notes": "a 😀"}, "runs": tmp_path / "runs"}
     given = [*arguments, {"name": "mixed", **mixed, "optim": {"lr": np.float64(1e-3)}}]
     folder = lm.train(*given)
     assert read_config(folder).data.lengths.weights == {16: 0.5, 32: 0.5}
+    monkeypatch.setattr(PROCESSES, CALLS)
     with pytest.raises(RunError, match=r"(?s)2 problems.*optim\.lr = 0\.002.*optim\.grad_clip = 2"):
         lm.train(*given, {"resume": "auto", "optim": {"lr": 2e-3, "grad_clip": 2.0}})
     with pytest.raises(ConfigError, match=r"optim: .* is no plain value"):

@@ -130,16 +130,8 @@ def test_a_wrong_answer_stays_in_the_sequence():
     assert answers.whole_answers(answers.rolled_out).tolist() == [True, True, False, False] * 3
 
 
-@pytest.mark.parametrize(
-    "task",
-    [
-        MQAR(pairs=8, queries=8),
-        *(
-            pytest.param(task, marks=pytest.mark.slow)
-            for task in (MQAR(pairs=8, queries=3), Maximum(items=5), Needle(needles=2, distractors=3))
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("task", [MQAR(pairs=8, queries=8), MQAR(pairs=8, queries=3), Maximum(items=5), Needle(needles=2, distractors=3)])
 def test_chance_is_what_picking_among_the_answers_shown_gives(task: Task):
     rng, rights = np.random.default_rng(0), {"given": [], "own": []}
     answer_count, question_count = {"mqar": lambda: (task.pairs, task.queries), "max": lambda: (task.items, 1), "needle": lambda: (5, 2)}[

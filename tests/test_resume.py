@@ -7,10 +7,12 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import thinned
 from folders import EVERY_STEP, curve, differences, kill_after, losses, metrics, poison, rewritten, series, swap_to
 from jobs import train_each
 from processes import ranks
@@ -47,30 +49,23 @@ SWAPS = {"swap, before": (2,), "swap, at": (4,), "swap, after": (6,), "swap, at 
 # By default those columns of the table that contain the others for one normalizer, and a rich one for kinds of parameters.
 SOME, RICH, RICHEST = ("ssmax",), "swap, at and after", "swap, all three"
 CONTAINED = ("plain", "accumulation", "dropout", "twice in a row", "swap, before", "swap, at", "swap, after", RICH)
-KINDS = ("softmax", "p_n", "qassmax")
+KINDS = ("qassmax",)
 
 
 def cells(scenarios: dict[str, object]) -> pytest.MarkDecorator:
-    """Every normalizer x scenario, as parameters `name` and `scenario`."""
-    quick = [
-        (name, scenario)
-        for name in catalogue.ENTRIES
-        for scenario in scenarios
-        if (name in SOME and scenario not in CONTAINED) or (name in KINDS and scenario == RICH)
-    ]
-    slow = [(name, scenario) for name in catalogue.ENTRIES for scenario in scenarios if (name, scenario) not in quick]
-    return pytest.mark.parametrize(("name", "scenario"), quick + [pytest.param(*cell, marks=pytest.mark.slow) for cell in slow])
+    """Every normalizer x scenario, as the parameter `cell`."""
+    quick = {(name, scenario) for name in SOME for scenario in scenarios if scenario not in CONTAINED} | {(name, RICH) for name in KINDS}
+    return pytest.mark.parametrize("cell", thinned(product(catalogue.ENTRIES, scenarios), quick), ids="-".join)
 
 
 def rows(names: object = SOME) -> pytest.MarkDecorator:
     """Every normalizer as the parameter `name`; those not in `names` are slow."""
-    return pytest.mark.parametrize(
-        "name", [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in catalogue.ENTRIES]
-    )
+    return pytest.mark.parametrize("name", thinned(catalogue.ENTRIES, names))
 
 
 @cells(SCENARIOS)
-def test_a_resumed_run_is_bitwise_the_same(tiny, record_property, name: str, scenario: str):
+def test_a_resumed_run_is_bitwise_the_same(tiny, record_property, cell: tuple[str, str]):
+    name, scenario = cell
     options, kills = SCENARIOS[scenario]
     check(tiny, record_property, name, scenario, [f"model.normalizer={name}", *options], kills)
 
@@ -80,9 +75,7 @@ FOR_OPTIMIZERS = {name: (["model.normalizer=ssmax", *options], kills) for name, 
 FOR_OPTIMIZERS |= {name: ([swap_to("ssmax"), *SCENARIOS["twice in a row"][0]], kills) for name, kills in SWAPS.items()}
 
 
-@pytest.mark.parametrize(
-    "scenario", [scenario if scenario == RICHEST else pytest.param(scenario, marks=pytest.mark.slow) for scenario in FOR_OPTIMIZERS]
-)
+@pytest.mark.parametrize("scenario", thinned(FOR_OPTIMIZERS, [RICHEST]))
 @pytest.mark.parametrize("optimizer", OTHERS)
 def test_a_run_of_another_optimizer_resumed_is_bitwise_the_same(tiny, record_property, optimizer: str, scenario: str):
     options, kills = FOR_OPTIMIZERS[scenario]
@@ -97,7 +90,8 @@ def test_a_run_that_skipped_steps_resumed_is_bitwise_the_same(tiny, record_prope
 
 
 @cells(SWAPS)
-def test_a_run_resumed_around_a_swap_is_bitwise_the_same(tiny, record_property, name: str, scenario: str):
+def test_a_run_resumed_around_a_swap_is_bitwise_the_same(tiny, record_property, cell: tuple[str, str]):
+    name, scenario = cell
     options = [swap_to(name), "model.dropout=0.2", "trainer.micro_batch=2"]
     parts = check(tiny, record_property, name, scenario, options, SWAPS[scenario])
     assert load_checkpoint(parts / "checkpoints" / "last.ckpt")["lm"]["phase"] == 1

@@ -119,6 +119,7 @@ def test_linked_folders_are_read_once_and_links_in_a_circle_end(tmp_path: Path):
     assert list(documents(Files([str(tmp_path / "texts")]))) == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_a_large_row_group_is_not_held_whole(tmp_path: Path):
     """60 MB of text in one row group; in a process of its own, after the libraries have taken what they need."""
     texts = [str(n).zfill(30_000) for n in range(2000)]

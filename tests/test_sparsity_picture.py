@@ -41,7 +41,7 @@ def points(panel: Panel, label: str) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize(
     ("options", "panel", "x"),
     [
-        (opt.Softmax(), 0, lambda heads: heads["score standard deviation"]),
+        pytest.param(opt.Softmax(), 0, lambda heads: heads["score standard deviation"], marks=pytest.mark.slow),
         (opt.Relu2(), 0, lambda heads: heads["score mean"] / heads["score standard deviation"]),
         (opt.SSMax(), 1, lambda heads: heads["S, closed form"]),
     ],

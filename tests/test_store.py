@@ -116,6 +116,7 @@ def test_damaged_cached_hashes_do_not_condemn_a_store(unchecked: Store):
     assert Store.open(unchecked.path).fingerprint == unchecked.fingerprint
 
 
+@pytest.mark.slow
 def test_a_large_store_opens_in_little_memory(data: DataConfig):
     """A store whose training tokens are a hole of 300 MB."""
     store = prepare(data)

@@ -171,8 +171,8 @@ def test_sequences_too_few_to_keep_training_and_test_apart_are_an_error():
 @pytest.mark.parametrize(
     ("task", "length"),
     [
-        (FlipFlop(), 7),
-        (FlipFlop(symbols=3, ignored=0.2), 8),
+        pytest.param(FlipFlop(), 7, marks=pytest.mark.slow),
+        pytest.param(FlipFlop(symbols=3, ignored=0.2), 8, marks=pytest.mark.slow),
         (FlipFlop(ignored=0.0), 9),
         (Induction(symbols=2), 6),
         (Copy(symbols=2, filler=1, span=4), 9),

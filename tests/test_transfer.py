@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from conftest import lm
+from conftest import lm, thinned
 from folders import differences, same
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -63,7 +63,7 @@ SHAPES = {"all kinds of parameters": FULL, "tied": {"tied": True, "qk_norm": Tru
 SHAPES["the first layer's values"] = {"value_residual": "first_layer", "output_gate": "element", "differential": True}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", thinned(SHAPES, ["all kinds of parameters"]))
 def test_adamw_trains_the_model_with_explicit_multipliers(shape: str):
     """CompleteP's Table 1, alpha = 1, as it stands there: logits x 1/m, blocks x 1/l, and each parameter's rate, decay and epsilon."""
     m, depth, lr, eps, decay = 3.0, 2.0, 1e-2, 1e-4, 0.3  # an epsilon that counts
@@ -152,7 +152,7 @@ CASES: dict[str, tuple[dict[str, object], AdamW, float]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", thinned(CASES, ["adamw", "modern"]))
 def test_eight_times_the_width_changes_as_much(case: str):
     options, optimizer, lr = CASES[case]
     small, large = (change(model(width, 2, **options), optimizer, lr) for width in (32, 256))

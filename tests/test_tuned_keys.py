@@ -189,7 +189,8 @@ def test_runs_of_an_arm_that_lacks_a_tuned_key_are_of_another_configuration_too(
     assert other_runs(reopened).startswith("12 ended runs here are of another configuration: trainer.max_steps=8 (asked for: 6)")
 
 
-@pytest.mark.parametrize("baseline", ["softmax", pytest.param("ssmax", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("baseline", ["softmax", "ssmax"])
 def test_results_of_arms_that_lack_a_tuned_key_are_judged_as_the_experiment_does(tmp_path, baseline):
     key = "optim.groups.normalizer.lr_factor"
     tune = TUNE | {"key": ["optim.lr", key], "grid": [[1e-2, 2e-2, 4e-2, 8e-2], [10, 100, 1000]]}
