@@ -28,6 +28,7 @@ from lm.config.tree import Config
 from lm.experiments.plan import Costs, Times
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Children, Devices, log_path
+from lm.report.pictures import Picture
 
 ROOT = Path(__file__).parent.parent
 os.environ.setdefault("WANDB_MODE", "disabled")
@@ -220,22 +221,24 @@ def called(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PAINTING = "matplotlib.backend_bases.FigureCanvasBase.print_figure"
-PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="  # a PNG file
+PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==")
+FILE = Picture.file
 
 
 def unpainted(canvas: FigureCanvasBase, file: str | Path | io.StringIO | io.BytesIO, **options: object) -> None:
     """In place of PAINTING, which takes longer than all else, where nobody looks at the picture: an empty SVG, or a PNG of a pixel."""
     if isinstance(file, str | Path):
-        Path(file).write_bytes(base64.b64decode(PIXEL))
+        Path(file).write_bytes(PIXEL)
     else:
-        file.write("<svg ></svg>" if isinstance(file, io.StringIO) else base64.b64decode(PIXEL))
+        file.write("<svg ></svg>" if isinstance(file, io.StringIO) else PIXEL)
 
 
 @pytest.fixture(autouse=True)
 def paint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures are painted where a test looks at one: it uses `painted`."""
+    """Pictures are painted where a test looks at one: it uses `painted`. A PNG, beside an SVG of the same panels, isn't even drawn."""
     if "painted" not in request.fixturenames:
         monkeypatch.setattr(FigureCanvasBase, "print_figure", unpainted)
+        monkeypatch.setattr(Picture, "file", lambda picture, suffix: PIXEL if suffix == ".png" else FILE(picture, suffix))
 
 
 @pytest.fixture

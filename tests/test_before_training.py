@@ -6,6 +6,7 @@ import torch
 from lm.config.tree import Config
 from lm.errors import ConfigError, RunError
 from lm.model.decoder import Decoder
+from lm.training.optimizers import implied_state
 from lm.training.train import train
 
 SIZES = ["model.n_embd=64", "model.n_head=4", "model.n_layer=2", "model.normalizer=softmax", "trainer.max_steps=2"]
@@ -52,6 +53,7 @@ def test_the_memory_that_a_model_needs_is_that_of_its_optimizer(tiny, no_data, m
     """Muon has one number for each entry of a matrix, where AdamW has two."""
     adamw, muon = (tiny(*SIZES, f"optim.optimizer={name}", "trainer.accelerator=cpu") for name in ("adamw", "muon"))
     size = sum(p.numel() for p in Decoder(adamw.model, 1, adamw.data.seq_len).parameters())
+    monkeypatch.setattr("lm.training.before_training.implied_state", implied_state)
     monkeypatch.setattr("lm.training.before_training.os.sysconf", lambda name: 14 * size if name == "SC_PHYS_PAGES" else 1)
     with pytest.raises(ConfigError, match="for weights, gradients and optimizer state"):
         train(adamw)

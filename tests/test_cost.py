@@ -137,6 +137,7 @@ def test_blocks_of_the_definition_are_counted_as_large_as_the_device_holds_them(
     assert on_gpu > 1.1 * on_cpu
 
 
+@pytest.mark.slow
 def test_short_sequences_are_counted_by_the_route_of_the_device(tiny):
     """A CPU keeps the weights of short sequences, (B, H, T, T), for the backward pass; the fused kernel of a GPU recomputes them."""
     config = tiny(*LARGER, "model.n_head=16")
@@ -147,6 +148,7 @@ def test_short_sequences_are_counted_by_the_route_of_the_device(tiny):
         assert on_gpu == pytest.approx(measured(config), rel=0.15)
 
 
+@pytest.mark.slow
 def test_narrow_windows_are_counted_by_the_route_of_the_device(tiny, monkeypatch: pytest.MonkeyPatch):
     """A CPU adds up the few distances of a window; a GPU takes its fused kernel, as for any window."""
     config, estimates = tiny(*LARGER, "model.normalizer={name: window, size: 4}"), []
@@ -331,6 +333,7 @@ def test_a_window_of_steps_is_profiled_and_the_run_is_the_same(tiny):
     assert sum(name.startswith("Optimizer.step") for name in names if name) >= 2
 
 
+@pytest.mark.slow
 def test_a_window_that_ends_after_the_run_is_cut_and_one_that_a_resumed_run_has_passed_is_named(tiny, capsys: pytest.CaptureFixture):
     assert train(tiny("name=x", "trainer.max_steps=4")) == 0
     config = tiny("name=x", "resume=auto", "trainer.max_steps=6", "trainer.profile={first: 3, last: 4}", "log.progress=lines")

@@ -255,7 +255,10 @@ def strict(path: Path) -> dict:
     return json.loads(path.read_text(), parse_constant=lambda text: pytest.fail(f"{path}: {text}"))
 
 
-@pytest.mark.parametrize(("wandb", "experiment", "drawn"), [("disabled", "", [8]), ("disabled", "any", []), ("offline", "any", [4, 8])])
+@pytest.mark.parametrize(
+    ("wandb", "experiment", "drawn"),
+    [("disabled", "", [8]), pytest.param("disabled", "any", [], marks=pytest.mark.slow), ("offline", "any", [4, 8])],
+)
 def test_training_draws_at_its_last_step_and_where_wandb_is_sent_the_picture(
     tiny, monkeypatch, wandb: str, experiment: str, drawn: list[int]
 ):

@@ -82,6 +82,7 @@ def test_a_dataset_that_can_not_be_read_any_further_is_an_error_whatever_is_skip
         skipping(dataclasses.replace(hub, streaming=streaming))
 
 
+@pytest.mark.slow
 def test_without_a_network_the_hub_is_one_line(tmp_path: Path):
     script = (
         "for streaming in (False, True):\n"

@@ -1,11 +1,10 @@
 """What current baselines add to a decoder: each is off unless asked for, is what its formula says, and leaves all else as it was."""
 
 import math
-from itertools import product
 
 import pytest
 import torch
-from conftest import lm
+from conftest import lm, thinned
 from folders import curve, losses
 from torch import Tensor
 
@@ -281,13 +280,8 @@ SETTINGS = {
 }
 
 
-QUICK = (("bf16", "embedding"), ("isolated documents, dropout, micro-batches", "first_layer"))
-
-
-@pytest.mark.parametrize(
-    ("setting", "kind"),
-    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in product(SETTINGS, ("first_layer", "embedding"))],
-)
+@pytest.mark.parametrize("setting", thinned(SETTINGS, ["isolated documents, dropout, micro-batches"]))
+@pytest.mark.parametrize("kind", thinned(["first_layer", "embedding"], ["first_layer"]))
 def test_a_run_with_all_of_them_learns(tiny, setting: str, kind: str):
     phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]"
     config = tiny("name=all", phases, *ALL, f"model.value_residual={kind}", *SETTINGS[setting])

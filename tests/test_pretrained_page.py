@@ -71,6 +71,7 @@ def test_the_jackknife_of_a_mean_is_its_t_interval(script):
     assert (interval.mean, interval.low, interval.high) == pytest.approx((3.5, 3.5 - half, 3.5 + half))
 
 
+@pytest.mark.slow
 def test_a_result_of_another_model_text_size_or_of_other_options_is_refused(script, model, base, tmp_path, capsys):
     parts = script("pretrained_parts")
     sizes, overrides = parts.Sizes(positions=(2, 1)), ["trainer.threads=1"]

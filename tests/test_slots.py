@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, lm
+from conftest import ROOT, lm, thinned
 from fabricated import finish, launching
 from rich.console import Console
 from trials import written
@@ -194,7 +194,7 @@ sys.exit(3)
 """
 
 
-@pytest.mark.parametrize("per_gpu", [1, 2])
+@pytest.mark.parametrize("per_gpu", thinned([1, 2], [2]))
 def test_the_process_of_each_run_sees_its_devices_alone(gpus, tmp_path, monkeypatch, per_gpu):
     gpus(3, "GPU-a,GPU-b,GPU-c")
     program, events = tmp_path / "program", tmp_path / "events"

@@ -138,7 +138,7 @@ def test_a_run_killed_at_random_moments_ends_bitwise_the_same(arguments: list[st
         "trainer.keep_checkpoints=2",
         "eval.every=50",
         "eval.sequences=4",
-        f"trainer.max_steps={15 * kills}",
+        f"trainer.max_steps={10 * kills}",
     ]
     options += ["model.n_embd=128", "model.dropout=0.1", swap_to("ssmax"), "log.progress=none", "eval.long_context.length_factor=0"]
     folder, in_saves = tmp_path / "runs" / "killed", 0

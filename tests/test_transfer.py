@@ -159,6 +159,7 @@ def test_eight_times_the_width_changes_as_much(case: str):
     assert all(1 / 3 < b / a < 2 for a, b in zip(small, large, strict=True)), (small, large)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "factors"), [(AdamW(), (20, 2.5)), (Muon(), (2.5, 2.5))], ids=["adamw", "muon"])
 def test_without_it_eight_times_the_width_changes_more(optimizer: AdamW, factors: tuple[float, float]):
     small, large = (change(model(width, 2, transfer=False), optimizer, 1e-2) for width in (32, 256))
