@@ -120,7 +120,6 @@ def test_the_sequences_never_change_between_processes_and_versions(task: Task):
     assert digest(task, 64) == PINNED[label(task)]
 
 
-@pytest.mark.slow
 def test_another_process_makes_the_same_sequences():
     code = "from test_tasks import *; print(*(digest(task, 64) for task in SYMBOLIC))"
     env = {"PYTHONHASHSEED": "5", "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
