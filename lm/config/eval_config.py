@@ -124,7 +124,7 @@ class LongContextConfig(EvaluationConfig):
 
     def length(self, seq_len: int) -> int:
         """The largest number of predicted tokens in a sequence; 0: off."""
-        return int(self.longest_factor * seq_len)
+        return round(self.longest_factor * seq_len)
 
     def metric(self, setting: str) -> str:
         return f"long/loss {setting}"

@@ -109,7 +109,7 @@ class Muon(AdamW):
     name: ClassVar[str] = "muon"
     needs: ClassVar[str] = "matrices"
     momentum: float = key(0.95, "decay of the mean of gradients that is orthogonalised", ge=0, lt=1)
-    nesterov: bool = key(True, "orthogonalise a mean of that mean and the gradient, weighted by `momentum`")
+    nesterov: bool = key(True, "orthogonalise `momentum` times that mean plus 1 - `momentum` times the gradient")
     ns_steps: int = key(5, "Newton-Schulz iterations", ge=1, le=99)
     adjust_lr: Literal["match_rms_adamw", "original"] = key(
         "match_rms_adamw",

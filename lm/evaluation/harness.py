@@ -23,6 +23,7 @@ from lm.errors import ConfigError, LMError, Problem, RunError, one_line
 from lm.evaluation.evaluation_kind import Advance, Measurement
 from lm.evaluation.generation import Continuation, Sampling, Writing
 from lm.evaluation.held_out import T, batches
+from lm.files import expanded
 from lm.model.cross_entropy import argmax_tokens, token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode, random_state_kept
@@ -249,7 +250,7 @@ def _find(options: DownstreamConfig) -> tuple[list[str], "TaskManager"]:
     """
     from lm_eval.tasks import TaskManager
 
-    path, metadata = options.include_path, options.metadata or None
+    path, metadata = options.include_path and str(expanded(options.include_path)), options.metadata or None
     if path:
         if not Path(path).is_dir():
             raise ConfigError([Problem("eval.downstream.include_path", path, "no such folder")])

@@ -13,7 +13,7 @@ from torch import Tensor
 from lm.attention.catalogue import OPTIONS
 from lm.attention.layout import AttentionLayout
 from lm.config.data_config import FullLength
-from lm.config.eval_config import Timing
+from lm.config.eval_config import Timing, lengths_of
 from lm.config.load import merge, overrides_in, parse, to_yaml
 from lm.config.tree import Config
 from lm.data.batches import Batch, long_starts, train_sequences
@@ -51,7 +51,7 @@ def swap_sequences(store: Store, config: Config) -> list[HeldOut]:
     """
     count = config.eval.long_context.sequences
     sequences = []
-    for length in sorted({int(factor * config.data.seq_len) for factor in config.eval.swap_lengths}):
+    for length in lengths_of(config.eval.swap_lengths, config.data):
         if length == config.data.seq_len:
             sequences.append(validation_sequences(store, config))
         elif length > config.data.seq_len and config.model.position.has_last:
@@ -231,8 +231,8 @@ def swap_run(
         _write_run(folder, config, model, new.cpu(), {**environment, "command": command_line(), "swap": facts})
     factors, warning = _factors(old, new)
     models = [f"{facts['normalizer']} -> {label}, step {evaluation.step}", *_parameters(new), *factors]
-    asked_lengths = {int(factor * config.data.seq_len) for factor in config.eval.swap_lengths}
-    if missing_lengths := sorted(asked_lengths - {held_out.length for held_out in measurement.held_out}):
+    asked_lengths = lengths_of(config.eval.swap_lengths, config.data)
+    if missing_lengths := sorted({*asked_lengths} - {held_out.length for held_out in measurement.held_out}):
         words = ", ".join(f"{length:,}" for length in missing_lengths)
         reason = (
             "into which the task does not fit" if config.data.symbolic else "which no held-out document has, or no position of the model"
