@@ -75,7 +75,7 @@ def main() -> int:
 
 def tests(out: Path) -> list[Line]:
     """`pytest -m gpu`, by test."""
-    file, processes = out / "tests.xml", max(1, min(8, (os.cpu_count() or 1) // 2))
+    file, processes = out / "tests.xml", min(16, os.cpu_count() or 1)
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", str(processes), f"--junitxml={file}", "-p", "no:cacheprovider"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     file.unlink(missing_ok=True)
