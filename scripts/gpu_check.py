@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from bench import attention as attention_step
 from bench import interleaved
-from lightning.fabric.utilities.throughput import get_available_flops
 from torch.profiler import ProfilerActivity, profile
 
 from lm.attention import catalogue
@@ -38,6 +37,7 @@ from lm.evaluation.held_out import HeldOut, nll_by_token
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.spec import flops_per_token
+from lm.training.callbacks import peak_flops
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -136,7 +136,7 @@ def kernels(out: Path) -> list[Line]:
 def speed(out: Path) -> list[Line]:
     """Tokens/s and model FLOP utilisation of whole training steps at GPT-2's shape with RoPE, 65,536 tokens a step."""
     lines = []
-    peak = get_available_flops(DEVICE, torch.bfloat16) if ON_GPU else None
+    peak = peak_flops("gpu", bf16=True) if ON_GPU else None
     for length in (1024, 8192) if ON_GPU else (32,):
         for normalizer, compiled in (("softmax", False), ("softmax", True), ("ssmax", True), ("relu2", False)):
             torch.cuda.empty_cache()

@@ -1,5 +1,7 @@
 """What only a CUDA GPU can show; run with `-m gpu`, or all that needs a GPU with `bash scripts/gpu_check.sh`."""
 
+import os
+import sys
 import warnings
 
 import pytest
@@ -23,6 +25,19 @@ from lm.training.train import train
 HAS_GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU")]
 ENTRIES = sorted(catalogue.ENTRIES)
+
+
+@pytest.fixture(autouse=True)
+def _no_error_is_left():
+    """After an illegal memory access no CUDA call of the process works: end it, so that pytest-xdist starts another for the other tests."""
+    yield
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        os._exit(1)
+
+
 COMPILED = ("softmax", "ssmax", "relu2", "entmax15", "linear", "window")  # one of each kind of kernel
 GPU = ["trainer.accelerator=gpu", "trainer.precision=bf16-mixed"]
 
@@ -83,7 +98,7 @@ def test_the_triton_kernel_is_the_definition_forward_and_backward(
     for a, b, c, d in zip(outputs, repeated, plain, exact, strict=True):
         assert torch.equal(a, b)
         allowed = 1e-5 * max(1.0, d.abs().max()) if dtype == torch.float32 else 2 * (c.cpu() - d).abs().max() + 2**-7 * d.abs().max()
-        assert (a.cpu() - d).abs().max() <= allowed + 1e-4 * over_sum * max(1.0, d.abs().max())  # small sums are divided by
+        assert (a.cpu() - d).abs().max() <= allowed + 2e-4 * over_sum * max(1.0, d.abs().max())  # small sums are divided by
 
 
 def test_the_gpu_gives_the_cpus_loss_and_gradients():
@@ -116,7 +131,7 @@ def test_a_gpu_run_learns_as_the_cpu_run_does_and_resumes_exactly(tiny, name: st
     (checkpoints / "last.ckpt").unlink()
     (checkpoints / "step-000010.ckpt").rename(checkpoints / "last.ckpt")
     train(resumed_run)
-    assert losses(whole_run.run_folder) == pytest.approx(losses(cpu.run_folder), abs=0.05)
+    assert losses(whole_run.run_folder) == pytest.approx(losses(cpu.run_folder), abs=0.1)  # bf16 against fp32
     assert losses(resumed_run.run_folder) == pytest.approx(losses(whole_run.run_folder), abs=1e-3)
 
 

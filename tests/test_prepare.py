@@ -69,6 +69,12 @@ def test_a_source_that_changes_while_another_process_prepares_makes_no_store_of_
     assert not list((tmp_path / "stores").glob("*/"))
 
 
+def test_a_link_to_a_folder_that_is_gone_is_named(data: DataConfig, tmp_path: Path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(DataError, match=r"link: links to .*gone, which does not exist; make it, or set another folder"):
+        prepare(dataclasses.replace(data, root=str(tmp_path / "link")))
+
+
 @pytest.mark.slow
 def test_sotu_comes_back_whole(tmp_path: Path):
     store = prepare(DataConfig(root=str(tmp_path)))

@@ -19,6 +19,9 @@ from lm.attention.routes import SMALLEST_SUM, gradient_of_sums
 FLOOR = tl.constexpr(SMALLEST_SUM)
 WIDEN = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton's interpreter would multiply the bit patterns of bf16 numbers
 PIECE = 128  # values a program holds at a time; wider ones are further programs, which compute the weights again
+# Least columns of a tile in bf16. On Hopper, Triton 3.6 and later make code of narrower products that now and then reads shared memory
+# beyond its tiles (triton-lang/triton#10486, #11366): on an H200 a head of 64 dimensions with 16 values failed in 4 of 10 first runs.
+NARROWEST = 64
 
 
 @triton.jit
@@ -174,7 +177,8 @@ def options(dtype: torch.dtype, size: int, width: int, kind: str, shifted: bool,
     Fixed, not tuned: chosen so that what the compiler makes needs few spilled registers and, on GPUs that have
     no more, less than 99 KiB of shared memory.
     """
-    block_d, block_e = (max(16, triton.next_power_of_2(x)) for x in (size, min(width, PIECE)))
+    least = NARROWEST if dtype == torch.bfloat16 else 16
+    block_d, block_e = (max(least, triton.next_power_of_2(x)) for x in (size, min(width, PIECE)))
     short = dtype == torch.bfloat16 and block_d + block_e <= 128
     return {
         "D": size,

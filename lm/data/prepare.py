@@ -1,5 +1,6 @@
 """From sources to a token store in a folder named by its content: prepared once, opened by every later run."""
 
+import os
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from pathlib import Path
@@ -65,6 +66,11 @@ def _prepared(data: DataConfig, progress: Progress) -> Path:
     except OSError as error:  # an error in reading lm's own sources is a DataError already
         if PLUGINS.failure(error)[0]:
             raise
+        root = target.parent
+        if root.is_symlink() and not root.exists():
+            raise DataError(
+                f"data.root = {root}: links to {os.readlink(root)}, which does not exist; make it, or set another folder"
+            ) from None
         reason = error.strerror or one_line(error)
         raise DataError(f"{target}: can't write the token store: {reason}; make room, or set data.root to another folder") from None
     except BrokenProcessPool:
