@@ -89,19 +89,30 @@ class LinearNormalizer(DividedNormalizer):
         return routes.divided(output[..., :width], output[..., width:], factor).to(dtype), state
 
     def chunks(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """sum_{j <= i} g^(i-j) q_i.k_j v_j by chunks, and the state after: weights within a chunk, a D x E state before it."""
+        """sum_{j <= i} g^(i-j) q_i.k_j v_j by chunks, and the state after: weights within a chunk, a D x E state before it.
+
+        All chunks at once, as N chunks of C tokens: a GPU would wait for many small products.
+        """
         log_g = self.log_decay(q).view(-1, 1, 1)  # (H, 1, 1)
-        index = torch.arange(CHUNK, device=q.device, dtype=q.dtype)
-        decay = (log_g * (index.unsqueeze(1) - index).clamp(min=0)).exp().tril()  # (H, CHUNK, CHUNK)
-        start_decay, end_decay = (log_g * (index + 1).unsqueeze(1)).exp(), (log_g * index.flip(0).unsqueeze(1)).exp()  # (H, CHUNK, 1)
-        if state is None:
-            state = q.new_zeros(*q.shape[:2], q.size(-1), v.size(-1))
-        parts = []
-        for qc, kc, vc in zip(q.split(CHUNK, 2), k.split(CHUNK, 2), v.split(CHUNK, 2), strict=True):
-            t = qc.size(2)
-            parts.append((qc @ kc.transpose(-2, -1) * decay[:, :t, :t]) @ vc + (qc * start_decay[:, :t]) @ state)
-            state = state * start_decay[:, t - 1 : t] + (kc * end_decay[:, CHUNK - t :]).transpose(-2, -1) @ vc
-        return torch.cat(parts, 2), state
+        size = min(CHUNK, q.size(2))
+        missing = -q.size(2) % size  # zeros before the first token
+        if missing:
+            q, k, v = (F.pad(x, (0, 0, missing, 0)) for x in (q, k, v))
+        q, k, v = (x.unflatten(2, (-1, size)) for x in (q, k, v))  # (B, H, N, C, D or E)
+        index = torch.arange(size, device=q.device, dtype=q.dtype)
+        decay = (log_g * (index.unsqueeze(1) - index).clamp(min=0)).exp().tril().unsqueeze(1)  # (H, 1, C, C)
+        start_decay, end_decay = ((log_g * x.unsqueeze(1)).exp().unsqueeze(1) for x in (index + 1, index.flip(0)))  # (H, 1, C, 1)
+        sums = (k * end_decay).transpose(-2, -1) @ v  # (B, H, N, D, E): what each chunk adds to the state
+        state = torch.zeros_like(sums[:, :, 0]) if state is None else state * (-missing * log_g).exp()
+        if self.options.decay:
+            states = [state]
+            for chunk_sum in sums.unbind(2):
+                states.append(states[-1] * (size * log_g).exp() + chunk_sum)
+            states = torch.stack(states, 2)
+        else:
+            states = torch.cat((state.unsqueeze(2), sums), 2).cumsum(2)
+        output = (q @ k.transpose(-2, -1) * decay) @ v + (q * start_decay) @ states[:, :, :-1]
+        return output.flatten(2, 3)[:, :, missing:], states[:, :, -1]
 
     def kernel_description(self, device: str = "cpu") -> str:
         return f"chunks of {CHUNK} tokens with a running state: the weights are products of features, so a sequence costs O(T)"
