@@ -1,7 +1,6 @@
 """What only a CUDA GPU can show; run with `-m gpu`, or all that needs a GPU with `bash scripts/gpu_check.sh`."""
 
 import os
-import sys
 import warnings
 
 import pytest
@@ -28,13 +27,14 @@ ENTRIES = sorted(catalogue.ENTRIES)
 
 
 @pytest.fixture(autouse=True)
-def _no_error_is_left():
-    """After an illegal memory access no CUDA call of the process works: end it, so that pytest-xdist starts another for the other tests."""
+def _no_error_is_left(request: pytest.FixtureRequest):
+    """After an illegal memory access no CUDA call of the process works: end it. pytest-xdist starts another one for the other tests."""
     yield
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:
-        print(error, file=sys.stderr)
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            pytest.exit(f"{request.node.nodeid}: {error}", 1)
         os._exit(1)
 
 

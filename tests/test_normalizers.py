@@ -101,7 +101,15 @@ def test_blocks_and_tiles_smaller_than_the_sequence_change_nothing(case: str, mo
     monkeypatch.setattr("lm.attention.routes.BLOCK_WEIGHTS", 2 * HEADS * 50 * 7)  # seven queries
     monkeypatch.setattr("lm.attention.elementwise_sums.TILE", 16)
     monkeypatch.setattr("lm.attention.linear.CHUNK", 16)
+    monkeypatch.setattr("lm.attention.linear.SEGMENT", 32)
     contract.fast_path(CASES[case])
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("linear")])
+def test_linear_attention_decodes_across_chunks_and_segments(case: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lm.attention.linear.CHUNK", 4)
+    monkeypatch.setattr("lm.attention.linear.SEGMENT", 8)
+    contract.decoding(CASES[case])
 
 
 @pytest.mark.parametrize("gib", [0, 1, 8, 23, 78, 139, 500])

@@ -9,7 +9,8 @@ from lm.attention.options import Options
 from lm.errors import Problem
 from lm.schema import key
 
-CHUNK = 128  # tokens whose weights are formed at a time
+CHUNK = 128  # most tokens of a chunk: weights are formed within chunks
+SEGMENT = 64 * CHUNK  # most tokens whose chunks are computed at once: a GPU would wait for many small products
 
 
 @dataclass
@@ -89,30 +90,40 @@ class LinearNormalizer(DividedNormalizer):
         return routes.divided(output[..., :width], output[..., width:], factor).to(dtype), state
 
     def chunks(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """sum_{j <= i} g^(i-j) q_i.k_j v_j by chunks, and the state after: weights within a chunk, a D x E state before it.
+        """sum_{j <= i} g^(i-j) q_i.k_j v_j by chunks, and the state after: weights within a chunk, a D x E state before it."""
+        if state is None:
+            state = q.new_zeros(*q.shape[:2], q.size(-1), v.size(-1))
+        parts = []
+        for tensors in zip(*(x.split(SEGMENT, 2) for x in (q, k, v)), strict=True):
+            part, state = self._segment(*tensors, state)
+            parts.append(part)
+        return torch.cat(parts, 2) if len(parts) > 1 else parts[0], state
 
-        All chunks at once, as N chunks of C tokens: a GPU would wait for many small products.
-        """
-        log_g = self.log_decay(q).view(-1, 1, 1)  # (H, 1, 1)
-        size = min(CHUNK, q.size(2))
-        missing = -q.size(2) % size  # zeros before the first token
+    def _segment(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """`chunks` of one segment, as N chunks of C tokens."""
+        n_chunks = -(-q.size(2) // CHUNK)
+        size = -(-q.size(2) // n_chunks)
+        missing = n_chunks * size - q.size(2)  # zeros before the first token
         if missing:
             q, k, v = (F.pad(x, (0, 0, missing, 0)) for x in (q, k, v))
         q, k, v = (x.unflatten(2, (-1, size)) for x in (q, k, v))  # (B, H, N, C, D or E)
-        index = torch.arange(size, device=q.device, dtype=q.dtype)
-        decay = (log_g * (index.unsqueeze(1) - index).clamp(min=0)).exp().tril().unsqueeze(1)  # (H, 1, C, C)
-        start_decay, end_decay = ((log_g * x.unsqueeze(1)).exp().unsqueeze(1) for x in (index + 1, index.flip(0)))  # (H, 1, C, 1)
-        sums = (k * end_decay).transpose(-2, -1) @ v  # (B, H, N, D, E): what each chunk adds to the state
-        state = torch.zeros_like(sums[:, :, 0]) if state is None else state * (-missing * log_g).exp()
+        scores = q @ k.transpose(-2, -1)
         if self.options.decay:
-            states = [state]
-            for chunk_sum in sums.unbind(2):
-                states.append(states[-1] * (size * log_g).exp() + chunk_sum)
-            states = torch.stack(states, 2)
+            log_g = self.log_decay(q).view(-1, 1, 1)  # (H, 1, 1)
+            index = torch.arange(size, device=q.device, dtype=q.dtype)
+            scores *= (log_g * (index.unsqueeze(1) - index).clamp(min=0)).exp().tril().unsqueeze(1)
+            start_decay, end_decay = ((log_g * x.unsqueeze(1)).exp().unsqueeze(1) for x in (index + 1, index.flip(0)))  # (H, 1, C, 1)
+            sums, chunk_decay, states = (k * end_decay).transpose(-2, -1) @ v, (size * log_g).exp(), [state * (-missing * log_g).exp()]
+            for chunk_sum in sums.unbind(2):  # what each chunk adds to the state, (B, H, D, E)
+                states.append(states[-1] * chunk_decay + chunk_sum)
+            before, state = torch.stack(states[:-1], 2), states[-1]
+            q = q * start_decay
         else:
-            states = torch.cat((state.unsqueeze(2), sums), 2).cumsum(2)
-        output = (q @ k.transpose(-2, -1) * decay) @ v + (q * start_decay) @ states[:, :, :-1]
-        return output.flatten(2, 3)[:, :, missing:], states[:, :, -1]
+            scores = scores.tril_()
+            states = torch.cat((state.unsqueeze(2), k.transpose(-2, -1) @ v), 2).cumsum(2)
+            before, state = states[:, :, :-1], states[:, :, -1].clone()  # a view would keep the states of all chunks
+        output = scores @ v + q @ before
+        return output.flatten(2, 3)[:, :, missing:], state
 
     def kernel_description(self, device: str = "cpu") -> str:
         return f"chunks of {CHUNK} tokens with a running state: the weights are products of features, so a sequence costs O(T)"

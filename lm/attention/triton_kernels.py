@@ -20,7 +20,7 @@ FLOOR = tl.constexpr(SMALLEST_SUM)
 WIDEN = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton's interpreter would multiply the bit patterns of bf16 numbers
 PIECE = 128  # values a program holds at a time; wider ones are further programs, which compute the weights again
 # Least columns of a tile in bf16. On Hopper, Triton 3.6 and later make code of narrower products that now and then reads shared memory
-# beyond its tiles (triton-lang/triton#10486, #11366): on an H200 a head of 64 dimensions with 16 values failed in 4 of 10 first runs.
+# beyond its tiles (triton-lang/triton#10486, #11366). On an H200 a head of 64 dimensions with 16 values failed in 4 of 10 first runs.
 NARROWEST = 64
 
 
