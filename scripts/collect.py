@@ -14,6 +14,7 @@ from committed_results import RESULTS
 
 import lm
 
+DESCRIBED = ("entropy / ln n", "weight on the first token")  # what is kept of diagnostics: a number a document, no curves
 KEYS = ["arm", "rate", "stage", "seed", "metric", "setting", "x"]
 
 
@@ -22,7 +23,9 @@ def collect(folder: Path, name: str, add: bool = False) -> Path:
     lines = lm.results(folder, history=True)
     for run_folder, state in lines[lines.state != "finished"].groupby("folder").state.first().items():
         print(f"note: {run_folder}: {state}, left out", file=sys.stderr)
-    lines = lines.query("state == 'finished' and part == 'reports'").fillna({"x": 0, "stage": "final"})
+    lines = lines.query("state == 'finished' and part == 'reports'")
+    is_described = lines.metric.isin(DESCRIBED) & (lines.setting == "as trained") & lines.x.isna()
+    lines = lines[(lines.kind != "diagnostics") | is_described].fillna({"x": 0, "stage": "final"})
     curves = lines[(lines.metric == "val loss") & (lines.stage == "final")]
     curves = curves.assign(metric="val loss by tokens", x=curves.tokens)
     lines = lines[lines.step == lines.groupby(["folder", "kind"]).step.transform("max")]

@@ -9,7 +9,7 @@ from itertools import product
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from committed_results import HUES, at_best, final_runs, markdown, rate_words, trend_table, verdict_words
+from committed_results import HUES, at_best, markdown, rate_words, runs_of, trend_table, verdict_words
 from pages import canvas, saved
 
 from lm.report.pictures import COLOURS
@@ -43,6 +43,8 @@ class Losses:
         counts_tokens: whether a table has the tokens that each arm, trained at one rate, took to the highest final loss of any run.
         suffix: end of the name of its tables, where the experiment's accuracies have tables, too.
         accuracy: whether the metric is an accuracy, shown in per cent, of which higher values are better; `matters` is a fraction.
+        stage: the stage of the runs that are shown, `final` or `tune`.
+        ranked: whether lines stand in the order of their losses in the setting that rates were tuned on, in a picture, too.
     """
 
     name: str
@@ -60,6 +62,8 @@ class Losses:
     counts_tokens: bool = False
     suffix: str = ""
     accuracy: bool = False
+    stage: str = "final"
+    ranked: bool = False
 
     @property
     def place(self) -> str:
@@ -73,8 +77,14 @@ class Losses:
 
     @cached_property
     def data(self) -> pd.DataFrame:
-        data = final_runs(self.name)
+        data = runs_of(self.name, self.stage)
         return data[data["size"] == self.size] if self.size else data
+
+    @cached_property
+    def lines(self) -> list[str]:
+        """The lines of the table, in their order."""
+        best = {line: next(iter(self.by_rate(line, self.tuned_on).values())).mean() for line in self.labels} if self.ranked else {}
+        return sorted(self.labels, key=best.__getitem__) if best else [*self.labels]
 
     def by_rate(self, line: str, column: str) -> dict[float, np.ndarray]:
         """The losses (seeds,) of a line in a setting by rate, first the rate that is best in the setting that rates were tuned on."""
@@ -86,7 +96,10 @@ class Losses:
         end, metric, setting, x = self.columns[column]
         arm, setting = _place(line, setting)
         is_arm = any(name == arm + end for name, *_ in self._losses)
-        return self._losses[arm + end if is_arm else arm, metric, setting, x]
+        place = arm + end if is_arm else arm, metric, setting, x
+        if place not in self._losses and metric.endswith(("loss", "accuracy")):
+            raise LookupError(f"results/{self.name}: no {metric} of {place[0]} in the setting {setting or 'without a name'} at {x}")
+        return self._losses.get(place, {})
 
     @cached_property
     def _losses(self) -> dict[tuple[str, str, str, int], dict[float, np.ndarray]]:
@@ -115,12 +128,12 @@ class Losses:
     def table(self) -> str:
         """The table in Markdown: the mean loss of each line in each setting, at its best rate, with the standard deviation of seeds."""
         lines = [["", "learning rate", *self.columns]]
-        for line, label in self.labels.items():
-            cells = [next(iter(self.by_rate(line, column).values())) for column in self.columns]
+        for line in self.lines:
+            cells = [next(iter(self.by_rate(line, column).values()), None) for column in self.columns]
             rate = rate_words(next(iter(self.by_rate(line, self.tuned_on))))
             factor, digits = self._scale
-            words = [f"{factor * losses.mean():.{digits}f} ({factor * losses.std(ddof=1):.{digits}f})" for losses in cells]
-            lines.append([label, rate, *words])
+            words = ["" if x is None else f"{factor * x.mean():.{digits}f} ({factor * x.std(ddof=1):.{digits}f})" for x in cells]
+            lines.append([self.labels[line], rate, *words])
         return markdown(lines)
 
     def verdict_table(self) -> str:
@@ -157,10 +170,12 @@ class Losses:
         return markdown(lines)
 
     def drawn(self) -> bytes | None:
-        """The picture, docs/PLACE.svg, of the differences of pairs by position; None without rows.
+        """The picture, docs/PLACE.svg: the losses of ranked lines, or the differences of pairs by position; None without rows.
 
         Lines are means over seeds, bands their 95 % intervals at each position alone.
         """
+        if self.ranked:
+            return self._overview()
         if not self.rows:
             return None
         columns = [column for column, (_, metric, *_) in self.columns.items() if metric.startswith("mean ")]
@@ -187,6 +202,29 @@ class Losses:
             for axes, column in zip(panels[0], columns, strict=True):
                 axes.set_title(f"RoPE: {column}", fontsize=9)
             figure.supxlabel(f"position (dotted: the training length, {self.length} tokens)", fontsize=9)
+            return saved(figure)
+
+    def _overview(self) -> bytes:
+        """A row for each line, with its loss in each setting: dots are seeds, rings means, and broken lines the first label's means."""
+        columns = [column for column, (_, metric, *_) in self.columns.items() if metric.endswith("loss")]
+        with plt.rc_context({"font.size": 9}), canvas(1, 1, (7.5, 1.1 + 0.21 * len(self.lines))) as (figure, axes):
+            for number, column in enumerate(columns):
+                colour = COLOURS[number]
+                for row, line in enumerate(self.lines):
+                    losses = next(iter(self.by_rate(line, column).values()))
+                    axes.plot(losses, [row] * len(losses), ".", color=colour, markersize=4, alpha=0.5)
+                    length = self.columns[column][-1]
+                    words = f"{column}, {length:,} tokens" if length else column
+                    axes.plot(losses.mean(), row, "o", color=colour, fillstyle="none", label="" if row else words)
+                    if line == next(iter(self.labels)):
+                        axes.axvline(losses.mean(), color=colour, linewidth=0.8, linestyle="--")
+            axes.set_yticks(range(len(self.lines)), [self.labels[line] for line in self.lines])
+            axes.invert_yaxis()
+            axes.grid(axis="y", color="0.9", linewidth=0.6)
+            axes.set_axisbelow(True)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.set_xlabel(f"loss, nats (broken: {next(iter(self.labels.values()))})")
+            figure.legend(loc="outside upper center", ncols=len(columns), frameon=False)
             return saved(figure)
 
     def _curves(self, line: str, column: str) -> pd.DataFrame:

@@ -9,7 +9,7 @@ from functools import cached_property
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from committed_results import HUES, at_best, final_runs, markdown, rate_words, trend_table, verdict_words
+from committed_results import HUES, at_best, markdown, rate_words, runs_of, trend_table, verdict_words
 from pages import canvas, finish, saved
 
 from lm.report.pictures import COLOURS
@@ -73,7 +73,7 @@ class Recall:
     @cached_property
     def data(self) -> pd.DataFrame:
         """The numbers of the final runs; a size is the number at the end of its name."""
-        data = final_runs(self.name)
+        data = runs_of(self.name)
         return data.assign(size=data["size"].str.rpartition("-")[2].astype(int)) if "size" in data else data
 
     @cached_property

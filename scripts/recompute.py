@@ -52,6 +52,7 @@ EVERY = {arm: LABELS[arm] for arm in ("softmax", "ssmax_fixed", "ssmax", "log_n"
     "softmax_gate": "softmax, output gate",
     "linear": "linear",
 }
+EVERY_AT_256 = EVERY | {"ssmax_fixed": "SSMax, n fixed at 256", "llama4": "Llama 4, f = 256"}
 RECALL_AFTER = {arm: LABELS[arm] for arm in ("softmax", "ssmax_fixed", "ssmax", "log_n")} | {
     "after_half": "softmax, temperature 1/2 after training",
     "after_quarter": "softmax, temperature 1/4 after training",
@@ -82,6 +83,10 @@ GROWTH_ALONE = tuple((f"{arm}_no_qk_norm", f"{baseline}_no_qk_norm") for arm, ba
 WITH_AND_WITHOUT = QK_NORM | {f"{arm}_no_qk_norm": f"{label}, no QK-norm" for arm, label in QK_NORM.items()}
 AT_256 = {"at 256 tokens": ("", "val loss", "", 0)}  # columns of tables of losses (`Losses.columns`)
 AT_2048 = {words: ("", "mean loss", words, 2048) for words in EXTENDED}
+DESCRIBED = {
+    "entropy / ln n": ("", "entropy / ln n", "as trained", 0),
+    "weight on the first token": ("", "weight on the first token", "as trained", 0),
+}
 GAU = {
     "n-256": "relu^2, n = 256",
     "n-sample": "relu^2, n of the sample",
@@ -159,6 +164,7 @@ SHOWN = (
         0.01,
     ),
     Losses("when-to-swap-text", "when-to-swap.md", WHEN, against("ssmax", WHEN), AT_256 | AT_2048, trends=WHEN_TRENDS),
+    Losses("text-all", "text-normalizers.md", EVERY_AT_256, (), AT_256 | AT_2048 | DESCRIBED, (), stage="tune", ranked=True),
     *(
         Losses(
             "training-length",

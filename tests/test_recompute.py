@@ -158,6 +158,31 @@ def test_a_line_may_be_an_arm_whose_normalizer_a_setting_changes(commit):
     assert row.endswith("*better by more than 0.02* |")
 
 
+@pytest.mark.usefixtures("painted")
+def test_ranked_lines_of_tuning_runs_stand_by_their_loss_and_may_lack_a_number(commit):
+    losses = {"softmax": 4.0, "relu": 4.2, "forget": 3.9}
+    lines = [
+        {"arm": arm, "rate": rate, "stage": "tune", "seed": seed, "metric": metric, "setting": "as trained", "x": x}
+        | {"value": value + 0.1 * (rate == 0.2) + 0.02 * seed}
+        for arm, loss in losses.items()
+        for metric, value, x in (("mean loss", loss, 512), ("entropy", 0.5, 0))
+        for rate in (0.1, 0.2)
+        for seed in range(2)
+        if (arm, metric) != ("relu", "entropy")
+    ]
+    commit(lines)
+    columns = {"as trained": ("", "mean loss", "as trained", 512), "entropy": ("", "entropy", "as trained", 0)}
+    result = Losses("made", "", dict.fromkeys(losses, "an arm"), (), columns, (), "as trained", stage="tune", ranked=True)
+    assert result.lines == ["forget", "softmax", "relu"]
+    assert [row.split(" | ")[1:] for row in result.table().splitlines()[2:]] == [
+        ["1e-1", "3.910 (0.014)", "0.510 (0.014) |"],
+        ["1e-1", "4.010 (0.014)", "0.510 (0.014) |"],
+        ["1e-1", "4.210 (0.014)", " |"],
+    ]
+    assert result.drawn().count(b"an arm") >= 3
+    assert [*result.tables()] == ["made"]
+
+
 def test_tokens_are_counted_to_the_highest_final_loss_of_any_run(commit):
     curves = {"base": {100: 5.0, 200: 4.0, 400: 3.0}, "arm": {100: 6.0, 200: 5.0, 400: 4.0}}
     lines = [
@@ -182,11 +207,16 @@ def test_means_over_positions_weigh_each_bin_by_its_tokens_and_losses_stand_by_t
     lines = [shared | {"x": x, "until": end, "sample": n, "value": loss + n} for x, end, loss in ((0, 1, 9.0), (1, 4, 5.0)) for n in (0, 2)]
     validation = {"kind": "validation", "metric": "val loss", "setting": "", "x": math.nan, "until": math.nan, "sample": 0}
     lines += [shared | validation | {"step": step, "tokens": 10 * step, "value": 8.0 / step} for step in (4, 8)]
+    described = {"kind": "diagnostics", "metric": "entropy / ln n", "until": math.nan, "sample": 0}
+    lines.append(shared | described | {"x": math.nan, "value": 0.6})
+    lines += [
+        shared | described | {"x": math.nan, "value": 9.0} | other for other in ({"metric": "S"}, {"setting": "shuffled scores"}, {"x": 40})
+    ]
     monkeypatch.setattr(collect.lm, "results", lambda folder, history: pd.DataFrame(lines))
     monkeypatch.setattr(collect, "RESULTS", tmp_path)
     frame = pd.read_csv(collect.collect(tmp_path, "made"))
     numbers = {(line.metric, line.x): (line.value, line.sequences) for line in frame.itertuples()}
-    positions = {("loss", 0): (10, 2), ("loss", 1): (6, 2), ("mean loss", 4): (7, 2)}
+    positions = {("loss", 0): (10, 2), ("loss", 1): (6, 2), ("mean loss", 4): (7, 2), ("entropy / ln n", 0): (0.6, 1)}
     assert numbers == positions | {("val loss", 0): (1, 1), ("val loss by tokens", 40): (2, 1), ("val loss by tokens", 80): (1, 1)}
     others = [line | {"seed": 2, "folder": "other"} for line in lines]
     monkeypatch.setattr(collect.lm, "results", lambda folder, history: pd.DataFrame(others))
@@ -222,7 +252,7 @@ def test_arms_of_other_seeds_are_not_paired(monkeypatch, tmp_path):
     pd.DataFrame(runs).to_csv(tmp_path / "made" / "seeds.csv", index=False)
     monkeypatch.setattr(committed_results, "RESULTS", tmp_path)
     with pytest.raises(SystemExit, match=r"made/seeds\.csv: arms differ in seeds"):
-        committed_results.final_runs("made")
+        committed_results.runs_of("made")
 
 
 def test_the_readme_says_what_its_first_experiment_found():
