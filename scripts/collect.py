@@ -10,11 +10,10 @@ import sys
 from pathlib import Path
 
 import pandas as pd
-from committed_results import RESULTS
+from committed_results import DESCRIBED, RESULTS
 
 import lm
 
-DESCRIBED = ("entropy / ln n", "weight on the first token")  # what is kept of diagnostics: a number a document, no curves
 KEYS = ["arm", "rate", "stage", "seed", "metric", "setting", "x"]
 
 

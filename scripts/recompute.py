@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import predictors
-from committed_results import RESULTS, ROOT
+from committed_results import DESCRIBED, RESULTS, ROOT
 from loss_results import EXTENDED, Losses
 from recall_results import Recall
 
@@ -83,10 +83,7 @@ GROWTH_ALONE = tuple((f"{arm}_no_qk_norm", f"{baseline}_no_qk_norm") for arm, ba
 WITH_AND_WITHOUT = QK_NORM | {f"{arm}_no_qk_norm": f"{label}, no QK-norm" for arm, label in QK_NORM.items()}
 AT_256 = {"at 256 tokens": ("", "val loss", "", 0)}  # columns of tables of losses (`Losses.columns`)
 AT_2048 = {words: ("", "mean loss", words, 2048) for words in EXTENDED}
-DESCRIBED = {
-    "entropy / ln n": ("", "entropy / ln n", "as trained", 0),
-    "weight on the first token": ("", "weight on the first token", "as trained", 0),
-}
+AT_THE_END = {metric: ("", metric, "as trained", 0) for metric in DESCRIBED}
 GAU = {
     "n-256": "relu^2, n = 256",
     "n-sample": "relu^2, n of the sample",
@@ -164,7 +161,7 @@ SHOWN = (
         0.01,
     ),
     Losses("when-to-swap-text", "when-to-swap.md", WHEN, against("ssmax", WHEN), AT_256 | AT_2048, trends=WHEN_TRENDS),
-    Losses("text-all", "text-normalizers.md", EVERY_AT_256, (), AT_256 | AT_2048 | DESCRIBED, (), stage="tune", ranked=True),
+    Losses("text-all", "text-normalizers.md", EVERY_AT_256, (), AT_256 | AT_2048 | AT_THE_END, (), stage="tune", ranked=True),
     *(
         Losses(
             "training-length",
