@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lm.attention import catalogue
 from lm.attention import catalogue as opt
-from lm.attention.layout import AttentionLayout
 from lm.attention.options import Options
 from lm.config.inference_config import InferenceSetting, Interpolation
 from lm.config.model_config import GAUBlock, ModelConfig
@@ -154,12 +153,10 @@ def test_a_copy_for_another_inference_setting_gives_its_own_attention():
     assert (weights - copy_weights).abs().max() > 1e-3
 
 
-def test_n_follows_the_given_positions():
-    """`layout` for a sequence that is the beginning of a longer document."""
+def test_n_follows_the_given_length():
     decoder = make_decoder(opt.SSMax(n="sample"))
     with torch.no_grad():
-        layouts = (AttentionLayout.continuing(0, LENGTH, n) for n in (LENGTH, 1000))
-        short, long = (next(iter(attention_blocks(decoder, batch(), [-1], layout))) for layout in layouts)
+        short, long = (next(iter(attention_blocks(decoder, batch(), [-1], length))) for length in (LENGTH, 1000))
     torch.testing.assert_close(long.scores, short.scores * math.log(1000) / math.log(LENGTH))
 
 

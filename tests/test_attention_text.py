@@ -55,6 +55,13 @@ def test_a_cell_is_the_weight_of_largest_magnitude_however_attention_is_streamed
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_effective_keys_are_a_part_of_the_keys_that_a_window_shows(size: int):
+    decoder = make_decoder(opt.Window(size=size), "attention")
+    assert (attention_maps(decoder, torch.arange(1, 41), cells=8).effective <= 1 + 1e-6).all()
+
+
+@torch.no_grad()
 def test_the_most_concentrated_heads_are_those_of_fewest_effective_keys():
     decoder = make_decoder(opt.ALiBi(), "attention")  # head 0 falls off faster with distance than head 1
     maps = attention_maps(decoder, torch.arange(1, 41), cells=8)

@@ -130,6 +130,11 @@ def test_rope_keeps_norms_and_leaves_the_low_frequency_pairs_of_p_rope_unrotated
     assert torch.equal(part[0], fastest[0][:, :8])
 
 
+def test_the_rotated_part_of_a_head_is_exact():
+    assert Rope(fraction=0.58).rotated(100) == 58
+    assert Rope(fraction=0.3).rotated(64) == 18
+
+
 def test_theta_factor_multiplies_theta():
     positions = torch.arange(100)
     scaled, expected = rope_rotation(positions, 64, Rope(theta=1e4), ThetaFactor(50.0)), rope_rotation(positions, 64, Rope(theta=5e5))

@@ -9,10 +9,11 @@ import torch
 from conftest import lm
 
 from lm.attention import catalogue
-from lm.config.eval_config import FinetuneConfig, NeedleConfig
-from lm.config.model_config import ModelConfig, Transfer
+from lm.config.eval_config import TOKENS_AFTER, FinetuneConfig, NeedleConfig
+from lm.config.inference_config import NTK, InferenceSetting
+from lm.config.model_config import Learned, ModelConfig, Transfer
 from lm.config.task_config import Needle
-from lm.data.batches import IGNORED
+from lm.data.batches import IGNORED, Batch
 from lm.data.prepare import prepare
 from lm.data.store import Store
 from lm.data.tasks import Example, Text, example
@@ -20,8 +21,10 @@ from lm.evaluation import answers
 from lm.evaluation.answers import FINETUNE_SEED, SCORED, NeedleMeasurement, finetuned, head_scores, score, trials
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.generation import Sampling, generate
+from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
 from lm.model.device import Device
+from lm.model.swapped import for_inference
 from lm.report.evaluation_tables import rows_of
 from lm.statistics.intervals import interval_of
 from lm.training.train import train
@@ -40,8 +43,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return prepare(DataConfig(Files(paths=[str(folder)]), TrainedTokenizer(300), val_fraction=0.3, root=str(folder / "stores")))
 
 
-def made(store: Store, name: str = "softmax") -> Decoder:
-    config = ModelConfig(n_layer=2, n_head=2, n_embd=32, normalizer=catalogue.OPTIONS[name](), init_std=0.3)
+def made(store: Store, name: str = "softmax", **model: object) -> Decoder:
+    config = ModelConfig(n_layer=2, n_head=2, n_embd=32, normalizer=catalogue.OPTIONS[name](), init_std=0.3, **model)
     return Decoder(config, store.vocab_size, 64).double().eval()
 
 
@@ -96,6 +99,29 @@ def test_head_scores_are_sums_of_the_dense_weights(store: Store, name: str):
         hook.remove()
     expected = torch.stack([torch.stack([a[:, start:stop].sum(-1) for start, stop in question.spans]) for a in weights], 1)
     assert torch.allclose(head_scores(decoder, question, LENGTH), expected, atol=1e-5)
+
+
+@torch.no_grad()
+def test_head_scores_have_the_rotations_of_the_whole_sequence(store: Store):
+    """A prompt ends before its sequence does, by which a setting rescales."""
+    model = for_inference(made(store).float(), InferenceSetting(NTK()))
+    question = trials(Needle(depth=0.5), LENGTH, 1, Text(store))[0]
+    tokens = torch.from_numpy(np.concatenate((question.prompt, question.answer[:-1]))[None])
+    rows = [block.weights[0, :, 0] for block in attention_blocks(model, Batch(tokens, tokens, None), [len(question.prompt) - 1])]
+    expected = torch.stack([torch.stack([row[:, start:stop].sum(-1) for start, stop in question.spans]) for row in rows], 1)
+    assert tokens.size(1) == LENGTH
+    assert torch.allclose(head_scores(model, question, LENGTH), expected, atol=1e-5)
+    assert not torch.allclose(head_scores(model, question, 2 * LENGTH), expected, atol=1e-3)
+
+
+@torch.no_grad()
+def test_learned_positions_reach_as_far_as_the_configuration_says(store: Store):
+    decoder, question = made(store, position=Learned()).float(), trials(Needle(), LENGTH, 1, Text(store))
+    decoder.seq_len, decoder.position = LENGTH + TOKENS_AFTER, torch.nn.Embedding(LENGTH + TOKENS_AFTER, decoder.config.n_embd)
+    assert score(decoder, question, LENGTH, Text(store)).shape == (1, len(SCORED))
+    decoder.seq_len -= 1
+    with pytest.raises(ValueError, match="learned positions end"):
+        score(decoder, question, LENGTH, Text(store))
 
 
 def test_fine_tuning_teaches_a_copy_and_leaves_the_model(store: Store):

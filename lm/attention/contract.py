@@ -133,11 +133,11 @@ def initial_values(options: Options) -> None:
 
 
 def fast_path(options: Options) -> None:
-    """the fast path is the definition, forward and backward, for heads of 16 and of 40
+    """the fast path is the definition, forward and backward, for heads of 1, 16 and 40
 
     `forward` is `weights(q, k, layout) @ v` by another way; a class without a `forward` of its own keeps this promise
     """
-    for size in (16, 40):
+    for size in (1, 16, 40):
         normalizer = randomized(options, size=size)
         for length in (1, 2, 7, 64, 129):
             leaves = inputs(length, size=size, normalizer=normalizer)

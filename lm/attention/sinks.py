@@ -35,7 +35,7 @@ class SinkBase(SoftmaxNormalizer):
         size = q.size(-1)
         # Eight more dimensions (the kernel's granularity), of which two carry b: 1 in queries, b sqrt(D) and what rounding left of it
         # in the sink.
-        ones = F.pad(torch.ones_like(q[..., :2]), (0, 6))
+        ones = F.pad(q.new_ones(*q.shape[:-1], 2), (0, 6))
         b = self.sink(q) * math.sqrt(size)
         rounding = b - b.detach().to(v.dtype)
         logit_parts = torch.stack((b - rounding.detach(), rounding.detach()), -1).to(k)

@@ -22,6 +22,7 @@ SUITES: tuple[Suite, ...] = get_args(Suite)
 DIAGNOSE = ("train", "eval", "diagnose")  # commands in which the keys of diagnostics act
 AUTO_FACTOR = 8.0  # the longest sequences of `length_factor: auto`, in training lengths
 MOST_LENGTHS = 65536  # training lengths in a sequence
+TOKENS_AFTER = 2  # that are read after a needle's sequence, to see whether a number ends with it
 MOST_SEQUENCES = 10**6
 MOST_TOKENS = 2**28  # tokens that are measured at once, of one length: their losses and ids take 3 GiB
 SCALINGS: list[Plain] = ["as_trained", {"name": "theta", "factor": 50.0}, "interpolation", "ntk", "yarn"]
@@ -80,15 +81,20 @@ class EvaluationConfig(Timing, ABC):
         return {}
 
 
-def out_of_reach(path: str, value: Plain, longest_factor: float, sequences: int, data: DataConfig, has_last: bool) -> Iterator[Problem]:
-    """Problems at `path` if `sequences` of `longest_factor` training lengths have too many tokens, or more positions than the model."""
+def out_of_reach(
+    path: str, value: Plain, longest_factor: float, sequences: int, data: DataConfig, has_last: bool, beyond: int = 0
+) -> Iterator[Problem]:
+    """Problems at `path` if `sequences` of `longest_factor` training lengths have too many tokens, or more positions than the model.
+
+    beyond: tokens after a sequence's end that may be read, too.
+    """
     tokens = longest_factor * data.seq_len
     if sequences * tokens > MOST_TOKENS:
         reason = f"makes {sequences:,} sequences of {tokens:,.0f} tokens, more than {MOST_TOKENS:,} tokens in all"
         yield Problem(path, value, reason, "measure fewer or shorter sequences")
-    if has_last and longest_factor > 1:
-        remedy = "leave longer sequences out, or train with model.position=rope"
-        yield Problem(path, value, "learned positions end at the training length", remedy)
+    if has_last and round(tokens) + beyond > data.seq_len:
+        reason = "learned positions end at the training length" + f", and {beyond} tokens after the sequence are read" * bool(beyond)
+        yield Problem(path, value, reason, "leave longer sequences out, or train with model.position=rope")
 
 
 def empty_sequences(path: str, factors: list[float], data: DataConfig) -> Iterator[Problem]:
@@ -294,7 +300,8 @@ class NeedleConfig(EvaluationConfig):
         if data.symbolic:
             yield Problem("length_factors", self.length_factors, "needs a model of text", "set it to []")
         longest_factor = max(*self.length_factors, self.heads_at or 0)
-        yield from out_of_reach("length_factors", self.length_factors, longest_factor, self.trials, data, model.position.has_last)
+        has_last = model.position.has_last
+        yield from out_of_reach("length_factors", self.length_factors, longest_factor, self.trials, data, has_last, TOKENS_AFTER)
 
     def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         is_possible = not data.symbolic and not model.position.has_last

@@ -163,7 +163,7 @@ class Rope(Position):
 
     def rotated(self, head_size: int) -> int:
         """The number of a head's dimensions that rotate, which is even."""
-        return int(head_size * self.fraction) // 2 * 2
+        return int(round(head_size * self.fraction, 6)) // 2 * 2  # 100 x 0.58 falls below 58 in floating point
 
 
 @dataclass

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm.attention.layout import AttentionLayout
-from lm.config.eval_config import NeedleConfig, lengths_of
+from lm.config.eval_config import TOKENS_AFTER, NeedleConfig, lengths_of
 from lm.config.task_config import Needle, Task, task_names
 from lm.config.training_config import AdamW
 from lm.config.tree import Config
@@ -261,7 +260,7 @@ def score(decoder: Decoder, questions: list[Trial], length: int, text: Text) -> 
     prompts = torch.from_numpy(np.stack([trial.prompt for trial in questions])).to(device)
     cache = DecodingCache(length)
     first_logits = decoder.head(decoder(prompts, cache=cache, first=prompts.size(1) - 1)).float()  # (B, 1, V)
-    outputs = _greedy(decoder, first_logits, cache.fork(1), max(len(trial.answer) for trial in questions) + 2)
+    outputs = _greedy(decoder, first_logits, cache.fork(1), max(len(trial.answer) for trial in questions) + TOKENS_AFTER)
     rows = []
     for index, trial in enumerate(questions):
         candidates = [trial.answer, *trial.others]
@@ -372,10 +371,9 @@ def head_scores(decoder: Decoder, trial: Trial, length: int) -> Tensor:
     this one is our own. Holds one query's weights.
     """
     tokens = torch.from_numpy(trial.prompt[None]).to(decoder.head.weight.device)
-    layout = AttentionLayout.continuing(0, len(trial.prompt), length, tokens.device)
     layers = [
         torch.stack([block.weights[0, :, 0, start:stop].sum(-1) for start, stop in trial.spans])
-        for block in attention_blocks(decoder, Batch(tokens, tokens, None), [-1], layout)
+        for block in attention_blocks(decoder, Batch(tokens, tokens, None), [-1], length)
     ]
     return torch.stack(layers, 1).cpu()
 
@@ -509,7 +507,7 @@ class NeedleMeasurement(AnswerMeasurement):
             return self.series(metric, "fraction", "higher", means, setting=setting, options=options, samples=sample, **fields)
 
         weights = by_sequence([decoder], [len(trial.prompt) for trial in scores.trials], shape, device, measure)
-        uniform_attention = np.mean([np.diff(trial.spans).ravel() for trial in scores.trials], axis=0) / length
+        uniform_attention = np.mean([np.diff(trial.spans).ravel() / len(trial.prompt) for trial in scores.trials], axis=0)
         heads = Axis("head", "", "of head", tuple(range(shape[2])), log=False)
         attention_series = [
             series(

@@ -64,7 +64,8 @@ def attention_maps(decoder: Decoder, tokens: Tensor, cells: int) -> Maps:
     sequence = torch.cat((tokens, tokens[:1])).unsqueeze(0)  # the last token has nothing to predict
     for block in attention_blocks(decoder, Batch.of(sequence)):
         rows = AttentionRows.from_block(block)
-        effective[block.layer][:, block.queries.cpu()] = (effective_keys(rows.without_first) / (rows.n - 1)).cpu()
+        later_keys = rows.without_first
+        effective[block.layer][:, block.queries.cpu()] = (effective_keys(later_keys) / later_keys.n).cpu()
         magnitude = rows.size.masked_fill(~rows.visible, -1.0)
         column_peaks, peak_keys = F.pad(magnitude, (0, side * size - magnitude.size(-1)), value=-1.0).unflatten(-1, (side, size)).max(-1)
         peak_keys = peak_keys + torch.arange(0, side * size, size, device=peak_keys.device)  # (H, T, K), index of the key

@@ -236,7 +236,7 @@ def sdpa_with_sink(
     high_part = logit.to(query.dtype)  # and what its rounding left, in two of eight more dimensions, the kernel's granularity
     pair = torch.stack((high_part, (logit - high_part.float()).to(query.dtype)), -1).view(1, -1, 1, 2).expand(query.size(0), -1, length, -1)
     query = torch.cat((query, F.pad(pair, (0, 6))), -1)
-    sink_key = F.pad(torch.ones_like(key[:, :, :1, :2]), (size, 6))
+    sink_key = F.pad(key.new_ones(*key.shape[:2], 1, 2), (size, 6))
     key, value = torch.cat((sink_key, F.pad(key, (0, 8))), 2), F.pad(value, (0, 8, 1, 0))
     if attention_mask is None and length > 1:
         query = F.pad(query, (0, 0, 1, 0))  # one more query in front keeps the triangle square

@@ -43,7 +43,7 @@ def attention_blocks(
     decoder: Decoder,
     batch: Batch,
     queries: Sequence[int] | None = None,
-    layout: AttentionLayout | None = None,
+    length: int | None = None,
     dtype: torch.dtype = torch.float32,
     block: int | None = None,
     inputs: bool = False,
@@ -56,16 +56,15 @@ def attention_blocks(
 
     Args:
         queries: indices in the sequence, negative ones from the end; None: all.
-        layout: the layout of the tokens; None: the batch's.
+        length: tokens of the whole sequence, one document, that begins with the batch's; None: the batch is whole.
         dtype: the dtype of q and k, and so of scores and weights: fp32 or fp64.
         block: queries at a time; None: as many as `BLOCK_WEIGHTS` allows.
         inputs: whether blocks hold the layer's input, queries, keys and values, too.
     """
-    length = batch.tokens.size(1)
-    indices = torch.arange(length, device=batch.tokens.device)
+    indices = torch.arange(batch.tokens.size(1), device=batch.tokens.device)
     indices = indices if queries is None else indices[list(queries)]
     block = block or block_size([decoder], batch)
-    x, context = decoder.embed(batch.tokens, batch_layout(batch) if layout is None else layout)
+    x, context = decoder.embed(batch.tokens, None if length else batch_layout(batch), length=length)
     for layer, (module, normalizer) in enumerate(zip(decoder.blocks, decoder.normalizers(), strict=True)):
         captured: list[AttentionInputs] = []
         x = module(x, replace(context, layer_inputs=captured))

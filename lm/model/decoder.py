@@ -117,19 +117,21 @@ class Decoder(nn.Module):
         return self.norm(x)
 
     def embed(
-        self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None
+        self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None, length: int | None = None
     ) -> tuple[Tensor, ForwardContext]:
-        """The first layer's input: token vectors (B, T, C), and the context that all layers share."""
-        if layout is None and cache:
-            layout = AttentionLayout.continuing(cache.seen, tokens.size(1), cache.length, tokens.device)
-        layout = layout or AttentionLayout.full(tokens.size(1), tokens.device)
+        """The first layer's input: token vectors (B, T, C), and the context that all layers share.
+
+        length: tokens of the whole sequence, of which `tokens` are the first; None: the cache's length, or T.
+        """
+        length = length or (cache.length if cache else tokens.size(1))
+        layout = layout or AttentionLayout.continuing(cache.seen if cache else 0, tokens.size(1), length, tokens.device)
         x = self.embedding_norm(self.embedding(tokens))
         if self.position is not None:
             last_position = int(layout.positions.max()) if cache or layout.documents is not None else tokens.size(1) - 1
             if last_position >= self.seq_len:
                 raise ValueError(f"learned positions end at {self.seq_len} tokens, the sequence has {last_position + 1}")
             x = x + self.position(layout.positions)
-        rotation, lengths = None, (self.seq_len, cache.length if cache else tokens.size(1))
+        rotation, lengths = None, (self.seq_len, length)
         if self.config.position.rotates:
             rotation = rope_rotation(layout.positions, self.config.key_dims, self.config.position, self.rope_scaling, lengths)
         factor = self.rope_scaling.logit_factor(self.rope_scaling.s(*lengths))

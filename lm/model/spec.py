@@ -22,7 +22,7 @@ class ModelSpec:
 
     model: ModelConfig = section(ModelConfig, "the decoder, with the normalizer that it has")
     vocab_size: int = key(256, "tokens that the model knows", ge=1)
-    seq_len: int = key(256, "training length, tokens", ge=1)
+    seq_len: int = key(256, "training length, tokens", ge=2)
     end_of_text: str = key(END_OF_TEXT, "the token that starts every document of text")
     end_tokens: list[str] = key([], "the tokens that end a document; []: the token that starts the next one", omit_default=True)
     plugins: dict[str, str] = key({}, "version of each normalizer from outside")
