@@ -90,6 +90,11 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
         ({"arms": {"a": {}, "b": {"optim": {"lr": 3}}}}, "arms.b.optim.lr = 3: is set by the experiment"),
         ({"sizes": {"a": {"seed": 3}}}, "sizes.a.seed = 3: is set by the experiment"),
         ({"arms": {"a": {}, "b": {"eval.sequences": 48}}}, "arms.b = .*is measured on other sequences than the baseline"),
+        (
+            {"arms": {"a": {}, "b": {"data.min_document_bytes": 500}}},
+            "arms.b = .*reads other data than the baseline; give all arms one value of data.min_document_bytes",
+        ),
+        ({"arms": {"a": {}, True: {}}}, "arms = true: is no text to YAML, but a value; put the name in quotes"),
         ({"arms": {"a": {}, "b": {"optim.lr": 1e-3, "optim": {"lr": 2e-3}}}}, "arms.b.optim.lr: given twice in one block; drop one"),
         (
             {

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -277,6 +278,24 @@ def test_runs_on_other_text_are_not_mixed_in(tmp_path, overrides):
     write_json(folder / "resolved.json", {"data_fingerprint": "0" * 16, "precision": 32, "compile": False, "threads": 1})
     with pytest.raises(RunError, match="the text is not what the first runs were trained on"):
         start(path, own_overrides)
+
+
+@pytest.mark.parametrize(("selecting", "changes"), [(False, {}), (True, {"tune": None})])
+def test_held_out_documents_are_left_for_each_use(selecting: bool, changes: dict, tmp_path, overrides, monkeypatch):
+    """Made-up draws: all held-out documents report, or all choose rates."""
+    monkeypatch.setattr("lm.experiments.experiment_folder.selects", lambda fingerprint, documents: np.full(len(documents), selecting))
+    use = "report" if selecting else "choose learning rates"
+    with pytest.raises(ConfigError, match=rf"base.data.val_fraction = 0.2: none of the \d+ held-out documents is left to {use} on"):
+        start(written(tmp_path, **changes), overrides)
+
+
+def test_an_experiment_without_tuning_needs_no_text_to_choose_on(tmp_path, overrides, monkeypatch, capsys):
+    monkeypatch.setattr("lm.experiments.experiment_folder.selects", lambda fingerprint, documents: np.zeros(len(documents), bool))
+    monkeypatch.setattr("lm.runs.evaluations.selects", lambda fingerprint, documents: np.zeros(len(documents), bool))
+    procedure = start(written(tmp_path, tune=None, seeds=[1, 2, 3]), overrides)
+    launching(procedure, here).work()
+    assert "final: softmax seed 1: finished, " in capsys.readouterr().out
+    assert all(line["mean"] for line in summary_lines(procedure))
 
 
 def test_the_plan_needs_no_text_and_prepares_none(tmp_path, overrides):

@@ -13,7 +13,7 @@ from tokenizers import ByteLevelBPETokenizer
 
 from lm.config.data_config import DataConfig, GPT2Tokenizer, PretrainedTokenizer, TiktokenTokenizer, TokenizerFile, TrainedTokenizer
 from lm.config.load import load
-from lm.data.encoding import Document, cuts_between_words, encode_all, pieces
+from lm.data.encoding import LONGEST_WORD, Document, cuts_between_words, encode_all, pieces, short_words
 from lm.data.inspect import describe
 from lm.data.prepare import prepare
 from lm.data.sources import read_archive
@@ -268,6 +268,15 @@ def test_a_document_encoded_in_pieces_has_the_tokens_of_the_whole(monkeypatch: p
     assert in_pieces.dtype == tokens.dtype
     assert in_pieces_bytes == n_bytes
     assert n_pieces > 1_000
+
+
+def test_a_tokenizer_is_trained_on_short_words():
+    """A longer one, such as base64, would take time that grows with its square."""
+    blob = "ab" * 5_000
+    cut = list(short_words(f"some words {blob} and {blob}"))
+    assert "".join(cut) == f"some words {blob} and {blob}"
+    assert max(len(word) for text in cut for word in text.split()) == LONGEST_WORD
+    assert list(short_words("words " * 5_000)) == ["words " * 5_000]
 
 
 def test_only_tokenizers_that_separate_words_encode_in_pieces(tmp_path: Path):

@@ -47,6 +47,17 @@ def test_both_edges_grow_at_once():
     assert tuning_outcome([GRID], {"a": bowl(0.5e-3), "b": bowl(8e-3)}).missing == (0.5e-3, 8e-3)
 
 
+@pytest.mark.parametrize(("whole", "lowest"), [(False, (1.5, 0.75)), (True, (1,))])
+def test_whole_numbers_are_halved_exactly_if_the_key_may_have_other_values(whole: bool, lowest: tuple[float, ...]):
+    def possible(rate: float) -> bool:
+        return not whole or isinstance(rate, int)
+
+    grid = (3, 6, 12)
+    for count in range(len(lowest)):
+        losses = {"a": bowl(1e-3, (*lowest[:count], *grid))}
+        assert tuning_outcome([grid], losses, possible).missing == (lowest[count],)
+
+
 def test_after_two_extensions_an_arm_at_the_edge_has_no_rate():
     most = (*GRID, 8e-3, 16e-3)
     result = tuning_outcome([GRID], {"a": bowl(2e-3, most), "b": bowl(1.0, most)})

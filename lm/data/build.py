@@ -15,14 +15,14 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, fields
 from hashlib import blake2b
-from itertools import pairwise, product, zip_longest
+from itertools import chain, pairwise, product, zip_longest
 from pathlib import Path
 
 import numpy as np
 
 from lm.config.data_config import END_OF_TEXT, DataConfig, Files, Source, Tokens
 from lm.config.task_config import Task
-from lm.data.encoding import Document, default_workers, encode_all, pieces
+from lm.data.encoding import Document, default_workers, encode_all, pieces, short_words
 from lm.data.sources import labels, reader
 from lm.data.store import MANIFEST, SPLITS, TOKENIZER, SourceCounts, SplitWriter, finish_store, write_file, write_whole
 from lm.data.tasks import STORE_SEED, SUBSETS, Subset, TaskError, check_task, example, symbol_tokenizer
@@ -460,4 +460,4 @@ def _training_texts(data: DataConfig, folder: Path, scan: Scan, advance: Callabl
     for document in _documents_from(data, folder, scan, 0):
         if not document.held_out:
             advance(document.n_bytes)
-            yield from pieces(document.content)
+            yield from chain.from_iterable(map(short_words, pieces(document.content)))

@@ -26,6 +26,7 @@ BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 2048  # encoded at a time: the library n
 PIECE = 1 << 20  # characters of a long document that are encoded at a time
 WORTH_BYTES = 32 << 20  # bytes of text for which starting another process saves time
 _encoder: "Encoder | None" = None  # the encoder of a process started by `encode_all`
+LONGEST_WORD = 1 << 12  # characters without white space that a tokenizer is trained on as one word: its time grows with their square
 _BETWEEN_WORDS = re.compile(r"(?<=\S)(?= [A-Za-z])|(?<=\S\n)(?=\w)")  # GPT-2, cl100k and o200k split text here, too
 
 
@@ -123,6 +124,15 @@ def pieces(text: str) -> Iterator[str]:
     while len(text) - begin > PIECE and (cut := _BETWEEN_WORDS.search(text, begin + PIECE)):
         yield text[begin : cut.start()]
         begin = cut.start()
+    yield text[begin:]
+
+
+def short_words(text: str) -> Iterator[str]:
+    """A text to train a tokenizer on, cut within words of more than `LONGEST_WORD` characters, such as base64."""
+    begin = 0
+    for word in re.finditer(rf"\S{{{LONGEST_WORD}}}", text):
+        yield text[begin : word.end()]
+        begin = word.end()
     yield text[begin:]
 
 

@@ -455,10 +455,15 @@ class Jobs:
         """The result of a finished run, in words, on the selection text, if there is such text: the value that chooses rates if it is a
         tuning run, else the primary quantity."""
         experiment = self.procedure.experiment
-        if (experiment.chosen_by if run.stage == "tune" else experiment.primary.quantity) == SELECTION:
-            return f"selection loss {digits(outcome.mean(SELECTION, True))}"
-        value = amount(experiment.primary, self.procedure.quantity(outcome, True))
         quantity = experiment.primary.quantity
+        try:
+            if (experiment.chosen_by if run.stage == "tune" else quantity) == SELECTION:
+                return f"selection loss {digits(outcome.mean(SELECTION, True))}"
+            value = amount(experiment.primary, self.procedure.quantity(outcome, True))
+        except RunError:
+            if experiment.is_tuned:
+                raise
+            return "finished"  # no held-out document selects, and none needs to
         return f"{quantity} ({experiment.measured_on(quantity, 'selection')}) {value}"
 
     def stop(self) -> None:

@@ -206,6 +206,9 @@ def read_blocks(map_name: str, value: Plain, problems: list[Problem]) -> dict[st
         return {}
     blocks = {}
     for name, changes in value.items():
+        if isinstance(name, bool | None):
+            problems.append(Problem(map_name, name, "is no text to YAML, but a value", "put the name in quotes"))
+            continue
         is_reserved = str(name) in TAKEN[map_name]
         if is_reserved or not all(letter.isalnum() or letter in "-_." for letter in str(name)) or not 0 < len(str(name)) <= 40:
             problems.append(Problem(f"{map_name}.{name}", name, f"must be a name of at most 40 {_NAME}, not {', '.join(TAKEN[map_name])}"))
@@ -300,6 +303,8 @@ def _read(path: Path) -> dict[str, Plain]:
     return plain
 
 
+# Keys of `data` that decide what the token store holds.
+_STORED = ("source", "tokenizer", "val_fraction", "deduplicate", "min_document_bytes", "max_document_bytes", "on_error")
 # Evaluation kinds whose lengths are multiples of the training length: arms of other training lengths are measured on other sequences.
 _LENGTH_KINDS = ("validation", "long_context", "texts")
 
@@ -365,9 +370,9 @@ def _check_arms(experiment: Experiment, arms: list[tuple[Arm, Config]]) -> Itera
             reason = f"has another normalizer than {arm.start}, whose weights it starts from"
             remedy = "swap it: `swap: {to: ...}`, or in during training: `phases`"
             yield Problem(f"arms.{arm.name}.from", arm.start, reason, remedy)
-        texts = [repr((data.source, data.tokenizer, data.val_fraction)) for data in (baseline.data, config.data)]
-        if texts[0] != texts[1]:
-            reason, remedy = "reads other data than the baseline", "give all arms one data.source, tokenizer and val_fraction"
+        other_keys = [f"data.{name}" for name in _STORED if getattr(baseline.data, name) != getattr(config.data, name)]
+        if other_keys:
+            reason, remedy = "reads other data than the baseline", f"give all arms one value of {', '.join(other_keys)}"
             yield Problem(f"arms.{arm.name}", arm.changes, reason, remedy)
         if (baseline.data.seq_len, baseline.eval) != (config.data.seq_len, config.eval):
             yield from _check_compared(experiment, arm, baseline, config)

@@ -7,12 +7,15 @@ from dataclasses import MISSING, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from lm.config.load import merge
 from lm.config.training_config import TrainerConfig
 from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
 from lm.data.prepare import prepare, vocabulary
-from lm.errors import Problem, RunError, as_written
+from lm.data.store import Store
+from lm.errors import ConfigError, Problem, RunError, as_written
 from lm.experiments.experiment import SHARED, Arm, Departure, Experiment, config_hash, deciding_keys, kind_of_metric
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.plan import Times, cost
@@ -20,6 +23,7 @@ from lm.experiments.procedure import Procedure, next_look
 from lm.files import json_bytes, plain_sha256, read_json, write_json, write_new
 from lm.machine import threads_each
 from lm.plugins import PLUGINS, is_version
+from lm.runs.evaluations import selects
 from lm.runs.folder import CHECKPOINTS, CONFIG, EVALUATIONS, RESOLVED, step_path
 from lm.schema import Plain, build, convert, to_plain
 from lm.statistics.tuning import coordinates, rate_of
@@ -74,6 +78,7 @@ def start(
     store = prepare(open_experiment(path, overrides, jobs, anew).experiment.first_config.data, progress=True)
     procedure = open_experiment(path, overrides, jobs, True)  # the vocabulary is known now
     experiment = procedure.experiment
+    _check_parts(experiment, store)
     trainer, settings_file = experiment.first_config.trainer, experiment.folder / RESOLVED
     settings = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED}
     file_experiment = read_experiment(path, overrides)
@@ -100,6 +105,20 @@ def start(
             change = f"{name} was {version} in the first runs, it is {code[name]} now"
             raise RunError(f"{settings_file}: {change}; bring that code back, {remedy}")
     return open_experiment(path, overrides, jobs, True)
+
+
+def _check_parts(experiment: Experiment, store: Store) -> None:
+    """Check that held-out documents are left to choose rates on, and to report. Raises ConfigError."""
+    data, primary = experiment.first_config.data, experiment.primary
+    if data.symbolic or kind_of_metric(primary.metric) == "texts":
+        return
+    selection = selects(store.fingerprint, np.arange(len(store.val.offsets) - 1))
+    parts = [("report", primary.quantity, ~selection)]
+    parts += [("choose learning rates", experiment.chosen_by, selection)] if experiment.is_tuned else []
+    for use, quantity, mask in parts:
+        if experiment.divides_text(quantity) and not mask.any():
+            reason = f"none of the {len(mask)} held-out documents is left to {use} on, as a hash draws a third that chooses"
+            raise ConfigError([Problem("base.data.val_fraction", data.val_fraction, reason, "hold out more text")])
 
 
 def other_runs(procedure: Procedure) -> str:

@@ -100,7 +100,7 @@ def tuning_outcome(
     `possible` values.
 
     Args:
-        axes: planned values of each tuned key, above 0; whole numbers grow by whole numbers.
+        axes: planned values of each tuned key, above 0; whole numbers stay whole where `possible` says so of no others.
         losses: by arm, with `FEWEST_TUNING_SEEDS` seeds or more at each rate.
         possible: whether the tuned keys may have the values of a rate.
 
@@ -173,10 +173,14 @@ def _grown_axes(
     new_axes = []
     for number, values in enumerate(axes):
         edge_values = {rate[number] for rate in edge_rates}
-        half = values[0] // 2 if isinstance(values[0], int) else values[0] / 2
-        additions = [half] * (values[0] in edge_values and half > 0) + [values[-1] * 2] * (values[-1] in edge_values)
-        possible_values = [value for value in additions if all(map(possible, rates_of([*axes[:number], [value], *axes[number + 1 :]])))]
-        new_axes.append(sorted([*values, *possible_values]))
+        is_whole = isinstance(values[0], int)
+        smaller = [values[0] // 2] if is_whole and not values[0] % 2 else [values[0] / 2, *[values[0] // 2] * is_whole]
+        additions = [smaller] * (values[0] in edge_values) + [[values[-1] * 2]] * (values[-1] in edge_values)
+        possible_values = [
+            [value for value in candidates if value > 0 and all(map(possible, rates_of([*axes[:number], [value], *axes[number + 1 :]])))]
+            for candidates in additions
+        ]
+        new_axes.append(sorted([*values, *(candidates[0] for candidates in possible_values if candidates)]))
     return new_axes
 
 
