@@ -206,7 +206,8 @@ def _conclude(procedure: Procedure) -> list[dict[str, Plain]]:
         metric = experiment.chosen_by
         means = [line | {"rate": rate_words(line["rate"]), metric: digits(line[metric])} for line in tuning_means(procedure)]
         means = [{name: cell for name, cell in line.items() if name not in absent_columns} for line in means]
-        print_tables(from_lines(f"tuning: mean {metric} ({experiment.measured_on(metric, 'selection')})", means, ("rate", metric)))
+        title = f"tuning: mean {metric} ({experiment.measured_on(metric, 'selection')})"
+        print_tables(from_lines(title, means, dict.fromkeys(("rate", metric), "number")))
     rate_note = f", each arm at its own {experiment.tune.heading}" * experiment.is_tuned
     print_verdicts(judgement, lines, f"{measured_words(procedure)}{rate_note}")
     for note in notes:

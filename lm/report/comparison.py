@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import get_args
@@ -16,11 +16,9 @@ from lm.errors import RunError
 from lm.report.tables import printable, show
 from lm.runs.evaluations import Series, Shape, Units, number, series_names
 from lm.runs.record import RunRecord
+from lm.schema import yaml_scalar
 from lm.statistics.intervals import FEWEST_DOCUMENTS, Interval, interval_of, over_documents, over_seeds
 
-WILSON = (
-    "Wilson's over questions or the sequences that ask several, for several seeds each end of Student's t over seeds that lies farther out"
-)
 _ABSENT = "-"  # stands for the value of a key that a run does not have
 _NORMALIZER = ("model.normalizer.", "phases", "swap.")  # prefixes of the keys in which a comparison of normalizers may differ
 
@@ -88,21 +86,12 @@ class Section:
         """The training lengths of the runs, ascending, if the axis is in tokens; else []."""
         return sorted({series.seq_len for series in self.series.values() if series.axis and series.axis.unit == "tokens"})
 
-    @property
-    def interval_method(self) -> str:
-        """Words for the method of the intervals, where some are Wilson's; else empty."""
-        return WILSON if any(series.interval == "wilson" for series in self.series.values()) else ""
-
     def series_of_run(self, run: RunRecord) -> list[Series]:
         return [series for (owner, _), series in self.series.items() if owner is run]
 
     def by_seed(self, arm: ArmRuns, line: Line) -> dict[tuple[int, ...], Series]:
         """The series of a line of an arm, by the seeds of the runs that have it."""
         return {run.seeds: self.series[run, line] for run in arm.runs if (run, line) in self.series}
-
-    def series_of_arm(self, arm: ArmRuns, line: Line) -> list[Series]:
-        """The series of a line of an arm, one for each run that has it."""
-        return [*self.by_seed(arm, line).values()]
 
     def sha256(self, run: RunRecord) -> str | None:
         """The sha256 of the sequences that a run was measured on; None: it was not measured.
@@ -120,7 +109,7 @@ class Section:
 
     def comparable_series(self, arm: ArmRuns, line: Line, place: str) -> list[Series]:
         """The series of a line of an arm that have a mean at a place; [] if the runs were measured on different sequences there."""
-        run_series = [series for series in self.series_of_arm(arm, line) if place in series.places]
+        run_series = [series for series in self.by_seed(arm, line).values() if place in series.places]
         return run_series if len(identities(run_series, place)) < 2 else []
 
     def mean(self, arm: ArmRuns, line: Line, place: str) -> float | None:
@@ -142,10 +131,9 @@ class Section:
         seed_interval = over_seeds(np.array([series.mean_at(place) for series in run_series])).interval()
         if run_series[0].interval != "wilson":
             return seed_interval
-        low, high = min(interval.low for interval in run_intervals), max(interval.high for interval in run_intervals)
-        if seed_interval.bounded:
-            low, high = min(low, max(0.0, seed_interval.low)), max(high, min(1.0, seed_interval.high))
-        return Interval(mean, low, high, seed_interval.coverage)
+        intervals = [*run_intervals, *[seed_interval] * seed_interval.bounded]
+        low, high = min(interval.low for interval in intervals), max(interval.high for interval in intervals)
+        return Interval(mean, max(0.0, low), min(1.0, high), seed_interval.coverage)
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,7 +205,7 @@ def comparison_of(arms: tuple[ArmRuns, ...], names: tuple[str, ...]) -> RunCompa
         (arm, section.example_series.shown.measured_on)
         for arm in arms
         for section in sections
-        if any(len(identities(section.series_of_arm(arm, line), place)) > 1 for line in section.lines for place in section.places)
+        if any(len(identities(section.by_seed(arm, line).values(), place)) > 1 for line in section.lines for place in section.places)
     )
     missing_notes += [f"{arm.label}: the {measured_on} of its runs differ: no mean over them" for arm, measured_on in mixed_arms]
     diff = _config_diff(arms)
@@ -226,9 +214,7 @@ def comparison_of(arms: tuple[ArmRuns, ...], names: tuple[str, ...]) -> RunCompa
         for arm in (arms[1:] if arms[0].label == names[0] else ())
         for section in sections
         for line in section.lines
-        if any(
-            series.samples and not series.control for series in (*section.series_of_arm(arm, line), *section.series_of_arm(arms[0], line))
-        )
+        if any(series.samples and not series.control for side in (arm, arms[0]) for series in section.by_seed(side, line).values())
     ]
     warning = " ".join(_warnings(arms, sections, diff)) if len(arms) > 1 else ""
     return RunComparison(names, arms, sections, tuple(missing_notes), tuple(differences), diff, warning)
@@ -300,12 +286,8 @@ def _config_diff(arms: Sequence[ArmRuns]) -> dict[str, tuple[str, ...]]:
     Null (off) equals a missing key: an older run without a key does not differ from a newer run that leaves it off.
     """
     keys = dict.fromkeys(key for arm in arms for run in arm.runs for key in run.flat if key not in ("name", "seed"))
-
-    def written(run: RunRecord, key: str) -> str:
-        value = run.flat.get(key, _ABSENT)
-        return "null" if value is None else printable(str(value).lower() if isinstance(value, bool) else str(value))
-
-    lines = {key: tuple(", ".join(dict.fromkeys(written(run, key) for run in arm.runs)) for arm in arms) for key in keys}
+    words = {key: [[printable(yaml_scalar(run.flat.get(key, _ABSENT))) for run in arm.runs] for arm in arms] for key in keys}
+    lines = {key: tuple(", ".join(dict.fromkeys(values)) for values in by_arm) for key, by_arm in words.items()}
     return {key: values for key, values in lines.items() if len({_ABSENT if value == "null" else value for value in values}) > 1}
 
 
@@ -323,7 +305,7 @@ def _sections_of(arms: tuple[ArmRuns, ...]) -> tuple[Section, ...]:
     return tuple(sorted(by_title, key=lambda section: get_args(Shape).index(section.shape)))
 
 
-def identities(series_list: list[Series], place: str | None = None) -> set[tuple[str, str]]:
+def identities(series_list: Iterable[Series], place: str | None = None) -> set[tuple[str, str]]:
     """Pairs (data fingerprint, sha256 of the sequences) that series with samples were measured on, at one place or, by None, at all."""
     sampled_series = [series for series in series_list if series.samples and (place is None or place in series.places)]
     samples = [(series, series.samples if place is None else [series.column(series.column_at(place))[0]]) for series in sampled_series]
@@ -373,33 +355,29 @@ def seeds_shown(seeds: tuple[int, ...]) -> str:
 
 def _difference_of(arm: ArmRuns, base: ArmRuns, section: Section, line: Line) -> Difference:
     """The difference of two arms in a line, at the farthest place that both arms have."""
-    series_by_side = [[series for series in section.series_of_arm(side, line) if series.samples] for side in (arm, base)]
-    arm_places, base_places = ({label for series in side_series for label in series.places} for side_series in series_by_side)
+    sides = [{seeds: series for seeds, series in section.by_seed(side, line).items() if series.samples} for side in (arm, base)]
+    arm_places, base_places = ({label for series in by_seed.values() for label in series.places} for by_seed in sides)
     place = [label for label in section.places if label in (arm_places & base_places or arm_places | base_places)][-1]
-    example = next(series for side_series in series_by_side for series in side_series if place in series.places)
+    sides = [{seeds: series for seeds, series in by_seed.items() if place in series.places} for by_seed in sides]
+    example = next(series for by_seed in sides for series in by_seed.values())
     place_words = ""
     if example.axis is not None:
         start, stop = example.units(*example.places[place]).place
         place_words = f" {example.axis.before} {f'{number(start)}-{number(stop)}' if example.bins else place}"
     words = ", ".join(filter(None, (line.metric, line.subject))) + place_words + (line.setting and f", {line.setting}")
-    interval, note = _difference(arm, base, section, line, place)
+    units = [{seeds: series.units(*series.places[place]) for seeds, series in by_seed.items()} for by_seed in sides]
+    interval, note = _difference([arm.label, base.label], units)
     if interval and not interval.bounded:
         note = "all sequences, or all seeds, agree: their spread gives no interval"
     return Difference(arm.label, section, line, place, words, shown_interval(interval, example), note)
 
 
-def _difference(arm: ArmRuns, base: ArmRuns, section: Section, line: Line, place: str) -> tuple[Interval | None, str]:
-    arm_units, base_units = (
-        {
-            seeds: units
-            for seeds, series in section.by_seed(side, line).items()
-            if place in series.places and (units := series.units(*series.places[place]))
-        }
-        for side in (arm, base)
-    )
-    for side, side_units in ((arm, arm_units), (base, base_units)):
+def _difference(labels: Sequence[str], units: Sequence[Mapping[tuple[int, ...], Units | None]]) -> tuple[Interval | None, str]:
+    """The interval of arm and baseline, from their units by seed, and words on it."""
+    arm_units, base_units = ({seeds: units for seeds, units in by_seed.items() if units} for by_seed in units)
+    for label, side_units in zip(labels, (arm_units, base_units), strict=True):
         if not side_units:
-            return None, f"{side.label} was not evaluated on it"
+            return None, f"{label} was not evaluated on it"
     all_units = [*arm_units.values(), *base_units.values()]
     if len({units.identity[0] for units in all_units}) > 1:
         return None, "not measured on the same tokens: the data fingerprints differ"

@@ -1,17 +1,18 @@
 """Pictures of runs: curves while training, each section along its axis, maps of fractions, and what is logged by layer and head."""
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from lm.report.comparison import ArmRuns, Line, RunComparison, Section, mean_interval, shown_interval
-from lm.report.pictures import Map, Panel, Picture, Trace, doublings, plain_ticks, smooth, token_unit
+from lm.report.pictures import Map, Panel, Picture, Trace, plain_ticks, token_unit
 from lm.report.tables import printable, with_unit
 from lm.runs.evaluations import Series, number
 from lm.runs.folder import DIVERGED, Curve
@@ -82,8 +83,8 @@ def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, 
         titles: titles of the metrics by their names in the log.
         comparison: comparison of the finished runs, which gives the reference level; None: there is none.
     """
-    curves_by_name = {name: [(run, _since_the_first_weights(run.record, name)) for run in runs] for name in titles}
-    most_tokens = max((curve.tokens[-1] for by_run in curves_by_name.values() for _, curve in by_run if len(curve.tokens)), default=1)
+    curves_by_name = {name: [(run, curve) for run in runs if len((curve := _curve(run, name)).tokens)] for name in titles}
+    most_tokens = max((curve.tokens[-1] for by_run in curves_by_name.values() for _, curve in by_run), default=1)
     unit, x_label = token_unit(most_tokens)
     swap_tokens = {
         step * (run.record.flat.get("optim.batch_tokens") or 0) + run.record.tokens_before
@@ -98,9 +99,10 @@ def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, 
             single_titles += [titles[name]] if longest else []
             continue
         traces, settled_values, in_nats = [], [], name in LOSSES
-        for run, curve in ((run, curve) for run, curve in by_run if len(curve.tokens)):
+        for run, curve in by_run:
             window = max(1, len(curve.tokens) // 50) // 2 * 2 + 1 if name == "train/loss" else 1
-            stride, y = max(1, len(curve.tokens) // MOST_POINTS), smooth(curve.loss, window)
+            losses, stride = pd.Series(curve.loss).where(np.isfinite(curve.loss)), max(1, len(curve.tokens) // MOST_POINTS)
+            y = losses.rolling(window, center=True, min_periods=1).mean().where(losses.notna()).to_numpy()
             number, label = names.index(run.arm), f"{run.arm}, seed {run.seed}"
             traces.append(Trace(number, label, curve.tokens[::stride] / unit, y[::stride], "seed"))
             first = run.record.tokens_before
@@ -108,7 +110,7 @@ def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, 
             if run.state == DIVERGED:
                 traces.append(Trace(number, label, curve.tokens[-1:] / unit, curve.loss[-1:], "diverged"))
         for number, arm in enumerate(names) if name != "train/loss" else ():
-            arm_curves = [curve for run, curve in by_run if run.arm == arm and run.state == "finished" and len(curve.tokens)]
+            arm_curves = [curve for run, curve in by_run if run.arm == arm and run.state == "finished"]
             if len({curve.tokens.tobytes() for curve in arm_curves}) == 1:
                 mean = np.mean([curve.loss for curve in arm_curves], axis=0)
                 traces.append(Trace(number, f"{arm}, mean of {_seeds(len(arm_curves))}", arm_curves[0].tokens / unit, mean, "mean"))
@@ -133,16 +135,18 @@ def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, 
     return Picture(panels, names, " ".join([caption.strip(), *clip_notes]))
 
 
-def _since_the_first_weights(record: RunRecord, name: str) -> Curve:
+def _curve(run: DrawnRun, name: str) -> Curve:
     """The curve of a logged metric by all tokens that the weights have seen, those of the runs that they come from included."""
-    curve = record.curve(name)
-    return replace(curve, tokens=curve.tokens + record.tokens_before)
+    curve = run.record.curve(name)
+    return replace(curve, tokens=curve.tokens + run.record.tokens_before)
 
 
 # ---------------------------------------------------------------- sections
 
+WILSON = (
+    "Wilson's over questions or the sequences that ask several, for several seeds each end of Student's t over seeds that lies farther out"
+)
 DIFFERENCE_BANDS = "Bands of differences: 95% intervals over {}, point by point, not adjusted."
-Traces = dict[str, list[Trace]]  # by arm
 BySeed = Mapping[tuple[int, ...], Series]
 
 
@@ -153,37 +157,38 @@ def along_axis(comparison: RunComparison, section: Section) -> Picture | None:
     """
     if len(section.places) < 2 and not any(series.references for series in section.series.values()):
         return None
-    first_series, panels, sentences = section.example_series, [], dict[str, None]()
+    first_series, panels, sentences, names = section.example_series, [], [], comparison.names
     base, *other_arms = comparison.arms
     caption = f"{first_series.shown.caption[:1].upper()}{first_series.shown.caption[1:]}."
     caption += " Thin: single seeds; thick: their mean." if max(len(arm.runs) for arm in comparison.arms) > 1 else ""
     for line in section.lines:
         series_by_arm = {arm.label: section.by_seed(arm, line) for arm in comparison.arms}
         line_series = [series for by_seed in series_by_arm.values() for series in by_seed.values()]
-        value_traces = {arm.label: _values(section, arm, line) for arm in comparison.arms}
-        difference_traces: Traces = {}
-        if base.label == comparison.names[0] and not line_series[0].control:
-            difference_traces = {arm.label: differences_along(series_by_arm[arm.label], series_by_arm[base.label]) for arm in other_arms}
+        values = [trace for arm in comparison.arms for trace in _named(_values(section, arm, line), arm.label, names)]
+        differences = []
+        for arm in other_arms if base.label == names[0] and not line_series[0].control else ():
+            differences += _named(differences_along(series_by_arm[arm.label], series_by_arm[base.label]), arm.label, names)
         title, y_range = f"{section.title}: {', '.join((line.metric, *line.labels))}", (-0.03, 1.03)
         if first_series.unit != "fraction":
-            y_range, clip_note = _y_range(comparison, section, value_traces)
-            sentences |= {clip_note: None} if clip_note else {}
-        nonfinite_arms = [arm for arm, traces in value_traces.items() if not all(np.isfinite(trace.y).all() for trace in traces)]
-        sentences |= {f"Not finite at some places: {', '.join((*line.labels, *nonfinite_arms))}.": None} if nonfinite_arms else {}
-        for traces_by_arm, template in ((value_traces, "Bands: 95% intervals over {}."), (difference_traces, DIFFERENCE_BANDS)):
-            sentences |= {template.format(trace.coverage): None for traces in traces_by_arm.values() for trace in traces if trace.coverage}
+            y_range, clip_note = _y_range(comparison, section, values)
+            sentences.append(clip_note)
+        nonfinite_arms = dict.fromkeys(names[trace.arm] for trace in values if not np.isfinite(trace.y).all())
+        sentences += [f"Not finite at some places: {', '.join((*line.labels, *nonfinite_arms))}."] if nonfinite_arms else []
+        for traces, template in ((values, "Bands: 95% intervals over {}."), (differences, DIFFERENCE_BANDS)):
+            sentences += [template.format(trace.coverage) for trace in traces if trace.coverage]
         levels = {level: f"{name} {level:.3g}" for series in line_series for name, level in series.references.items()}
-        panels.append(_axis_panel(comparison, section, title, with_unit(line.metric, first_series.unit), value_traces, y_range, levels))
-        difference_title = f"{title}: paired difference to {base.label}"
-        panels.append(
-            _axis_panel(comparison, section, difference_title, with_unit("difference", first_series.unit), difference_traces)
-            if any(difference_traces.values())
-            else None
-        )
-    sentences |= {f"Intervals are {section.interval_method}.": None} if section.interval_method else {}
-    sentences |= {f"Dotted, if any: {first_series.shown.levels}.": None} if first_series.shown.levels else {}
-    sentences |= {f"From position {FIRST_POSITION}.": None} if first_series.bins else {}
-    return Picture(panels, comparison.names, " ".join([caption, *sentences]))
+        panels.append(replace(_axis_panel(section, title, line.metric, values), y_range=y_range, levels=levels))
+        difference_panel = _axis_panel(section, f"{title}: paired difference to {base.label}", "difference", differences)
+        panels.append(replace(difference_panel, zero_line=True) if differences else None)
+    sentences += [f"Intervals are {WILSON}."] if any(series.interval == "wilson" for series in section.series.values()) else []
+    sentences += [f"Dotted, if any: {first_series.shown.levels}."] if first_series.shown.levels else []
+    sentences += [f"From position {FIRST_POSITION}."] if first_series.bins else []
+    return Picture(panels, names, " ".join([caption, *dict.fromkeys(filter(None, sentences))]))
+
+
+def _named(traces: Sequence[Trace], arm: str, names: Sequence[str]) -> list[Trace]:
+    """The traces with the number and the name of their arm."""
+    return [replace(trace, arm=names.index(arm), label=f"{arm}, {trace.label}") for trace in traces]
 
 
 def _values(section: Section, arm: ArmRuns, line: Line) -> list[Trace]:
@@ -244,62 +249,48 @@ def _places(series_list: Sequence[Series]) -> dict[float, tuple[float, float]]:
     return {float(np.sqrt(start * stop)): (start, stop) for start, stop in pairwise(shared_x.tolist())}
 
 
-def _axis_panel(
-    comparison: RunComparison,
-    section: Section,
-    title: str,
-    label: str,
-    traces_by_arm: Traces,
-    y_range: tuple[float, float] | None = None,
-    levels: Mapping[float, str] | None = None,
-) -> Panel:
-    """A panel of traces over the section's axis. `levels` are words by reference level of values; None: the traces are differences."""
-    numbers = {arm: comparison.names.index(arm) for arm in traces_by_arm}
-    traces = [replace(trace, arm=numbers[arm], label=f"{arm}, {trace.label}") for arm, lines in traces_by_arm.items() for trace in lines]
-    axis, x = section.example_series.axis, np.concatenate([trace.x for trace in traces] or [np.ones(1)])
-    ticks = doublings(x.min(), x.max()) if section.shape == "bins" else plain_ticks(sorted(set(x.tolist())))
+def _axis_panel(section: Section, title: str, quantity: str, traces: Sequence[Trace]) -> Panel:
+    """A panel of traces over the section's axis."""
+    example, x = section.example_series, np.concatenate([trace.x for trace in traces] or [np.ones(1)])
+    octaves = [2**power for power in range(31) if x.min() <= 2**power <= x.max()]
+    ticks = plain_ticks(octaves if example.bins else sorted(set(x.tolist())))
     marks = {float(length): f"training length {length:,}" for length in section.seq_lens}
-    log, reference = 2 if axis.log else 0, levels or {}
-    return Panel(title, axis.label, label, traces, ticks, log, y_range=y_range, zero_line=levels is None, marks=marks, levels=reference)
+    label, log = with_unit(quantity, example.unit), 2 if example.axis.log else 0
+    return Panel(title, example.axis.label, label, traces, ticks, log, marks=marks)
 
 
-def _y_range(comparison: RunComparison, section: Section, traces_by_arm: Traces) -> tuple[tuple[float, float] | None, str]:
+def _y_range(comparison: RunComparison, section: Section, traces: Sequence[Trace]) -> tuple[tuple[float, float] | None, str]:
     """The range of the y axis, which ends somewhat above the metric's reference level, and a note on arms with values beyond it.
 
     The range is None, and the note empty, without finite values, without a level, and where higher is better.
     """
     level, training_length = comparison.level(section.example_series.unit), max(section.seq_lens, default=0)
-    values_by_arm = {}
-    for arm, traces in traces_by_arm.items():
-        arrays = [array for trace in traces for array in (trace.y, trace.low, trace.high) if array is not None]
-        arm_values = np.concatenate([np.empty(0), *arrays])
-        values_by_arm[arm] = arm_values[np.isfinite(arm_values)]
-    values = np.concatenate([np.empty(0), *values_by_arm.values()])
+    arrays = [(trace.arm, array) for trace in traces for array in (trace.y, trace.low, trace.high) if array is not None]
+    arrays = [(arm, array[np.isfinite(array)]) for arm, array in arrays]
+    values = np.concatenate([np.empty(0), *(array for _, array in arrays)])
     if not len(values) or level is None or section.example_series.better == "higher":
         return None, ""
-    training_values = np.concatenate([trace.y[trace.x <= training_length] for traces in traces_by_arm.values() for trace in traces])
+    training_values = np.concatenate([trace.y[trace.x <= training_length] for trace in traces])
     low = values.min()
     top = max(min(values.max(), max(1.08 * level[1], 1.6 * min(training_values[np.isfinite(training_values)], default=low))), low + 1e-3)
     pad = 0.06 * (top - low)
-    peaks = [f"{arm} (highest: {array.max():.4g})" for arm, array in values_by_arm.items() if len(array) and array.max() > top + pad]
-    return (low - pad, top + pad), f"Leaving the picture: {'; '.join(peaks)}." if peaks else ""
+    peaks = dict.fromkeys(sorted({arm for arm, _ in arrays}), low)
+    for arm, array in arrays:
+        peaks[arm] = max(peaks[arm], array.max(initial=low))
+    words = [f"{comparison.names[arm]} (highest: {peak:.4g})" for arm, peak in peaks.items() if peak > top + pad]
+    return (low - pad, top + pad), f"Leaving the picture: {'; '.join(words)}." if words else ""
 
 
 def maps(comparison: RunComparison) -> list[Picture]:
     """Pictures of fractions over two axes, such as needles by depth and length: a map for each arm, of the mean over its seeds."""
-    groups: dict[tuple[str, str, str], dict[str, dict[str, list[Series]]]] = {}
+    groups = defaultdict[tuple[str, str, str], dict[str, dict[str, list[Series]]]](lambda: defaultdict(lambda: defaultdict(list)))
     pairs = ((arm, series) for arm in comparison.arms for run in arm.runs for evaluation in run.evaluations for series in evaluation.series)
     for arm, series in pairs:
         if series.shape == "points" and series.unit == "fraction" and not series.shown and not series.control:
-            by_arm = groups.setdefault((series.kind, series.metric, series.setting), {})
-            by_arm.setdefault(arm.label, {}).setdefault(series.what, []).append(series)
+            groups[series.kind, series.metric, series.setting][arm.label][series.what].append(series)
     pictures = []
     for (kind, metric, setting), by_arm in groups.items():
-        aligned_arms = {
-            arm: rows
-            for arm, rows in by_arm.items()
-            if len({series.axis.values for series_list in rows.values() for series in series_list}) == 1
-        }
+        aligned_arms = {arm: rows for arm, rows in by_arm.items() if len({series.axis.values for series in chain(*rows.values())}) == 1}
         if aligned_arms and max(map(len, by_arm.values())) > MOST_LINES:
             caption = f"{kind}: {', '.join(filter(None, (metric, setting)))}. Mean over the seeds of an arm."
             panels = [_fraction_map(arm, rows) for arm, rows in aligned_arms.items()]
@@ -318,13 +309,12 @@ def _fraction_map(title: str, rows: Mapping[str, Sequence[Series]]) -> Map:
 # ---------------------------------------------------------------- what is logged by layer and head
 
 
-def layer_curves(lines: list[dict[str, Plain]]) -> dict[str, dict[int, dict[str, Curve]]]:
-    """Curves by quantity, such as `largest_score`, by layer and by head; a quantity without heads has one curve, with an empty name."""
+def layer_curves(lines: list[dict[str, Plain]]) -> dict[tuple[str, int], dict[str, Curve]]:
+    """Curves by quantity, such as `largest_score`, and layer, and by head; a quantity without heads has one curve, with an empty name."""
     names = dict.fromkeys(name for line in lines for name in line)
-    matches = sorted(filter(None, map(_NAME.fullmatch, names)), key=lambda match: (_order(match[1]), int(match[2])))
-    curves: dict[str, dict[int, dict[str, Curve]]] = {}
-    for match in matches:
-        curves.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3] or ""] = logged_curve(lines, match[0])
+    curves: dict[tuple[str, int], dict[str, Curve]] = {}
+    for match in sorted(filter(None, map(_NAME.fullmatch, names)), key=lambda match: (_order(match[1]), int(match[2]))):
+        curves.setdefault((match[1], int(match[2])), {})[match[3] or ""] = logged_curve(lines, match[0])
     return curves
 
 
@@ -350,12 +340,7 @@ def by_layer(names: Sequence[str], runs: Sequence[DrawnRun]) -> dict[str, Pictur
         "normalizer-parameters": "Parameters of the normalizers. A line for each seed, layer and head.",
         "dynamics": "A line for each seed and layer: the median over heads, of scores and gradients the largest.",
     }
-    entries = [
-        (run, quantity, layer, by_head)
-        for run in runs
-        for quantity, layers in layer_curves(run.record.logged).items()
-        for layer, by_head in layers.items()
-    ]
+    entries = [(run, *place, by_head) for run in runs for place, by_head in layer_curves(run.record.logged).items()]
     last_tokens = (head.tokens[-1] + run.record.tokens_before for run, *_, by_head in entries for head in by_head.values())
     unit, label = token_unit(max(last_tokens, default=1))
     if len(runs) == 1:

@@ -1,6 +1,6 @@
 """The tables and words of a comparison: numbers, differences, costs, what runs share and how they differ."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -12,7 +12,7 @@ from rich.console import Console
 
 from lm.attention import catalogue
 from lm.report.comparison import ArmRuns, Line, RunComparison, Section, seeds_shown, shared_value
-from lm.report.tables import Cell, Column, Filled, Table, digits, four_digits, print_tables, printable, show
+from lm.report.tables import Cell, Column, Filled, Table, digits, four_digits, from_lines, print_tables, printable, show
 from lm.runs.folder import peak_memory, training_seconds
 from lm.runs.record import RunRecord, differing, starts
 from lm.schema import Plain, flatten
@@ -81,7 +81,7 @@ def _means(comparison: RunComparison, section: Section, rows: list[tuple[ArmRuns
         name = place + (f", {start / lengths[0]:g}x" if points and len(lengths) == 1 else "")
         name = name if points and len(section.metrics) == 1 else f"{example.metric} {name}".strip()
         columns[name] = [(section.interval(*row, place) if points else None) or digits(section.mean(*row, place)) for row in rows]
-    coverages = coverage_kinds(cell for cells in columns.values() for cell in cells if isinstance(cell, Interval))
+    coverages = dict.fromkeys(cell.coverage for cells in columns.values() for cell in cells if isinstance(cell, Interval))
     fields = {"unit": _with_interval(unit, " or over ".join(coverages)), "kind": "mean", "decimals": 3 if example.unit == "fraction" else 4}
     means = [(Column(name, **fields if coverages else {"unit": unit}), cells) for name, cells in columns.items()]
     if section.shape == "number" and example.samples and any(len(arm.runs) > 1 for arm in comparison.arms):
@@ -109,14 +109,9 @@ def _differences(comparison: RunComparison, section: Section, rows: list[tuple[A
     return columns
 
 
-def coverage_kinds(intervals: Iterable[Interval | None]) -> list[str]:
-    """The kinds of noise that intervals cover, such as `3 seeds`, each once."""
-    return list(dict.fromkeys(interval.coverage for interval in intervals if interval))
-
-
 def _by_coverage(intervals: list[Interval | None]) -> dict[str, list[Cell]]:
     """The intervals by the noise that they cover, each time with None in place of all others; without intervals one list, by ""."""
-    kinds = coverage_kinds(intervals) or [""]
+    kinds = dict.fromkeys(interval.coverage for interval in intervals if interval) or [""]
     return {coverage: [interval if interval and interval.coverage == coverage else None for interval in intervals] for coverage in kinds}
 
 
@@ -146,14 +141,9 @@ def difference_table(comparison: RunComparison) -> Table:
 
 def print_comparison(comparison: RunComparison, console: Console | None = None) -> None:
     """Print the tables, the differences, the warning and the notes on what runs lack."""
-    tables = comparison_tables(comparison)
-    if comparison.differences:  # differences get a table of their own
-        contents_by_table = [tuple(filled for filled in table.contents if filled[0].kind != "difference") for table in tables]
-        tables = (
-            *(replace(table, contents=contents) for table, contents in zip(tables, contents_by_table, strict=True)),
-            difference_table(comparison),
-        )
-    print_tables(*tables, notes=notes(comparison), console=console)
+    tables = comparison_tables(replace(comparison, differences=()))
+    differences = [difference_table(comparison)] if comparison.differences else []  # in a table of their own
+    print_tables(*tables, *differences, notes=notes(comparison), console=console)
 
 
 def notes(comparison: RunComparison) -> list[str]:
@@ -188,24 +178,20 @@ def cost_table(arms: Sequence[ArmRuns], concurrent_runs: Sequence[RunRecord], ti
     spans = {run.folder: _under_way(run) for run in concurrent_runs}
     on_cpu = [str(run.setting("device") or "cpu").startswith("cpu") for arm in arms for run in arm.runs]
     memory = "GiB, whole process" if all(on_cpu) else "GiB, whole process on a CPU" if any(on_cpu) else "GiB, tensors on the GPU"
-    units = {
-        "parameters": "M", "in the normalizer": "parameters, at the start", "tokens": "M a run", "training": "TFLOP a run",
-        "training time": "s a run", "speed": "tokens/s", "peak memory": memory, "concurrent runs": "others of this page, mean",
-    }  # fmt: skip
-    costs = [[*zip(*(_costs(run, spans) for run in arm.runs), strict=True)] for arm in arms]
+    costs = [[_costs(run, spans, memory) for run in arm.runs] for arm in arms]
     columns: list[Filled] = [
         (Column("arm", kind="label"), [arm.label for arm in arms]),
         (Column("runs"), [str(len(arm.runs)) for arm in arms]),
     ]
-    for (name, unit), by_arm in zip(units.items(), zip(*costs, strict=True), strict=True):
-        cells = [_mean_of(values, decimals=1 if name == "concurrent runs" else None) for values in by_arm]
+    for name, unit in costs[0][0]:
+        cells = [_mean_of([cost[name, unit] for cost in by_run], decimals=1 if name == "concurrent runs" else None) for by_run in costs]
         columns += [(Column(name, unit), cells)] if any(cells) else []
     devices = [", ".join(dict.fromkeys(show(run.setting("device")) for run in arm.runs)) for arm in arms]
     return Table(title, "", (*columns, (Column("device", kind="words"), devices)))
 
 
-def _costs(run: RunRecord, spans: Mapping[Path, Span | None]) -> tuple[float | None, ...]:
-    """The costs of a run in the order and units of `cost_table`; None where the run folder does not record a cost."""
+def _costs(run: RunRecord, spans: Mapping[Path, Span | None], memory_unit: str) -> dict[tuple[str, str], float | None]:
+    """The costs of a run, by name and unit; None where the run folder does not record a cost."""
     seconds, memory = training_seconds(run.logged), peak_memory(run.logged)
     tokens = run.tokens_seen and run.tokens_seen - (run.environment_entry("branched_from.tokens") or 0)  # its own, as the seconds are
     tokens = 0 if run.environment.get("swap") and not run.logged else tokens  # it was swapped, and not trained
@@ -215,16 +201,16 @@ def _costs(run: RunRecord, spans: Mapping[Path, Span | None]) -> tuple[float | N
         other_spans = [span for folder, span in spans.items() if span and folder != run.folder]
         shared_seconds = sum(max(0.0, (min(own_span[1], stop) - max(own_span[0], start)).total_seconds()) for start, stop in other_spans)
         concurrency = shared_seconds / (own_span[1] - own_span[0]).total_seconds()
-    return (
-        total and total / 1e6,
-        normalizer,
-        tokens and tokens / 1e6,
-        flops and tokens and flops * tokens / 1e12,
-        seconds,
-        tokens / seconds if tokens and seconds else None,
-        memory and memory / 2**30,
-        concurrency,
-    )
+    return {
+        ("parameters", "M"): total and total / 1e6,
+        ("in the normalizer", "parameters, at the start"): normalizer,
+        ("tokens", "M a run"): tokens and tokens / 1e6,
+        ("training", "TFLOP a run"): flops and tokens and flops * tokens / 1e12,
+        ("training time", "s a run"): seconds,
+        ("speed", "tokens/s"): tokens / seconds if tokens and seconds else None,
+        ("peak memory", memory_unit): memory and memory / 2**30,
+        ("concurrent runs", "others of this page, mean"): concurrency,
+    }
 
 
 def _under_way(run: RunRecord) -> Span | None:
@@ -260,8 +246,9 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
     def fact(name: str, value: Callable[[RunRecord], object]) -> Fact:
         return Fact(name, *shared_value(arms, value))
 
-    def config(*prefixes: str) -> Callable[[RunRecord], str]:
-        return lambda run: ", ".join(f"{key}={value}" for key, value in run.flat.items() if key.startswith(prefixes))
+    def schedule(run: RunRecord) -> str:
+        prefixes = ("optim.lr", "optim.warmup_steps", "optim.schedule.")
+        return ", ".join(f"{key}={value}" for key, value in run.flat.items() if key.startswith(prefixes))
 
     def parameters_outside_normalizer(run: RunRecord) -> int | None:
         total, normalizer = run.environment_entry("parameters.total"), run.environment_entry("parameters.normalizer")
@@ -277,8 +264,7 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
         return "; ".join(_pairs(share) for share in run.config["data"].get("tasks") or []) or None
 
     same_code, code = shared_value(arms, lambda run: run.commits)  # equal commits with uncommitted changes need not be equal code
-    seeds = [tuple(seeds_shown(run.seeds) for run in arm.runs) for arm in arms]
-    by_arm = "; ".join(f"{arm.label}: {', '.join(arm_seeds)}" for arm, arm_seeds in zip(arms, seeds, strict=True))
+    seeds = {tuple(run.seeds for run in arm.runs) for arm in arms}
     unequal = [f"{printable(run.name)}: {'; '.join(differences)}" for run in comparison.runs if (differences := differing(run.environment))]
     settings = dict.fromkeys(line.setting for section in comparison.sections for line in section.lines if line.setting)
     conditions = [
@@ -289,8 +275,8 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
         *(fact(f"{name} (sha256)", section.sha256) for name, section in sections.items()),
         fact("tokens in a step", lambda run: run.flat.get("optim.batch_tokens")),
         fact("steps", lambda run: run.flat.get("trainer.max_steps")),
-        Fact("seeds", len(set(seeds)) == 1, by_arm if len(set(seeds)) > 1 else ", ".join(seeds[0])),
-        fact("learning rate and schedule", config("optim.lr", "optim.warmup_steps", "optim.schedule.")),
+        Fact("seeds", len(seeds) == 1, shared_value(arms, lambda run: seeds_shown(run.seeds))[1]),
+        fact("learning rate and schedule", schedule),
         fact("parameters outside the normalizer", parameters_outside_normalizer),
         fact("precision", lambda run: run.setting("precision")),
         fact("device", lambda run: run.setting("device")),
@@ -314,22 +300,18 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
 
 def facts_table(comparison: RunComparison) -> Table:
     """A table with a row for each of the `run_facts`; with several arms a column says whether the conditions of a fair comparison hold."""
-    facts, several_arms = run_facts(comparison), len(comparison.arms) > 1
-    same_column = [(Column("same in all runs", kind="label"), [SAME[fact.agrees] if fact.condition else "" for fact in facts])]
-    what_column, value_column = Column("what", kind="label"), Column("value", kind="words")
-    return Table(
-        "Runs and environment",
-        "",
-        ((what_column, [fact.name for fact in facts]), *same_column * several_arms, (value_column, [fact.value for fact in facts])),
-    )
+    lines = []
+    for fact in run_facts(comparison):
+        agreement = {"same in all runs": SAME[fact.agrees] if fact.condition else ""} if len(comparison.arms) > 1 else {}
+        lines.append({"what": fact.name} | agreement | {"value": fact.value})
+    return from_lines("Runs and environment", lines, {"value": "words"})
 
 
 def configuration_table(comparison: RunComparison, is_omitted: Callable[[str], bool]) -> Table:
     """A table with a row for each configuration key in which the arms differ and a column for each arm, less the keys that `is_omitted`."""
-    lines = [(key, values) for key, values in comparison.config_diff.items() if not is_omitted(key)]
-    columns = [(Column("key", kind="label"), [key for key, _ in lines])]
-    columns += [(Column(arm.label, kind="words"), [values[place] for _, values in lines]) for place, arm in enumerate(comparison.arms)]
-    return Table("Configuration keys in which the arms differ", "", tuple(columns))
+    labels, diff = [arm.label for arm in comparison.arms], comparison.config_diff
+    lines = [{"key": key} | dict(zip(labels, values, strict=True)) for key, values in diff.items() if not is_omitted(key)]
+    return from_lines("Configuration keys in which the arms differ", lines, dict.fromkeys(labels, "words"))
 
 
 def _amount(section: Section, run: RunRecord) -> str | None:

@@ -1,6 +1,7 @@
 """The numbers of evaluations of any kind: tables on the terminal, and CSV or JSON with one number a line."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -95,27 +96,20 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
         title = kind if several_runs else f"{kind}, {kind_results[0].folder.name}, step {kind_results[0].evaluation.step}"
         title += " (cached)" if all(result.cached for result in kind_results) else ""
         for metrics in _metric_groups(row for result in kind_results for row in result.rows):
-            rows = [[row for row in result.rows if row.metric in metrics] for result in kind_results]
+            rows = [(number, row) for number, result in enumerate(kind_results) for row in result.rows if row.metric in metrics]
+            tables, curves = {}, []
             if len(metrics) > MOST_COLUMNS:
-                print_tables(_by_metric(title, models, metrics, kind_results))
-                omitted_count += sum(bool(row.where) for group in rows for row in group)
-                continue
-            curves, cells = [], Cells()
-            if max(sum(row.low is None for row in group) for group in rows) > MOST_NUMBERS:
-                name_maps = [
-                    series_names(series for series in result.evaluation.series if series.metric in metrics) for result in kind_results
-                ]
-                rows = [
-                    [row for series, name in names.items() if _has_intervals(series) for row in _rows(series, name)] for names in name_maps
-                ]
-                curves = [
-                    (model_number, *pair)
-                    for model_number, names in enumerate(name_maps)
-                    for pair in names.items()
-                    if not _has_intervals(pair[0])
-                ]
-            if any(rows):
-                print_tables(_table(title, models, "measured at", _with_intervals(rows)))
+                means = [(Column(f"{models[number]} {row.setting}".strip()), row) for number, row in rows if not row.where]
+                tables["metric"] = {((0, "", row.metric), column): digits(row.value) for column, row in means}
+                omitted_count += len(rows) - len(means)
+                rows = []
+            elif max(Counter(number for number, row in rows if row.low is None).values(), default=0) > MOST_NUMBERS:
+                selections = ((series for series in result.evaluation.series if series.metric in metrics) for result in kind_results)
+                named_series = [(number, *pair) for number, series in enumerate(selections) for pair in series_names(series).items()]
+                rows = [(number, row) for number, series, name in named_series if _has_intervals(series) for row in _rows(series, name)]
+                curves = [entry for entry in named_series if not _has_intervals(entry[1])]
+            tables["measured at"] = _with_intervals(rows)
+            tables["curve"] = cells = {}
             for model_number, curve, name in curves:
                 finite_places = [place for place in curve.places if math.isfinite(curve.mean_at(place))]
                 ends = [digits(curve.mean_at(place)) + f" ({_place(curve, *curve.places[place])})" * bool(place) for place in finite_places]
@@ -123,8 +117,7 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
                 cells[row, Column("first value (at)")] = ends[0] if ends else ""
                 cells[row, Column("last value (at)")] = ends[-1] if len(ends) > 1 else ""
                 omitted_count += len(curve.places) - min(2, len(finite_places))
-            if cells:
-                print_tables(_table(title, models, "curve", cells))
+            print_tables(*(_table(title, models if head != "metric" else [""], head, cells) for head, cells in tables.items() if cells))
         if omitted_count:
             destination = output or "in a table with -o table.csv"
             print(f"{omitted_count:,} more numbers, by layer, position or the like, and all intervals: {destination}")
@@ -143,31 +136,17 @@ def _table(title: str, models: list[str], place_heading: str, cells: Cells) -> T
     return Table(title, "", (*filled, *((column, [cells.get((row, column), "") for row in rows]) for column in columns)))
 
 
-def _with_intervals(rows: list[list[Row]]) -> Cells:
-    """Cells with a row for each place of an evaluation, and a column for each metric with its interval."""
+def _with_intervals(rows: list[tuple[int, Row]]) -> Cells:
+    """Cells with a row for each place of an evaluation, and a column for each metric with its interval; `rows`: by number of evaluation."""
     coverages: dict[str, str] = {}
-    for row in (row for group in rows for row in group):
+    for _, row in rows:
         coverages[row.metric] = coverages.get(row.metric) or row.over * (row.low is not None)
     cells = {}
-    for model_number, row in ((model_number, row) for model_number, group in enumerate(rows) for row in group):
+    for model_number, row in rows:
         ends = f" ({row.over})" * bool(row.over) if row.low is None else f" [{digits(row.low)}, {digits(row.high)}]"
         coverage = coverages[row.metric]
         cells[(model_number, row.setting, row.where), Column(row.metric, coverage and f"95% over {coverage}")] = digits(row.value) + ends
     return cells
-
-
-def _by_metric(title: str, models: list[str], metrics: list[str], results: list[EvaluationResult]) -> Table:
-    """A table of many metrics, each as its mean over all places: a row for each metric, a column for each model and setting."""
-    columns: dict[tuple[int, str], dict[str, Row]] = {}
-    for model_number, result in enumerate(results):
-        for row in (row for row in result.rows if row.metric in metrics and not row.where):
-            columns.setdefault((model_number, row.setting), {})[row.metric] = row
-    shown_metrics = [name for name in metrics if any(name in rows for rows in columns.values())]
-    contents: list[Filled] = [(Column("metric", kind="label"), shown_metrics)]
-    for (model_number, setting), rows in columns.items():
-        cells = [digits(rows[metric].value) if metric in rows else "" for metric in shown_metrics]
-        contents.append((Column(f"{models[model_number]} {setting}".strip()), cells))
-    return Table(title, "", tuple(contents))
 
 
 def _metric_groups(rows: Iterable[Row]) -> list[list[str]]:

@@ -55,13 +55,12 @@ def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
 
 def frame(blocks: Iterable[Lines]) -> pd.DataFrame:
     """The data frame of blocks of lines, with `COLUMNS`."""
-    block_list = list(blocks)
-    sizes = [len(_column(block["value"], 1)) for block in block_list]
-    columns = {}
-    for name in COLUMNS:
-        parts = [_column(block.get(name), size) for block, size in zip(block_list, sizes, strict=True)]
-        columns[name] = np.concatenate(parts) if parts else np.array([], dtype=object)
-    return pd.DataFrame(columns).infer_objects()
+    columns: dict[str, list[np.ndarray]] = {name: [np.array([], object)] for name in COLUMNS}
+    for block in blocks:
+        for name, parts in columns.items():
+            value = math.nan if block.get(name) is None else block[name]
+            parts.append(value if isinstance(value, np.ndarray) else np.full(len(np.asarray(block["value"])), value, object))
+    return pd.DataFrame({name: np.concatenate(parts[1:] or parts) for name, parts in columns.items()}).infer_objects()
 
 
 def evaluation_blocks(evaluation: Evaluation, run: Lines) -> Iterator[Lines]:
@@ -89,11 +88,6 @@ def _series_blocks(series: Series) -> Iterator[Lines]:
         lines |= {name: np.repeat(values, units) for name, values in axis_columns.items()}
         yield description | lines | {"sequences": sample.sha256, "value": sample.values.T.reshape(-1).astype(float)}
         first_column += width
-
-
-def _column(value: object, size: int) -> np.ndarray:
-    """A column of a block, (size,): an array unchanged, any other value repeated."""
-    return value if isinstance(value, np.ndarray) else np.full(size, math.nan if value is None else value, object)
 
 
 def _run_folders(folder: Path) -> list[Path]:

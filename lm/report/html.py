@@ -47,12 +47,13 @@ class PageSection:
     """A heading and the blocks under it."""
 
     title: str
+    prefix: str | None = ""  # beginning of the names of its files; None: it has no files
     blocks: list[PageBlock] = field(default_factory=list)
 
     def add(self, kind: BlockKind, content: str | list[str] | Table | Picture | tuple[str, str] | None, name: str = "") -> None:
         """Append a block, if there is content."""
         if content:
-            self.blocks.append(PageBlock(kind, content, name))
+            self.blocks.append(PageBlock(kind, content, f"{self.prefix}{name}" if name and self.prefix is not None else ""))
 
 
 @dataclass(frozen=True)
@@ -126,27 +127,23 @@ def run_sections(
         suffix: words after the titles.
         is_omitted: tells whether a configuration key is left out.
     """
-
-    def file_name(name: str) -> str:
-        return "" if prefix is None else f"{prefix}{name}"
-
     titles = ("Measured at the end", "Cost", "What differs, and what does not")
-    measured_section, cost_section, shared_section = (PageSection(f"{title}{suffix}") for title in titles)
+    measured_section, cost_section, shared_section = (PageSection(f"{title}{suffix}", prefix) for title in titles)
     for number, (section, table) in enumerate(zip(comparison.sections, comparison_tables(comparison), strict=True), 1):
         if prefix is not None and section.shape != "number":
-            measured_section.add("picture", along_axis(comparison, section), file_name(f"measured-{number}-picture"))
-        measured_section.add("table", table, file_name(f"measured-{number}"))
+            measured_section.add("picture", along_axis(comparison, section), f"measured-{number}-picture")
+        measured_section.add("table", table, f"measured-{number}")
     for number, picture in enumerate(maps(comparison), 1):
-        measured_section.add("picture", picture, file_name(f"map-{number}"))
+        measured_section.add("picture", picture, f"map-{number}")
     if prefix is None and comparison.differences:
         differences = difference_table(comparison)
         measured_section.add("table", differences)
         measured_section.add("note", f"{differences.title}: {differences.unit}.")
     measured_section.add("list", notes(comparison) if prefix is None else list(comparison.missing))
-    cost_section.add("table", cost_table(comparison.arms, concurrent_runs, f"What a run took{suffix}"), file_name("cost"))
+    cost_section.add("table", cost_table(comparison.arms, concurrent_runs, f"What a run took{suffix}"), "cost")
     cost_section.add("note", COST)
-    shared_section.add("table", configuration_table(comparison, is_omitted) if comparison.config_diff else None, file_name("configuration"))
-    shared_section.add("table", facts_table(comparison), file_name("environment"))
+    shared_section.add("table", configuration_table(comparison, is_omitted) if comparison.config_diff else None, "configuration")
+    shared_section.add("table", facts_table(comparison), "environment")
     return [measured_section, cost_section, shared_section]
 
 

@@ -4,7 +4,7 @@ import io
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -12,7 +12,6 @@ from typing import Literal
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import QuadMesh
 from matplotlib.colors import LogNorm, Normalize, SymLogNorm
 from matplotlib.figure import Figure
@@ -205,7 +204,18 @@ class Picture:
     @cached_property
     def csv(self) -> str:
         """A CSV file with a line for each point: its panel, arm or seed, kind, x, y and the ends of its interval."""
-        return _csv(self.panels)
+        columns, lines = ("panel", "of", "kind", "x", "y", "low", "high"), []
+        for panel in filter(None, self.panels):
+            if isinstance(panel, Map):
+                for (row, column), value in np.ndenumerate(panel.values):
+                    lines.append((panel.title, panel.rows[row], "map", panel.columns[column], f"{value:.6g}"))
+                continue
+            for trace in panel.traces:
+                bounds = () if trace.low is None else (trace.low, trace.high)
+                for x, *values in zip(trace.x, trace.y, *bounds, strict=True):
+                    numbers = (panel.ticks.get(x, f"{x:.8g}"), *(f"{value:.6g}" for value in values))
+                    lines.append((panel.title, trace.label, trace.kind, *numbers))
+        return csv_text([dict(zip(columns, line, strict=False)) for line in lines], columns)
 
     def file(self, suffix: str) -> bytes:
         """The picture as a file with this suffix: .svg, .png or .csv. Raises RunError for any other suffix."""
@@ -228,20 +238,18 @@ def _render(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
     font = min(11.0, 2.4 * width / columns)
     with matplotlib.rc_context(SETTINGS | {"font.size": font, "axes.titlesize": font + 1}):
         figure = Figure(figsize=(width, height), dpi=100, layout="constrained")  # before colour bars, which need the layout
-        FigureCanvasAgg(figure)
-        grid, maps = figure.add_gridspec(rows, columns), {}
+        maps = {}
         for place, panel in enumerate(picture.panels):
-            row, column = divmod(place, columns)
             if panel is None:
                 continue
-            axes = figure.add_subplot(grid[row, column])
+            axes = figure.add_subplot(rows, columns, place + 1)
             if isinstance(panel, Map):
                 mesh = _map(axes, panel, (width / columns, height / rows))
                 if not panel.shows_values:
                     maps.setdefault((panel.scale, panel.low, panel.top, panel.unit), (mesh, []))[1].append(axes)
             else:
                 _panel(axes, panel)
-            if "y" in picture.shared and column:
+            if "y" in picture.shared and place % columns:
                 axes.set(ylabel="", yticklabels=[])
             if "x" in picture.shared and any(picture.panels[place + columns : place + columns + 1]):
                 axes.set(xlabel="", xticklabels=[])
@@ -280,8 +288,9 @@ def _panel(axes: Axes, panel: Panel) -> None:
     if panel.zero_line:
         axes.axhline(0, color=GREY, linewidth=1)
     lines = Counter(trace.arm for trace in panel.traces if trace.kind in ("seed", "mean"))
-    for trace in _clear_traces(panel.traces) if panel.is_crowded else panel.traces:
-        _trace(axes, trace, is_alone=lines[trace.arm] == 1)
+    averaged_arms = {trace.arm for trace in panel.traces if trace.kind == "mean"} if panel.is_crowded else ()
+    for trace in (trace for trace in panel.traces if trace.kind != "seed" or trace.arm not in averaged_arms):
+        _trace(axes, trace, is_alone=lines[trace.arm] == 1, has_band=not panel.is_crowded)
     for x, y, arm in panel.rings:
         axes.plot([x], [y], "o", markersize=15, markerfacecolor="none", markeredgewidth=1.6, color=colour_and_marker(arm)["color"])
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
@@ -313,22 +322,12 @@ def _panel(axes: Axes, panel: Panel) -> None:
         axes.legend(loc="best", fontsize=9)
 
 
-def _clear_traces(traces: Sequence[Trace]) -> Iterator[Trace]:
-    """The traces of a crowded panel: of arms with a mean the mean alone, without a band."""
-    averaged_arms = {trace.arm for trace in traces if trace.kind == "mean"}
-    for trace in traces:
-        if trace.kind == "mean":
-            yield replace(trace, low=None, high=None)
-        elif trace.kind != "seed" or trace.arm not in averaged_arms:
-            yield trace
-
-
 def _legend_lines(panel: Panel) -> int:
     return sum(trace.in_legend for trace in panel.traces)
 
 
-def _trace(axes: Axes, trace: Trace, is_alone: bool) -> None:
-    """Draw a trace. `is_alone`: it is the only line of its arm, and as thick as a mean."""
+def _trace(axes: Axes, trace: Trace, is_alone: bool, has_band: bool) -> None:
+    """Draw a trace. `is_alone`: it is the only line of its arm, and as thick as a mean; `has_band`: a mean is drawn with its interval."""
     style = colour_and_marker(trace.arm) | dashes_and_width(trace.dashes or max(trace.arm, 0) // len(COLOURS))
     style |= {"fillstyle": "none" if trace.hollow else "full"} | ({"label": trace.label} if trace.in_legend else {})
     points = style | {"linestyle": "none"}
@@ -337,7 +336,7 @@ def _trace(axes: Axes, trace: Trace, is_alone: bool) -> None:
             line_style = {"marker": ""} | ({} if is_alone else {"linewidth": 0.8, "alpha": 0.5})
             axes.plot(trace.x, trace.y, **style | line_style)
         case "mean":
-            if trace.low is not None:
+            if trace.low is not None and has_band:
                 axes.fill_between(trace.x, trace.low, trace.high, color=style["color"], alpha=0.15, linewidth=0)
             line_style = {"linewidth": 1.1} if trace.hollow or trace.arm < 0 else {}
             axes.plot(trace.x, trace.y, markersize=4.5, markevery=max(1, len(trace.x) // 8), zorder=3, **style | line_style)
@@ -375,20 +374,6 @@ def _map(axes: Axes, panel: Map, size: tuple[float, float]) -> QuadMesh:
     return mesh
 
 
-def _csv(panels: Sequence[Panel | Map | None]) -> str:
-    columns, lines = ("panel", "of", "kind", "x", "y", "low", "high"), []
-    for panel in filter(None, panels):
-        if isinstance(panel, Map):
-            for (row, column), value in np.ndenumerate(panel.values):
-                lines.append((panel.title, panel.rows[row], "map", panel.columns[column], f"{value:.6g}", "", ""))
-            continue
-        for trace in panel.traces:
-            ends = ([""] * len(trace.x),) * 2 if trace.low is None else ([f"{x:.6g}" for x in bound] for bound in (trace.low, trace.high))
-            for x, y, low, high in zip(trace.x, trace.y, *ends, strict=True):
-                lines.append((panel.title, trace.label, trace.kind, panel.ticks.get(x, f"{x:.8g}"), f"{y:.6g}", low, high))
-    return csv_text([dict(zip(columns, line, strict=True)) for line in lines], columns)
-
-
 def _wrapped(title: str) -> str:
     return "\n".join(textwrap.fill(line, 56) for line in title.split("\n"))
 
@@ -421,24 +406,10 @@ def token_unit(count: float) -> tuple[float, str]:
     return unit, f"tokens seen ({word})" if word else "tokens seen"
 
 
-def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """The centred moving mean, (points,). At the ends it is over fewer points, and values that aren't finite are left out."""
-    is_finite = np.isfinite(values)
-    total, count = (
-        np.convolve(x, np.ones(window))[window // 2 :][: len(values)] for x in (np.where(is_finite, values, 0.0), is_finite.astype(float))
-    )
-    return np.where(is_finite, total / np.maximum(count, 1), np.nan)
-
-
 def note(axes: Axes, text: str, place: tuple[float, float], offset: tuple[int, int], transform: Transform, **options: str | int) -> None:
     """Write small grey words, `offset` points away from `place` (x, y) in the coordinates of `transform`."""
     halo = [withStroke(linewidth=2.5, foreground=PAPER)]
     axes.annotate(text, place, offset, transform, textcoords="offset points", color=GREY, fontsize=9, path_effects=halo, **options)
-
-
-def doublings(first: float, last: float) -> dict[float, str]:
-    """Ticks of a logarithmic axis, in plain numbers: the powers of 2 from `first` to `last`."""
-    return plain_ticks([2**power for power in range(31) if first <= 2**power <= last])
 
 
 def plain_ticks(values: Sequence[float]) -> dict[float, str]:

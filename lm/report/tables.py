@@ -3,7 +3,7 @@
 import csv
 import io
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,6 +22,7 @@ from lm.statistics.intervals import Interval
 
 NO_INTERVAL = "[no interval]"  # stands beside means of values without spread, or that are not finite
 
+ColumnKind = Literal["label", "words", "number", "mean", "difference"]
 Cell = str | Text | Interval | None  # None: not measured; Text: for the terminal only
 
 
@@ -36,7 +37,7 @@ class Column:
 
     name: str
     unit: str = ""
-    kind: Literal["label", "words", "number", "mean", "difference"] = "number"
+    kind: ColumnKind = "number"
     decimals: int = 4  # decimals of means
 
     @property
@@ -152,11 +153,10 @@ def to_csv(tables: tuple[Table, ...]) -> str:
     return csv_text(lines, ("table", *labels, *numbers))
 
 
-def from_lines(title: str, lines: Sequence[dict[str, Cell]], numbers: Sequence[str]) -> Table:
-    """A table with a row for each line, a map of cells by column name. All columns but `numbers` are labels."""
-    names = dict.fromkeys(name for line in lines for name in line)
-    kinds = {name: "number" if name in numbers else "label" for name in names}
-    return Table(title, "", tuple((Column(name, kind=kind), [line.get(name, "") for line in lines]) for name, kind in kinds.items()))
+def from_lines(title: str, lines: Sequence[dict[str, Cell]], kinds: Mapping[str, ColumnKind]) -> Table:
+    """A table with a row for each line, a map of cells by column name. Columns without a kind in `kinds` are labels."""
+    columns = [Column(name, kind=kinds.get(name, "label")) for name in dict.fromkeys(name for line in lines for name in line)]
+    return Table(title, "", tuple((column, [line.get(column.name, "") for line in lines]) for column in columns))
 
 
 def csv_text(lines: Sequence[dict[str, Plain]], columns: Sequence[str] = (), intervals: Sequence[str] = ()) -> str:
@@ -189,8 +189,9 @@ def to_latex(tables: tuple[Table, ...]) -> str:
     """LaTeX with a booktabs tabular for each table. Units stand in a second line of the heading."""
     blocks = ["% needs \\usepackage{booktabs}"]
     for table in tables:
-        names, units = ([_tex(column.name) for column in table.columns], [_tex_unit(column.unit) for column in table.columns])
-        lines = [f"% {_tex(table.title)}", f"\\begin{{tabular}}{{l{'r' * (len(names) - 1)}}}", "\\toprule"]
+        names, units = ([getattr(column, name).translate(_TEX) for column in table.columns] for name in ("name", "unit"))
+        units = [unit and f"\\shortstack{{({unit})}}".replace(", ", ",\\\\ ") for unit in units]  # a line for each part of a unit
+        lines = [f"% {table.title.translate(_TEX)}", f"\\begin{{tabular}}{{l{'r' * (len(names) - 1)}}}", "\\toprule"]
         lines += [" & ".join(names) + " \\\\", " & ".join(units) + " \\\\", "\\midrule"]
         lines += [" & ".join(_tex_cell(*pair) for pair in row) + " \\\\" for row in table.rows]
         blocks.append("\n".join([*lines, "\\bottomrule", "\\end{tabular}"]))
@@ -199,23 +200,14 @@ def to_latex(tables: tuple[Table, ...]) -> str:
 
 _TEX = {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}"}
 _TEX |= {"<": "\\textless{}", ">": "\\textgreater{}", "|": "\\textbar{}"} | {letter: f"\\{letter}" for letter in "&%$#_{}"}
-
-
-def _tex(text: str) -> str:
-    return "".join(_TEX.get(letter, letter) for letter in text)
-
-
-def _tex_unit(unit: str) -> str:
-    """A unit in parentheses, a line for each of its parts."""
-    lines = ",\\\\ ".join(_tex(part) for part in unit.split(", "))
-    return unit and f"\\shortstack{{({lines})}}"
+_TEX = str.maketrans(_TEX)
 
 
 def _tex_cell(column: Column, cell: Cell) -> str:
     if isinstance(cell, Interval) and cell.bounded:
         mean, low, high = (f"${column.text(value)}$" for value in cell.as_list())
         return f"\\shortstack{{{mean}\\\\{{\\scriptsize [{low}, {high}]}}}}" if column.kind == "mean" else f"{mean} [{low}, {high}]"
-    return _tex(column.cell_text(cell))
+    return column.cell_text(cell).translate(_TEX)
 
 
 # ---------------------------------------------------------------- terminal
