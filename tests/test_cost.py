@@ -95,10 +95,10 @@ def test_what_the_loss_takes_is_estimated_where_it_is_most_of_a_step(tiny, optio
 
 
 def test_the_estimate_is_of_all_phases_that_are_still_to_come(tiny):
-    phases = "phases=[{until: 0.3, normalizer: softmax}, {until: 0.6, normalizer: entmax15}, {until: 1, normalizer: softmax}]"
-    soft, sparse, both_phases = (tiny(*LARGER, override) for override in ("model.normalizer=softmax", "model.normalizer=entmax15", phases))
+    phases = "phases=[{until: 0.3, normalizer: softmax}, {until: 0.6, normalizer: linear}, {until: 1, normalizer: softmax}]"
+    soft, linear, both_phases = (tiny(*LARGER, override) for override in ("model.normalizer=softmax", "model.normalizer=linear", phases))
     estimates = [estimated_memory(both_phases, phase, 400, False, "cpu") for phase in range(3)]
-    small, large = (estimated_memory(config, 0, 400, False, "cpu") for config in (soft, sparse))
+    small, large = (estimated_memory(config, 0, 400, False, "cpu") for config in (soft, linear))
     assert small < large
     assert estimates == [large, large, small]
 
