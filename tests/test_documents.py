@@ -105,7 +105,8 @@ def wrong_configuration(words: list[str], folder: Path) -> str | None:
     files = [word for word in words[1:] if word.endswith(".yaml") and words[0] in CONFIGURED[:3]]
     paths = [folder / file if (folder / file).exists() else ROOT / file for file in files] or [ROOT / "configs" / "ssmax.yaml"]
     overrides = [word for word in words[1:] if re.match(r"[a-z_.]+=", word)]
-    return problem_of([*map(str, paths), *overrides])
+    normalizer = [f"model.normalizer={words[words.index('--to') + 1]}"] if "--to" in words else []
+    return problem_of([*map(str, paths), *normalizer, *overrides])
 
 
 def problem_of(arguments: list[str]) -> str | None:
