@@ -204,11 +204,12 @@ def test_cells_have_their_control_and_ranks_share_them(tiny, monkeypatch: pytest
     ]
     heads = [series for series in result if series.metric == "attention to the number"]
     assert [(series.what, series.samples[0].values.shape) for series in heads] == [("layer 0", (3, 2)), ("layer 1", (3, 2))]
-    widths = np.mean([np.diff(trial.spans).ravel() for trial in trials(Needle(depth=0.5), 256, 3, Text(store))], axis=0)
+    asked = trials(Needle(depth=0.5), 256, 3, Text(store))
+    parts = np.mean([np.diff(trial.spans).ravel() / len(trial.prompt) for trial in asked], axis=0)  # of the keys that the last token sees
     levels = {series.metric: series.references["uniform attention"] for series in result if series.metric.startswith("attention to the")}
     assert levels == {
-        "attention to the number": pytest.approx(widths[0] / 256),
-        "attention to the sentence": pytest.approx(widths[1] / 256),
+        "attention to the number": pytest.approx(parts[0]),
+        "attention to the sentence": pytest.approx(parts[1]),
     }
     assert json.loads(json.dumps([series.plain() for series in result])) == [series.plain() for series in result]
 
