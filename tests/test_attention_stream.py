@@ -153,7 +153,7 @@ def test_a_copy_for_another_inference_setting_gives_its_own_attention():
     assert (weights - copy_weights).abs().max() > 1e-3
 
 
-def test_n_follows_the_given_length():
+def test_n_sample_follows_the_given_length():
     decoder = make_decoder(opt.SSMax(n="sample"))
     with torch.no_grad():
         short, long = (next(iter(attention_blocks(decoder, batch(), [-1], length))) for length in (LENGTH, 1000))

@@ -94,7 +94,10 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
             {"arms": {"a": {}, "b": {"data.min_document_bytes": 500}}},
             "arms.b = .*reads other data than the baseline; give all arms one value of data.min_document_bytes",
         ),
-        ({"arms": {"a": {}, True: {}}}, "arms = true: is no text to YAML, but a value; put the name in quotes"),
+        (
+            {"arms": {"a": {}, True: {}}},
+            "arms = true: is no text: YAML reads on, yes and null as values; put the name in quotes",
+        ),
         ({"arms": {"a": {}, "b": {"optim.lr": 1e-3, "optim": {"lr": 2e-3}}}}, "arms.b.optim.lr: given twice in one block; drop one"),
         (
             {

@@ -116,12 +116,14 @@ def test_head_scores_have_the_rotations_of_the_whole_sequence(store: Store):
 
 @torch.no_grad()
 def test_learned_positions_reach_as_far_as_the_configuration_says(store: Store):
-    decoder, question = made(store, position=Learned()).float(), trials(Needle(), LENGTH, 1, Text(store))
+    decoder, questions = made(store, position=Learned()).float(), trials(Needle(distractors=1), LENGTH, 20, Text(store))
     decoder.seq_len, decoder.position = LENGTH + TOKENS_AFTER, torch.nn.Embedding(LENGTH + TOKENS_AFTER, decoder.config.n_embd)
-    assert score(decoder, question, LENGTH, Text(store)).shape == (1, len(SCORED))
-    decoder.seq_len -= 1
+    longest = max(questions, key=lambda question: max(map(len, question.others)) - len(question.answer))
+    assert max(map(len, longest.others)) > len(longest.answer), "another number has more tokens"
+    assert score(decoder, [longest], LENGTH, Text(store)).shape == (1, len(SCORED))
+    decoder.seq_len = LENGTH + 1
     with pytest.raises(ValueError, match="learned positions end"):
-        score(decoder, question, LENGTH, Text(store))
+        score(decoder, [longest], LENGTH, Text(store))
 
 
 def test_fine_tuning_teaches_a_copy_and_leaves_the_model(store: Store):

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from texts import TEXTS, files_config, stored_texts, tokens_of, write_texts
-from tokenizers import ByteLevelBPETokenizer
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
-from lm.config.data_config import DataConfig, GPT2Tokenizer, PretrainedTokenizer, TiktokenTokenizer, TokenizerFile, TrainedTokenizer
+from lm.config.data_config import DataConfig, Files, GPT2Tokenizer, PretrainedTokenizer, TiktokenTokenizer, TokenizerFile, TrainedTokenizer
 from lm.config.load import load
 from lm.data.encoding import LONGEST_WORD, Document, cuts_between_words, encode_all, pieces, short_words
 from lm.data.inspect import describe
@@ -270,8 +270,16 @@ def test_a_document_encoded_in_pieces_has_the_tokens_of_the_whole(monkeypatch: p
     assert n_pieces > 1_000
 
 
-def test_a_tokenizer_is_trained_on_short_words():
-    """A longer one, such as base64, would take time that grows with its square."""
+def test_a_tokenizer_is_trained_on_short_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lm.data.encoding.LONGEST_WORD", 4)
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text(f"abcdefgh{number} " * 500)
+    store = prepare(DataConfig(Files(paths=[str(tmp_path)]), TrainedTokenizer(262), root=str(tmp_path / "stores")))
+    assert max(map(len, Tokenizer.from_file(str(store.path / "tokenizer.json")).get_vocab().keys() - {END_OF_TEXT})) == 4
+
+
+def test_long_words_are_cut():
+    """A long word, such as base64, would take a tokenizer time that grows with its square."""
     blob = "ab" * 5_000
     cut = list(short_words(f"some words {blob} and {blob}"))
     assert "".join(cut) == f"some words {blob} and {blob}"

@@ -179,7 +179,7 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 BLOCK_WEIGHTS = 2**21  # weights held at a time on a CPU, where larger blocks leave the cache, and on a GPU at least
-FEWEST_WEIGHTS = 2**18  # of a block of a short sequence on a CPU: of smaller ones, calls of operations take more time than weights
+LEAST_BLOCK_WEIGHTS = 2**18  # least weights in a block on a CPU: smaller blocks spend more time on calls than on weights
 MOST_WEIGHTS = 2**27  # on a GPU, which wants large products: some tens of blocks a step of a model of 124 M parameters
 WEIGHT_BYTES = 64  # more than the backward pass of any definition takes for a weight: softpick's takes 42
 MEMORY_PART = 16  # a block takes at most this part of a GPU's free memory: most of it is for what a step keeps
@@ -204,12 +204,12 @@ def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, in
     """(first query, last query + 1, number of keys) of each block.
 
     Keys that causal queries can't see are left out, in eighths of the sequence: blocks of few different sizes reuse memory. On a CPU a
-    block is an eighth of a short sequence, too.
+    causal block is an eighth of the sequence at most, or `LEAST_BLOCK_WEIGHTS` if that is more.
     """
     device, length, keys, row_weights = executing_device(q), q.size(2), k.size(2), q.size(0) * q.size(1) * k.size(2)
     eighth, most_weights = -(-keys // 8), block_weights(device)
     if device.type == "cpu" and layout.causal:
-        most_weights = min(most_weights, max(row_weights * eighth, FEWEST_WEIGHTS))
+        most_weights = min(most_weights, max(row_weights * eighth, LEAST_BLOCK_WEIGHTS))
     step = max(1, most_weights // row_weights)
     return [(a, b, min(-(-b // eighth) * eighth, keys) if layout.causal else keys) for a, b in spans(length, step)]
 

@@ -20,7 +20,7 @@ import pandas as pd
 from lm import Given
 from lm.commands.arguments import paths_and_overrides, with_shape_of
 from lm.config.load import load
-from lm.config.yaml_text import flow_yaml
+from lm.config.yaml_text import override
 from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.experiments.compare import REPORT, VERDICTS, Work, compare_experiments
 from lm.experiments.experiment import Experiment, Primary
@@ -220,7 +220,7 @@ def _arguments(values: Sequence[Given]) -> list[str]:
     texts = []
     for value in values:
         if isinstance(value, Mapping):
-            texts += [f"{name}={flow_yaml(item, name)}" for name, item in value.items()]
+            texts += [override(name, item) for name, item in value.items()]
         elif isinstance(value, str | os.PathLike):
             texts.append(os.fspath(value))
         else:

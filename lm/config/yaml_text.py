@@ -151,6 +151,11 @@ def flow_yaml(value: object, key: str) -> str:
         raise ConfigError(f"{key}: {abbreviated(as_written(str(value)), 80)}: is no plain value: {one_line(error, 80)}") from None
 
 
+def override(key: str, value: object) -> str:
+    """`KEY=VALUE` of a command, as `flow_yaml`."""
+    return f"{key}={flow_yaml(value, key)}"
+
+
 def _plain(value: object) -> object:
     """A value whose maps, lists, paths and NumPy numbers are those of plain data."""
     if isinstance(value, Mapping):

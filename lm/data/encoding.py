@@ -130,9 +130,10 @@ def pieces(text: str) -> Iterator[str]:
 def short_words(text: str) -> Iterator[str]:
     """A text to train a tokenizer on, cut within words of more than `LONGEST_WORD` characters, such as base64."""
     begin = 0
-    for word in re.finditer(rf"\S{{{LONGEST_WORD}}}", text):
-        yield text[begin : word.end()]
-        begin = word.end()
+    for word in re.finditer(rf"(?<!\S)\S{{{LONGEST_WORD},}}", text):
+        for end in range(word.start() + LONGEST_WORD, word.end() + 1, LONGEST_WORD):
+            yield text[begin:end]
+            begin = end
     yield text[begin:]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm.config.eval_config import TOKENS_AFTER, NeedleConfig, lengths_of
+from lm.config.eval_config import NeedleConfig, lengths_of
 from lm.config.task_config import Needle, Task, task_names
 from lm.config.training_config import AdamW
 from lm.config.tree import Config
@@ -260,7 +260,7 @@ def score(decoder: Decoder, questions: list[Trial], length: int, text: Text) -> 
     prompts = torch.from_numpy(np.stack([trial.prompt for trial in questions])).to(device)
     cache = DecodingCache(length)
     first_logits = decoder.head(decoder(prompts, cache=cache, first=prompts.size(1) - 1)).float()  # (B, 1, V)
-    outputs = _greedy(decoder, first_logits, cache.fork(1), max(len(trial.answer) for trial in questions) + TOKENS_AFTER)
+    outputs = _greedy(decoder, first_logits, cache.fork(1), max(len(trial.answer) for trial in questions) + 2)
     rows = []
     for index, trial in enumerate(questions):
         candidates = [trial.answer, *trial.others]

@@ -271,6 +271,14 @@ class Validation(Measurement):
         self.held_out = validation_sequences(store, config)
 
     @property
+    def trained(self) -> np.ndarray:
+        """Mask, (N,) bool, of the sequences of sources that are trained on, all if none is; others have losses of their own."""
+        data = self.config.data
+        untrained = [] if data.symbolic else [number for number, source in enumerate(data.sources) if not source.weight]
+        mask = ~np.isin(self.held_out.sources, untrained)
+        return mask | (not mask.any())
+
+    @property
     def asked(self) -> Timing:
         return Timing(every=self.config.validation_every, at=[1.0])
 
@@ -285,9 +293,7 @@ class Validation(Measurement):
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         held_out, data = self.held_out, self.config.data
         nll = nll_by_token(decoder, held_out, device, progress=progress)
-        untrained = [] if data.symbolic else [number for number, weighted in enumerate(data.sources) if not weighted.weight]
-        trained = ~np.isin(held_out.sources, untrained)  # a source of weight 0 has a loss of its own alone
-        trained |= not trained.any()
+        trained = self.trained
         bits = None if data.symbolic else bits_per_byte(nll, held_out, trained)
         (loss, _), (_, sample) = held_out.means(nll, trained), held_out.means(nll)
         level, level_name = trained_level(self.store, data)

@@ -27,7 +27,7 @@ from lm.experiments.summary import amount
 from lm.files import json_bytes, locked_folder, read_json, write_json, write_new
 from lm.machine import born, this_machine
 from lm.report.tables import digits
-from lm.runs.evaluations import evaluation_files
+from lm.runs.evaluations import NoDocuments, evaluation_files
 from lm.runs.folder import CHECKPOINTS, step_of, steps_saved
 from lm.schema import Plain
 
@@ -460,10 +460,8 @@ class Jobs:
             if (experiment.chosen_by if run.stage == "tune" else quantity) == SELECTION:
                 return f"selection loss {digits(outcome.mean(SELECTION, True))}"
             value = amount(experiment.primary, self.procedure.quantity(outcome, True))
-        except RunError:
-            if experiment.is_tuned:
-                raise
-            return "finished"  # no held-out document selects, and none needs to
+        except NoDocuments:  # a progress line ends no experiment
+            return "finished"
         return f"{quantity} ({experiment.measured_on(quantity, 'selection')}) {value}"
 
     def stop(self) -> None:

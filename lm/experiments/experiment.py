@@ -15,7 +15,7 @@ from lm.attention.catalogue import make_normalizer
 from lm.attention.normalizer import LayerSpec
 from lm.config.load import merge, nested, parse
 from lm.config.tree import Config, effect_of
-from lm.config.yaml_text import flow_yaml, interpolated
+from lm.config.yaml_text import interpolated, override
 from lm.errors import ConfigError, Problem
 from lm.experiments.run_outcome import SELECTION
 from lm.files import expanded
@@ -210,11 +210,7 @@ class Experiment:
 
     def measured_on(self, quantity: str, part: Literal["selection", "report"]) -> str:
         """Words for what a quantity is measured on: the text of a part of the documents, or questions of tasks, which have no parts."""
-        return f"{part} text" if self.divides_text(quantity) else "all questions"
-
-    def divides_text(self, quantity: str) -> bool:
-        """Whether a quantity is measured on text, of which a part of the documents selects, rather than on questions."""
-        return quantity != self.primary.quantity or not self._asks_questions
+        return "all questions" if quantity == self.primary.quantity and self._asks_questions else f"{part} text"
 
     @cached_property
     def _asks_questions(self) -> bool:
@@ -297,7 +293,7 @@ class Experiment:
     @property
     def evaluate_overrides(self) -> list[str]:
         """`evaluate` as the `KEY=VALUE` of `lm eval`."""
-        return [f"{path}={flow_yaml(value, path)}" for path, value in _leaves(self.evaluate)]
+        return [override(path, value) for path, value in _leaves(self.evaluate)]
 
 
 def _leaves(plain: dict[str, Plain], prefix: str = "") -> Iterator[tuple[str, Plain]]:

@@ -207,7 +207,7 @@ def read_blocks(map_name: str, value: Plain, problems: list[Problem]) -> dict[st
     blocks = {}
     for name, changes in value.items():
         if isinstance(name, bool | None):
-            problems.append(Problem(map_name, name, "is no text to YAML, but a value", "put the name in quotes"))
+            problems.append(Problem(map_name, name, "is no text: YAML reads on, yes and null as values", "put the name in quotes"))
             continue
         is_reserved = str(name) in TAKEN[map_name]
         if is_reserved or not all(letter.isalnum() or letter in "-_." for letter in str(name)) or not 0 < len(str(name)) <= 40:

@@ -12,7 +12,7 @@ import numpy as np
 from lm.config.load import merge
 from lm.config.training_config import TrainerConfig
 from lm.config.tree import Config
-from lm.config.yaml_text import parse_yaml
+from lm.config.yaml_text import override, parse_yaml
 from lm.data.prepare import prepare, vocabulary
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError, as_written
@@ -20,6 +20,7 @@ from lm.experiments.experiment import SHARED, Arm, Departure, Experiment, config
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.plan import Times, cost
 from lm.experiments.procedure import Procedure, next_look
+from lm.experiments.run_outcome import SELECTION
 from lm.files import json_bytes, plain_sha256, read_json, write_json, write_new
 from lm.machine import threads_each
 from lm.plugins import PLUGINS, is_version
@@ -109,16 +110,34 @@ def start(
 
 def _check_parts(experiment: Experiment, store: Store) -> None:
     """Check that held-out documents are left to choose rates on, and to report. Raises ConfigError."""
-    data, primary = experiment.first_config.data, experiment.primary
-    if data.symbolic or kind_of_metric(primary.metric) == "texts":
-        return
-    selection = selects(store.fingerprint, np.arange(len(store.val.offsets) - 1))
-    parts = [("report", primary.quantity, ~selection)]
-    parts += [("choose learning rates", experiment.chosen_by, selection)] if experiment.is_tuned else []
-    for use, quantity, mask in parts:
-        if experiment.divides_text(quantity) and not mask.any():
-            reason = f"none of the {len(mask)} held-out documents is left to {use} on, as a hash draws a third that chooses"
-            raise ConfigError([Problem("base.data.val_fraction", data.val_fraction, reason, "hold out more text")])
+    metric, tune = experiment.primary.metric, experiment.tune
+    uses = [("report", metric)]
+    if tune.grid:  # tables show both of each tuning run
+        uses += [("choose learning rates", SELECTION), ("choose learning rates", metric)]
+    elif experiment.is_tuned:
+        uses += [("choose learning rates", SELECTION if tune.metric == SELECTION else metric)]
+    config = experiment.evaluated(experiment.first_config)
+    documents = {measured: _documents(config, store, measured) for _, measured in uses}
+    for use, measured in uses:
+        labels = documents[measured]
+        if labels is not None and not (selects(store.fingerprint, labels) == (use != "report")).any():
+            reason = f"none of the {len(set(labels.tolist()))} held-out documents of {measured} is left to {use} on"
+            raise ConfigError([Problem("base.data.val_fraction", config.data.val_fraction, reason, "hold out more text")])
+
+
+def _documents(config: Config, store: Store, metric: str) -> np.ndarray | None:
+    """The label, (sequences,), of the held-out document in which each sequence of a metric begins; None: documents don't divide them."""
+    from lm.evaluation.held_out import ByLength, LongContext, Validation
+
+    kind, label = kind_of_metric(metric), metric.partition(" ")[2]
+    if config.data.symbolic or kind not in ("validation", "long_context", "by_length"):
+        return None
+    if kind != "validation":
+        return (LongContext(config, store).held_out if kind == "long_context" else ByLength(config, store).stretches).document_labels
+    validation = Validation(config, store)
+    source_labels = [source.label for source in store.val.sources]
+    mask = validation.held_out.sources == source_labels.index(label) if label else validation.trained
+    return validation.held_out.document_labels[mask]
 
 
 def other_runs(procedure: Procedure) -> str:
@@ -182,9 +201,8 @@ def _overrides_of(experiment: Experiment, differing_values: dict[str, tuple[Plai
         settings_file = experiment.folder / RESOLVED
         first_overrides = convert(list[str], read_json(settings_file).get(_OVERRIDES)) if settings_file.exists() else MISSING
         return None if first_overrides is MISSING or tuple(first_overrides) == experiment.overrides else tuple(first_overrides)
-    other_overrides = (override for override in experiment.overrides if override.partition("=")[0] not in differing_values)
-    folder_values = {key: value if isinstance(value, str) else as_written(value) for key, (value, _) in differing_values.items()}
-    return (*other_overrides, *(f"{key}={value}" for key, value in folder_values.items()))
+    other_overrides = (text for text in experiment.overrides if text.partition("=")[0] not in differing_values)
+    return (*other_overrides, *(override(key, value) for key, (value, _) in differing_values.items()))
 
 
 def _first_problem(settings: dict[str, Plain]) -> str:

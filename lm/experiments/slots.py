@@ -19,7 +19,7 @@ from types import FrameType
 from typing import BinaryIO
 
 from lm.config.load import to_yaml
-from lm.config.yaml_text import flow_yaml
+from lm.config.yaml_text import override
 from lm.errors import ConfigError, RunError
 from lm.experiments.experiment import Experiment
 from lm.experiments.procedure import Run
@@ -114,9 +114,9 @@ def commands(run: Run, experiment: Path) -> list[list[str]]:
     if run.swap and not (swapped_folder / CONFIG).exists():
         options = [] if run.swap.init is None else [f"--init={run.swap.init}"]  # in place of `init` in the normalizer's options
         normalizer = {name: value for name, value in to_plain(config.model.normalizer).items() if name not in ("name", "init")}
-        options += [f"model.normalizer.{name}={flow_yaml(value, name)}" for name, value in normalizer.items()]
+        options += [override(f"model.normalizer.{name}", value) for name, value in normalizer.items()]
         place = {name: value for name, value in to_plain(config.experiment).items() if value is not None}
-        options += [f"experiment.{name}={flow_yaml(value, name)}" for name, value in place.items()]  # else lm.results has the source's arm
+        options += [override(f"experiment.{name}", value) for name, value in place.items()]  # else lm.results has the source's arm
         steps.append(["swap", str(run.source.config.run_folder), f"--to={run.swap.to}", f"--out={swapped_folder}", *options, *plugins])
     outcome = run.outcome
     if run.trained and (not outcome.trained or not outcome.complete or outcome.measured):

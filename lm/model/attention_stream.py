@@ -56,7 +56,7 @@ def attention_blocks(
 
     Args:
         queries: indices in the sequence, negative ones from the end; None: all.
-        length: tokens of the whole sequence, one document, that begins with the batch's; None: the batch is whole.
+        length: tokens of the document whose first tokens the batch holds; None: the batch holds all.
         dtype: the dtype of q and k, and so of scores and weights: fp32 or fp64.
         block: queries at a time; None: as many as `BLOCK_WEIGHTS` allows.
         inputs: whether blocks hold the layer's input, queries, keys and values, too.

@@ -309,9 +309,10 @@ def facts_table(comparison: RunComparison) -> Table:
 
 def configuration_table(comparison: RunComparison, is_omitted: Callable[[str], bool]) -> Table:
     """A table with a row for each configuration key in which the arms differ and a column for each arm, less the keys that `is_omitted`."""
-    labels, diff = [arm.label for arm in comparison.arms], comparison.config_diff
-    lines = [{"key": key} | dict(zip(labels, values, strict=True)) for key, values in diff.items() if not is_omitted(key)]
-    return from_lines("Configuration keys in which the arms differ", lines, dict.fromkeys(labels, "words"))
+    keys = [key for key in comparison.config_diff if not is_omitted(key)]
+    words = zip(*(comparison.config_diff[key] for key in keys), strict=True) if keys else [()] * len(comparison.arms)
+    columns = [(Column(arm.label, kind="words"), [*cells]) for arm, cells in zip(comparison.arms, words, strict=True)]
+    return Table("Configuration keys in which the arms differ", "", ((Column("key", kind="label"), keys), *columns))
 
 
 def _amount(section: Section, run: RunRecord) -> str | None:

@@ -198,9 +198,8 @@ def to_latex(tables: tuple[Table, ...]) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-_TEX = {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}"}
-_TEX |= {"<": "\\textless{}", ">": "\\textgreater{}", "|": "\\textbar{}"} | {letter: f"\\{letter}" for letter in "&%$#_{}"}
-_TEX = str.maketrans(_TEX)
+_WORDS = {"\\": "backslash", "~": "asciitilde", "^": "asciicircum", "<": "less", ">": "greater", "|": "bar"}
+_TEX = str.maketrans({letter: f"\\text{word}{{}}" for letter, word in _WORDS.items()} | {letter: f"\\{letter}" for letter in "&%$#_{}"})
 
 
 def _tex_cell(column: Column, cell: Cell) -> str:

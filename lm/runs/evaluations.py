@@ -85,6 +85,10 @@ def selects(fingerprint: str, documents: np.ndarray) -> np.ndarray:
     return np.array(selection, dtype=bool)[label_indices]
 
 
+class NoDocuments(RunError):
+    """No held-out document is left to select on, or to report."""
+
+
 @dataclass(frozen=True, eq=False)
 class Units:
     """Values of a series by unit, such as a held-out sequence, at one place of its axis. Units of equal `identity` can be paired."""
@@ -116,14 +120,14 @@ class Units:
 
         A sequence counts for the document that it begins in.
 
-        Raises RunError: no unit is left.
+        Raises NoDocuments: no unit is left.
         """
         if not self.fingerprint:
             return self
         mask = selects(self.fingerprint, self.groups) == selection
         if not mask.any():
             use = "choose learning rates" if selection else "report"
-            raise RunError(f"none of {len(set(self.groups.tolist()))} held-out documents is left to {use} on: hold out more text")
+            raise NoDocuments(f"none of {len(set(self.groups.tolist()))} held-out documents is left to {use} on: hold out more text")
         return replace(self, values=self.values[mask], weights=self.weights[mask], groups=self.groups[mask])
 
 
