@@ -1,6 +1,7 @@
 """Configurations: every problem is reported at once, and nothing is silently ignored."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from lm.attention import catalogue
 from lm.config.data_config import Files
 from lm.config.load import load, merge, parse, reference_markdown, to_yaml
 from lm.config.tree import Config
-from lm.config.yaml_text import parse_yaml
+from lm.config.yaml_text import override, parse_yaml
 from lm.errors import ConfigError, Problem
 from lm.experiments.experiment_file import read_experiment
 from lm.model.decoder import Decoder
@@ -132,6 +133,15 @@ def test_a_text_in_place_of_a_block_without_a_name_is_refused_by_the_key_that_wa
 )
 def test_a_value_that_cannot_work_is_refused_by_its_key(override: str, path: str):
     assert path in problems(override)
+
+
+@pytest.mark.parametrize(
+    "value", ["a # b", "1e3", "true", "", "\U0001f600 \u2028", "a: b", 1e-5, math.inf, None, False, [1, "x, y"], {"a": [None]}]
+)
+def test_an_override_is_read_back_as_it_was_given(value: object):
+    key, _, text = override("eval.texts", value).partition("=")
+    read = parse_yaml(text, "override")
+    assert (key, read, type(read)) == ("eval.texts", value, type(value))
 
 
 def test_needles_leave_room_for_what_is_read_after_them_before_learned_positions_end():

@@ -100,7 +100,7 @@ def tuning_outcome(
     `possible` values.
 
     Args:
-        axes: planned values of each tuned key, above 0; whole numbers stay whole where `possible` says so of no others.
+        axes: planned values of each tuned key, above 0; an odd whole number is halved exactly if that is possible, else rounded down.
         losses: by arm, with `FEWEST_TUNING_SEEDS` seeds or more at each rate.
         possible: whether the tuned keys may have the values of a rate.
 
@@ -170,17 +170,19 @@ def _grown_axes(
 ) -> list[list[float]]:
     """The axes, grown for arms whose best rate is at an edge; an arm that diverged at every rate adds no values."""
     edge_rates = [coordinates(rate) for arm, rate in best.items() if mean_loss(losses[arm][rate]) < math.inf]
+
+    def first_possible(number: int, candidates: list[float]) -> list[float]:
+        """The first of the candidates that the key of this number may have; [] if there is none."""
+        grids = ((value, rates_of([*axes[:number], [value], *axes[number + 1 :]])) for value in candidates if value > 0)
+        return [value for value, rates in grids if all(map(possible, rates))][:1]
+
     new_axes = []
     for number, values in enumerate(axes):
         edge_values = {rate[number] for rate in edge_rates}
-        is_whole = isinstance(values[0], int)
-        smaller = [values[0] // 2] if is_whole and not values[0] % 2 else [values[0] / 2, *[values[0] // 2] * is_whole]
-        additions = [smaller] * (values[0] in edge_values) + [[values[-1] * 2]] * (values[-1] in edge_values)
-        possible_values = [
-            [value for value in candidates if value > 0 and all(map(possible, rates_of([*axes[:number], [value], *axes[number + 1 :]])))]
-            for candidates in additions
-        ]
-        new_axes.append(sorted([*values, *(candidates[0] for candidates in possible_values if candidates)]))
+        halves = [values[0] // 2] if values[0] % 2 == 0 else [values[0] / 2, values[0] // 2]  # a key of whole numbers takes the latter
+        smaller = first_possible(number, halves) if values[0] in edge_values else []
+        larger = first_possible(number, [values[-1] * 2]) if values[-1] in edge_values else []
+        new_axes.append([*smaller, *values, *larger])
     return new_axes
 
 
