@@ -182,6 +182,8 @@ def _imported(reference: str, kind: Kind) -> Plugin:
         raise Unavailable(f"has an option that is not made by lm.schema.key: {unkeyed_names[0]}", f"see {kind.page}")
     named_schema = type(schema.__name__, (schema,), {"name": reference, "__doc__": schema.__doc__, "__module__": schema.__module__})
     package = sys.modules[package_of(reference)]
+    if not any(getattr(package, name, None) for name in ("__path__", "__file__")):
+        raise Unavailable("is in no file", "write it into a module")
     try:
         digest = sources_sha256(getattr(package, "__path__", None) or [package.__file__])
         return Plugin(named_schema, code, _version(reference, code), kind, digest)

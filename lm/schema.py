@@ -2,7 +2,7 @@
 
 A schema is a dataclass whose fields are made with functions of this module: `key` (a value), `section` (a nested dataclass), `optional`
 (a nested dataclass or null) or `sections` (a list of nested dataclasses). A field of `variant` holds a block of one of several
-dataclasses, which its `name` picks; `variants` and `named` make a list and a map of such blocks. A field's metadata describe its content:
+dataclasses, which its `name` picks; `variants` makes a list or a map of such blocks. A field's metadata describe its content:
 values within `limits`, or blocks of one `schema` or of a `table`, `many` in a list or a map.
 `build` checks plain data against it and collects every problem instead of stopping at the first.
 """
@@ -112,15 +112,10 @@ def variant(table: Mapping[str, type], default: str, help: str, effect: Declared
     return field(default_factory=lambda: table[default](), metadata=metadata)
 
 
-def variants(table: Mapping[str, type], help: str, *, omit_default: bool = False):
-    """A list of blocks, each as in `variant`; empty by default. `omit_default` as in `key`."""
-    metadata = {"help": help, "effect": None, "table": table, "many": list, "omit_default": omit_default}
-    return field(default_factory=list, metadata=metadata)
-
-
-def named(table: Mapping[str, type], help: str):
-    """A map from names that the user chooses to blocks, each as in `variant`; empty by default."""
-    return field(default_factory=dict, metadata={"help": help, "effect": None, "table": table, "many": dict})
+def variants(table: Mapping[str, type], help: str, *, many: type = list, omit_default: bool = False):
+    """A list of blocks, each as in `variant`, or (`many` = dict) a map to them from names that the user chooses; empty by default."""
+    metadata = {"help": help, "effect": None, "table": table, "many": many, "omit_default": omit_default}
+    return field(default_factory=many, metadata=metadata)
 
 
 def effect(schema: type, path: str) -> Effect | None:
@@ -163,16 +158,10 @@ def block_of(spec: dataclasses.Field) -> type | None:
     return None if "many" in spec.metadata else spec.metadata.get("schema")
 
 
-def is_optional(schema: type, path: str) -> bool:
-    """Whether the key at `path` (dotted) is a block that null turns off (`optional`)."""
+def field_at(schema: type, path: str) -> dataclasses.Field | None:
+    """The field of the key at `path` (dotted); None: there is none, or the path goes on within plain data."""
     specs = _fields_at(schema, path)
-    return len(specs) == path.count(".") + 1 and "optional" in specs[-1].metadata
-
-
-def is_text(schema: type, path: str) -> bool:
-    """Whether the key at `path` (dotted) is a text."""
-    specs = _fields_at(schema, path)
-    return len(specs) == path.count(".") + 1 and specs[-1].type is str
+    return specs[-1] if len(specs) == path.count(".") + 1 else None
 
 
 def _field(schema: type, name: str) -> dataclasses.Field | None:

@@ -49,20 +49,18 @@ print(json.dumps({
 }))
 """
 PREPARE = """
-import json, resource, sys, time
+import json, sys, time
 from lm.config.data_config import DataConfig, Files, TrainedTokenizer
 from lm.data.prepare import prepare
 
-if __name__ == "__main__":
-    begin = time.perf_counter()
-    store = prepare(DataConfig(Files([sys.argv[1]]), TrainedTokenizer(4096), root=sys.argv[2]), progress=True)
-    own = next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
-    others = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    seconds, n_bytes = time.perf_counter() - begin, store.train.n_bytes + store.val.n_bytes
-    print(json.dumps({
-        "prepare, s": seconds, "MB a second": n_bytes / 1e6 / seconds, "tokens": store.train.n_tokens + store.val.n_tokens,
-        "peak RSS, MB": own, "peak RSS of a tokenising process, MB": others,
-    }))
+begin = time.perf_counter()
+store = prepare(DataConfig(Files([sys.argv[1]]), TrainedTokenizer(4096), root=sys.argv[2]), progress=True)
+peak = next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+seconds, n_bytes = time.perf_counter() - begin, store.train.n_bytes + store.val.n_bytes
+print(json.dumps({
+    "prepare, s": seconds, "MB a second": n_bytes / 1e6 / seconds,
+    "tokens": store.train.n_tokens + store.val.n_tokens, "peak RSS, MB": peak,
+}))
 """
 
 

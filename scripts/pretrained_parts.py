@@ -19,11 +19,12 @@ from lm.data.batches import Batch
 from lm.data.prepare import prepare
 from lm.errors import RunError
 from lm.evaluation.evaluate import open_device, text_config
-from lm.evaluation.evaluation_kind import Measurement, measurements, weights_sha256
+from lm.evaluation.evaluation_kind import Measurement, measurements
 from lm.evaluation.swap import SwapMeasurement, swap_run
 from lm.files import read_json, write_json
 from lm.model.decoder import Decoder
 from lm.model.swapped import fit, swapped
+from lm.runs.checkpoints import weights_sha256
 from lm.runs.evaluations import Evaluation, evaluation_path
 from lm.runs.loading import load, with_shape_of
 from lm.schema import Plain, to_plain
@@ -151,7 +152,7 @@ class Workbench:
         self.loaded = load(model)
         self.config = self._config()
         self.store = prepare(self.config.data, progress=True)
-        self.weights = weights_sha256(self.loaded.decoder)
+        self.weights = weights_sha256(self.loaded.decoder.state_dict())
 
     def _config(self, *overrides: str) -> Config:
         changes = overrides_in("eval", [*self.overrides, *overrides])

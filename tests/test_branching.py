@@ -220,6 +220,20 @@ def test_the_plan_counts_a_branch_from_its_step_on(arguments: list[str], tmp_pat
     assert costs_of_arms["", "cool"] == costs_of_arms["", "short"]
 
 
+def test_a_branch_has_its_source_s_keys_then_those_of_its_base_then_its_own(arguments: list[str], tmp_path: Path):
+    (tmp_path / "long.yaml").write_text("trainer: {max_steps: 8, checkpoint_every: 2}\nmodel: {n_embd: 64}\noptim: {lr: 2e-3}\n")
+    (tmp_path / "cool.yaml").write_text("trainer: {max_steps: 12}\noptim: {schedule: {name: wsd, decay_fraction: 0.5}}\n")
+    long = {"base": "long.yaml", "optim.lr": 3e-3, "optim.schedule": "constant"}
+    arms = {"long": long, "cool": {"from": "long", "step": 6, "base": "cool.yaml"}}
+    arms["cooler"] = {**arms["cool"], "trainer.max_steps": 16}
+    experiment = read_experiment(written(tmp_path, arms=arms, tune=None), arguments[1:])
+    configs = [experiment.config_of("", arm) for arm in experiment.arms]
+    assert [(config.trainer.max_steps, config.model.n_embd, config.optim.lr) for config in configs] == [
+        (8, 64, 3e-3), (12, 64, 3e-3), (16, 64, 3e-3),
+    ]  # fmt: skip
+    assert [config.optim.schedule.name for config in configs] == ["constant", "wsd", "wsd"]
+
+
 @pytest.mark.parametrize(
     ("cool", "message"),
     [

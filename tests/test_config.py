@@ -17,6 +17,7 @@ from lm.config.load import load, merge, parse, reference_markdown, to_yaml
 from lm.config.tree import Config
 from lm.config.yaml_text import override, parse_yaml
 from lm.errors import ConfigError, Problem
+from lm.evaluation.evaluate import suite_changes
 from lm.experiments.experiment_file import read_experiment
 from lm.model.decoder import Decoder
 from lm.model.swapped import for_inference
@@ -191,6 +192,8 @@ def test_a_temperature_of_rope_is_refused_where_the_normalizer_would_undo_it():
     assert load([*inference("true"), linear]).eval.long_context.inference[0].label == "yarn"
     trained = to_plain(load(inference("false")))
     trained["eval"]["long_context"]["inference"][0]["rope"]["temperature"] = True
+    suite = suite_changes("full", parse(to_plain(load(inference("false")))))["eval"]["long_context"]["inference"]
+    assert suite[-1] == {"rope": {"name": "yarn", "temperature": False}}
     with pytest.raises(ConfigError, match=r"inference\.rope\.temperature = true: .* scores of cosine; set it to false"):  # an older run
         for_inference(Decoder((config := parse(trained)).model, 300, 32), config.eval.long_context.inference[0])
 

@@ -320,6 +320,7 @@ def test_runs_checkpoints_exports_and_models_without_training_are_described(argu
         assert result.returncode == 0, result.stderr
         values_again = {row["metric"]: row["value"] for row in strict(out) if row["setting"] == "as trained" and not row["where"]}
         assert values_again == pytest.approx(value, nan_ok=True)
+        assert f"{source}: not a run folder, of which a checkpoint (8) could be" in lm("diagnose", str(source), "--checkpoint", "8").stderr
 
     bare, text = save_model(load_model(run).decoder, tmp_path / "bare", run / "tokenizer.json"), tmp_path / "text.txt"
     text.write_text("A text of few words. " * 60)

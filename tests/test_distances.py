@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from lm.diagnostics import limits
 from lm.diagnostics.limits import RandomKeys, TopKeys, counts_up_to, random_keys, top_distances, top_keys
 
 
@@ -36,9 +35,7 @@ def drawn(a: np.ndarray, x: np.ndarray, counts: list[int], rows: int = 1) -> Ran
     return random_keys(torch.tensor(a).expand(rows, -1), mask, torch.tensor(x), counts, draws)
 
 
-@pytest.mark.parametrize("keys_at_a_time", [16, 2048])
-def test_the_largest_weights_as_in_plain_loops(monkeypatch, keys_at_a_time: int):
-    monkeypatch.setattr(limits, "KEYS", keys_at_a_time)
+def test_the_largest_weights_as_in_plain_loops():
     rng = np.random.default_rng(0)
     a, x = row(rng, 50, 8, unit=False)
     counts = [1, 3, 8, 49]

@@ -40,6 +40,13 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
         ({"arms": {"a": {}, "b": {"from": ["a"]}}}, r"arms.b.from = \['a'\]: is no earlier arm; choose from: a"),
         ({"arms": {"a": {}, "b": {"from": "a", "swap": "ssmax"}}}, "yaml: arms.b.swap = 'ssmax': must be a block of keys; keys: to, init$"),
         ({"arms": {"a": {}, "b": {"experiment.name": "b"}}}, "arms.b.experiment.name = 'b': is set by the experiment"),
+        (
+            {
+                "base": {"base": str(ROOT / "tests" / "tiny.yaml"), "eval.long_context.inference": [{}, {"rope": "yarn"}]},
+                "arms": {"a": {}, "b": {"model.normalizer": "cosine"}},
+            },
+            r"arm b: eval\.long_context\.inference\[1\]\.rope\.temperature = true: is a factor on queries",
+        ),
         ({"primary": {"metric": "train/loss"}}, "primary.metric = 'train/loss': is not measured: at the last step runs have val/"),
         ({"primary": {"metric": "recall/passkey 32"}}, "primary.metric = 'recall/passkey 32': is not measured"),
         ({"primary": {"metric": "val/los"}}, "yaml: primary.metric = 'val/los': is not measured by sequence; did you mean 'val/loss'?"),

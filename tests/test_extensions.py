@@ -11,9 +11,11 @@ from conftest import ROOT, lm
 from outside import forget, installed, outside_package
 
 from lm.commands.extension_checks import KINDS
-from lm.config.load import load
+from lm.config.load import load, merge, parse
 from lm.errors import ConfigError
+from lm.evaluation.evaluate import suite_changes
 from lm.runs.folder import ENVIRONMENT
+from lm.schema import to_plain
 
 NAMES = {
     "optimizer": "mine.optimizer:SignMomentum",
@@ -168,6 +170,17 @@ def test_a_run_of_all_but_the_task_is_trained_resumed_evaluated_and_reported(min
     assert [count - counts[0] for count in counts] == [0, 1, 1, 2]
 
 
+def test_a_suite_and_an_error_name_the_block_of_an_evaluation_from_outside(mine: Path, arguments: list[str]):
+    code, imports = mine / "evaluation.py", "from lm.config.inference_config import InferenceSetting\nfrom lm.schema import key, sections"
+    keys = '    quick_suite = {"position": 3}\n    inference: list[InferenceSetting] = sections(InferenceSetting, "settings")\n'
+    code.write_text(code.read_text().replace("from lm.schema import key", imports).replace("    position:", f"{keys}    position:"))
+    config = load([*arguments, f"eval.others=[{{name: '{NAMES['evaluation']}', max_seconds: 60}}]"])
+    (evaluation,) = parse(merge(to_plain(config), suite_changes("quick", config))).eval.others
+    assert (evaluation.position, evaluation.max_seconds) == (3, 60)
+    with pytest.raises(ConfigError, match=r"eval\.others\[0\]\.inference\[0\]\.normalizer\.clip = true"):
+        load([*arguments, f"eval.others=[{{name: '{NAMES['evaluation']}', inference: [{{normalizer: {{clip: true}}}}]}}]"])
+
+
 def test_a_task_from_outside_makes_training_sequences_and_is_asked_for(mine: Path, arguments: list[str], tmp_path: Path):
     run = [*arguments, "name=first", "data.tasks=[{weight: 1, task: {name: 'mine.task:First', symbols: 8}}]", "eval.recall.sequences=8"]
     run.append("eval.long_context.length_factor=0")
@@ -192,7 +205,7 @@ def test_an_entry_point_gives_a_bare_name(mine: Path, arguments: list[str]):
     rest = [argument for argument in arguments if not argument.endswith(".yaml") and not argument.startswith("data.source")]
     tasks = ["data.tasks=[{weight: 1, task: short}]", "eval.long_context.length_factor=0"]
     config = load([*rest, "optim.optimizer=short", "data.source=short", "eval.others=[short]", *tasks, "name=short"])
-    assert config.plugin_names == set(NAMES.values())
+    assert {*config.plugin_names_by_key.values()} == set(NAMES.values())
     assert lm("check-extension", "source", "short").returncode == 0
     with pytest.raises(ConfigError, match="unknown name; did you mean 'short'"):
         load([*rest, "optim.optimizer=shorts", "name=short"])
@@ -203,7 +216,7 @@ def test_an_entry_point_gives_a_bare_name(mine: Path, arguments: list[str]):
 def test_an_entry_point_with_a_built_in_name_is_said_to_be_another(mine: Path, arguments: list[str], capsys: pytest.CaptureFixture):
     installed(mine, f"[lm.optimizers]\nadamw = {NAMES['optimizer']}\n")
     for _ in range(2):
-        assert not load([*arguments, "optim.optimizer=adamw"]).plugin_names
+        assert not load([*arguments, "optim.optimizer=adamw"]).plugin_names_by_key
     note = f"note: adamw is lm's own; the entry point of that name is meant by {NAMES['optimizer']}\n"
     assert capsys.readouterr().err == note
 

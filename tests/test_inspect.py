@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from conftest import lm
 from texts import TEXTS, files_config, write_texts
 
 from lm.config.data_config import DataConfig, TokenizerFile
-from lm.data.inspect import N_GRAM, describe, length_histogram, n_gram_hashes, overlap, sample_documents
+from lm.data.inspect import N_GRAM, describe, histogram, n_gram_hashes, overlap, sample_documents
 from lm.data.prepare import prepare
 from lm.data.store import Split, Store
 from lm.errors import DataError
@@ -87,10 +88,11 @@ def test_n_grams_are_told_apart_by_order_and_length():
 
 def test_the_histogram_counts_every_document_and_token_once():
     lengths = np.array([2, 3, 4, 7, 8, 100, 1024])
-    edges, documents, tokens = length_histogram(lengths)
-    assert list(edges) == [2**power for power in range(1, 12)]
-    assert list(documents) == [2, 2, 1, 0, 0, 1, 0, 0, 0, 1]
-    assert list(tokens) == [5, 11, 8, 0, 0, 100, 0, 0, 0, 1024]
+    split = SimpleNamespace(n_documents=7, lengths=lengths, longest=1024, n_tokens=lengths.sum())
+    rows = [line.replace(",", "").split()[:5] for line in histogram("train", split)][1:]
+    assert [row[:3] for row in rows] == [[str(2**power), "to", str(2 ** (power + 1) - 1)] for power in range(1, 11)]
+    assert [int(row[3]) for row in rows] == [2, 2, 1, 0, 0, 1, 0, 0, 0, 1]
+    assert [row[4] for row in rows] == [f"{tokens / 1148:.1%}" for tokens in (5, 11, 8, 0, 0, 100, 0, 0, 0, 1024)]
 
 
 def test_samples_are_spread_over_each_part(data: DataConfig):

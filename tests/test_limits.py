@@ -195,6 +195,20 @@ def test_sums_are_those_of_plain_loops(options: Options, block: str, asked: dict
                 assert least - 1e-6 <= separable[octave, 0, numbers.index(8), rows.layer, head] <= most + 1e-6
 
 
+def test_what_is_measured_does_not_depend_on_how_many_queries_fit_in_memory(monkeypatch: pytest.MonkeyPatch):
+    model = decoder(opt.Softmax())
+    measures = Measures(
+        (family(LimitsConfig(temperatures=[0.1], directions=2), every=3),), LAYERS, model.normalizers()[0].layer.n_head, QUERIES, LENGTH
+    )
+    expected = measures.vectors(model, batch())[0]
+    monkeypatch.setattr("lm.model.attention_stream.BLOCK_WEIGHTS", 5 * 3 * LENGTH)  # five queries at a time
+    places = np.cumsum([math.prod(shape) for shape in measures.shapes])
+    random = slice(*places[:2])  # distances of keys drawn at random, other ones in each block
+    actual = measures.vectors(model, batch())[0]
+    expected[random], actual[random] = 0.0, 0.0
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
 def test_a_key_is_separable_by_at_least_as_many_heads_together():
     _, derived = measured(opt.Softmax())
     curves = {(curve.name, curve.label): curve.values for curve in derived}

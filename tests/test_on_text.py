@@ -1,13 +1,16 @@
 """Model folders without a training run: evaluated, diagnosed and swapped on the text of a configuration, with their own tokenizer."""
 
+import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from conftest import ROOT, lm
 from folders import kill_after
+from texts import write_texts
 
 from lm.config.data_config import TrainedTokenizer
 from lm.config.load import load as load_config
@@ -46,6 +49,21 @@ def test_a_model_is_evaluated_on_the_text_of_a_configuration(saved: Path, base: 
     second_result = lm("eval", str(saved), str(saved), str(base), "eval.sequences=4")  # named twice, measured once
     assert second_result.returncode == 0, second_result.stderr
     assert load(saved).config is None
+
+
+def test_a_loss_of_other_weights_of_a_mixture_is_measured_again(saved: Path, corpus: Path, tmp_path: Path):
+    other = write_texts(tmp_path / "other", ["12 34 56 78 " * 300 + str(number) for number in range(20)])
+    losses = []
+    for weights in ((0.5, 0.5), (1.0, 0.0)):
+        parts = [{"source": {"name": "files", "paths": [str(path)]}, "weight": w} for path, w in zip((corpus, other), weights, strict=True)]
+        data = {"source": {"name": "mixture", "of": parts}, "val_fraction": 0.2, "root": str(tmp_path / "stores")}
+        (tmp_path / "mix.yaml").write_text(yaml.safe_dump({"data": data}))
+        result = lm("eval", str(saved), str(tmp_path / "mix.yaml"), "eval.long_context.length_factor=0", "-o", str(tmp_path / "out.json"))
+        assert result.returncode == 0, result.stderr
+        assert "(cached)" not in result.stdout
+        rows = json.loads((tmp_path / "out.json").read_text())
+        losses.append(next(row["value"] for row in rows if row["metric"] == "val loss" and not row["where"]))
+    assert losses[0] != losses[1]
 
 
 def test_a_model_is_diagnosed_on_the_text_of_a_configuration(saved: Path, base: Path):

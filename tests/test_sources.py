@@ -325,6 +325,8 @@ def test_bad_parquet_columns_are_named_with_the_row(tmp_path: Path):
 def test_missing_files_and_empty_matches_are_named_with_a_near_name(tmp_path: Path):
     write_texts(tmp_path, ["a"])
     assert f"did you mean '{tmp_path}/000.txt'?" in one_line_error(Files(paths=[str(tmp_path / "00.txt")]))
+    (tmp_path / "link.txt").symlink_to("nowhere")
+    assert "link.txt: a link to nothing (" in one_line_error(Files(paths=[str(tmp_path / "link.txt")]))
     assert "matches no file" in one_line_error(Files(paths=[str(tmp_path / "*.jsonl")]))
     (folder := tmp_path / "folder").mkdir()
     assert f"matches folders alone: name a folder as it is, or its files as {tmp_path}/fol*/*" in one_line_error(

@@ -319,6 +319,14 @@ def refused_files(folder: Path, ids: list[list[int]]) -> dict[str, tuple[str, Ca
     }  # fmt: skip
 
 
+def test_a_file_of_another_kind_that_a_glob_matches_is_named(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
+    nanogpt(tmp_path, ids), jsonl(tmp_path, ids)
+    with pytest.raises(DataError, match=r"ids\.jsonl: is or has no \.bin file, which data\.source\.format=nanogpt reads"):
+        prepare(config(tmp_path, tokenizer, "nanogpt", tmp_path / "[it][dr]*"))
+    (tmp_path / "trees").mkdir()  # which a glob passes over
+    assert prepare(config(tmp_path, tokenizer, "nanogpt", tmp_path / "tr*")).train.n_tokens
+
+
 @pytest.mark.parametrize("name", refused_files(Path(), [[1]] * 4))
 def test_files_that_are_damaged_or_do_not_fit_are_one_line(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]], name: str):
     (tmp_path / "files").mkdir()
@@ -354,6 +362,7 @@ def test_documents_that_do_not_fit_are_left_out_and_counted_where_errors_are_ski
         ("{name: mixture, of: [{source: {name: tokens, paths: [a.bin], format: nanogpt}}]}", "data.tokenizer = 'train': token ids have"),
         ("{name: tokens, paths: [a.bin]}", "data.source.format = null: no format given"),
         ("{name: tokens, format: megatron}", "data.source.paths"),
+        ("{name: tokens, format: nanogpt, paths: [a.bin], validation_paths: ['']}", "data.source.validation_paths = ['']: holds an empty"),
         ("{name: tokens, format: nanogpt, paths: [a.bin], validation_paths: [a.bin]}", "data.source.validation_paths = 'a.bin': is among"),
     ],
 )  # fmt: skip

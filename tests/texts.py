@@ -13,7 +13,6 @@ import pyarrow.parquet
 import pytest
 
 from lm.config.data_config import DataConfig, Files, Hub, Package, Source, TrainedTokenizer
-from lm.data.encoding import Document
 from lm.data.sources import Documents, reader
 from lm.data.store import Split, Store
 from lm.data.text_files import OnError, Unreadable
@@ -91,11 +90,6 @@ def one_line_error(source: Files | Hub | Package) -> str:
         list(documents(source))
     assert "\n" not in str(error.value)
     return str(error.value)
-
-
-def die(documents: list[Document]) -> None:
-    """In place of the work of a process that tokenises, which finds it here without importing torch."""
-    os._exit(1)
 
 
 def start(script: str, source: Path | None, root: Path, **environment: str) -> subprocess.Popen:

@@ -7,6 +7,7 @@ import typer
 
 from lm.config.presets import is_override
 from lm.errors import ConfigError
+from lm.files import expanded
 from lm.machine import without_collection
 from lm.schema import Plain
 
@@ -52,4 +53,4 @@ def paths_and_overrides(arguments: list[str], message: str) -> tuple[list[Path],
 def split_overrides(arguments: list[str]) -> tuple[list[Path], list[str]]:
     """The paths and the `KEY=VALUE` of a command line."""
     overrides = [text for text in arguments if is_override(text)]
-    return [Path(text) for text in arguments if text not in overrides], overrides
+    return [expanded(text) for text in arguments if text not in overrides], overrides

@@ -18,14 +18,20 @@ PACKAGES = ("torch", "lightning", "datasets", "tokenizers", "wandb", "omegaconf"
 
 def facts() -> dict[str, Plain]:
     """Everything that `lm info` prints: `lm` (version, commit, folder), versions, devices, kernels, wandb and extras."""
+    import torch
+
+    from lm.model.device import has_native_bf16
     from lm.training.banner import git_state
 
-    commit, dirty = git_state()
+    (commit, dirty), compiler = git_state(), cpp_compiler()
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    bf16 = has_native_bf16("gpu" if gpus else "cpu") or "emulated"
+    triton = "no: not installed" if not _version("triton") else "yes" if torch.cuda.is_available() else "in tests alone: no GPU"
     return {
         "lm": {"version": lm.__version__, "commit": commit, "changed": dirty, "folder": str(Path(lm.__file__).parent)},
         "versions": {"python": platform.python_version(), "platform": platform.platform()} | {name: _version(name) for name in PACKAGES},
-        "devices": _devices(),
-        "kernels": _kernels(),
+        "devices": {"cores": usable_cores(), "GPUs": gpus, "CUDA of torch": torch.version.cuda, "bf16": bf16},
+        "kernels": {"torch.compile": f"yes, with {compiler}" if compiler else "no: neither g++ nor clang++", "Triton": triton},
         "wandb": _wandb(),
         "extras": missing_of_extras(),
     }
@@ -36,26 +42,6 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _devices() -> dict[str, Plain]:
-    import torch
-
-    from lm.model.device import has_native_bf16
-
-    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    device = "gpu" if gpus else "cpu"
-    return {"cores": usable_cores(), "GPUs": gpus, "CUDA of torch": torch.version.cuda, "bf16": has_native_bf16(device) or "emulated"}
-
-
-def _kernels() -> dict[str, Plain]:
-    import torch
-
-    compiler, on_gpu = cpp_compiler(), torch.cuda.is_available()
-    return {
-        "torch.compile": f"yes, with {compiler}" if compiler else "no: neither g++ nor clang++",
-        "Triton": "no: not installed" if not _version("triton") else "yes" if on_gpu else "in tests alone: no GPU",
-    }
 
 
 def _wandb() -> str:

@@ -243,8 +243,10 @@ class Tokens:
     def problems(self) -> Iterator[Problem]:
         if self.format is None:
             yield Problem("format", None, "no format given", "name the one that the files are in")
-        elif not self.paths or not all(path.strip() for path in self.paths + self.validation_paths):
+        elif not self.paths or not all(path.strip() for path in self.paths):
             yield Problem("paths", self.paths, "no files given", "list files, folders or globs (. is the working directory)")
+        elif not all(path.strip() for path in self.validation_paths):
+            yield Problem("validation_paths", self.validation_paths, "holds an empty path", "list files, folders or globs, or []")
         elif shared_paths := {*self.paths} & {*self.validation_paths}:
             yield Problem("validation_paths", min(shared_paths), "is among the training files", "name others, or []")
 
@@ -433,7 +435,7 @@ class DataConfig:
         "data", "folder of the prepared token stores", {"affects": "execution", "acts_in": ("train", "eval", "swap", "diagnose")}
     )
     prepare_workers: int | None = key(
-        None, "processes that tokenise; the store is the same for any number; null: one a core", {"affects": "execution"}, ge=1, le=1024
+        None, "threads that tokenise; the store is the same for any number; null: one a core", {"affects": "execution"}, ge=1, le=1024
     )
     workers: int = key(0, "processes that read batches; 0: the training process itself", {"affects": "execution"}, ge=0, le=1024)
 

@@ -1,6 +1,5 @@
 """The keys of `eval`: the evaluations, their times and their options. `EvalConfig` is the table of evaluations."""
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
@@ -14,7 +13,7 @@ from lm.config.model_config import ModelConfig
 from lm.config.task_config import TASKS, Task, task_names
 from lm.errors import Problem
 from lm.plugins import Kind, Table
-from lm.schema import Plain, block_of, key, named, optional, section, sections, to_plain, variants
+from lm.schema import Plain, block_of, key, optional, section, sections, to_plain, variants
 
 Suite = Literal["quick", "full"]
 Quantity = Literal["loss", "accuracy"]
@@ -25,7 +24,7 @@ MOST_LENGTHS = 65536  # training lengths in a sequence
 TOKENS_AFTER = 7  # most tokens read after a needle's sequence: other numbers have up to 8 tokens, and its own one at least
 MOST_SEQUENCES = 10**6
 MOST_TOKENS = 2**28  # tokens that are measured at once, of one length: their losses and ids take 3 GiB
-SCALINGS: list[Plain] = ["as_trained", {"name": "theta", "factor": 50.0}, "interpolation", "ntk", "yarn"]
+SCALINGS: list[Plain] = ["as_trained", {"name": "theta", "factor": 50.0}, "interpolation", "ntk"]  # and YaRN
 
 
 @dataclass
@@ -43,17 +42,18 @@ TIMING_KEYS = tuple(spec.name for spec in fields(Timing))
 
 
 @dataclass
-class EvaluationConfig(Timing, ABC):
+class EvaluationConfig(Timing):
     """The options of a kind of evaluation: what it measures, contradictions to other keys, and the class that measures it."""
 
     measurement: ClassVar[str]  # "module:Class", an `lm.evaluation.evaluation_kind.Measurement`
     kind: ClassVar[str]  # names the results, of an evaluation from outside
+    switch: ClassVar[str] = ""  # the key that is empty or 0 while the evaluation is off, of an evaluation without its own `wanted`
     quick_suite: ClassVar[dict[str, int]] = {}  # the largest value of each key in the suite `quick`
     quantity: ClassVar[Quantity | None] = None  # of its `metrics`; None: unknown before the evaluation has run
 
-    @abstractmethod
     def wanted(self, data: DataConfig) -> bool:
         """Whether the evaluation is asked for, of a model that was trained on `data`."""
+        return bool(getattr(self, self.switch))
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterable[Problem]:
         """Contradictions to the rest of the configuration if the evaluation is wanted, by paths relative to its block."""
@@ -110,6 +110,7 @@ def lengths_of(factors: list[float], data: DataConfig) -> list[int]:
 @dataclass
 class LongContextConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.held_out:LongContext"
+    switch: ClassVar[str] = "length_factor"
     quantity: ClassVar[Quantity] = "loss"
     quick_suite: ClassVar[dict[str, int]] = {"sequences": 4}
     length_factor: float | Literal["auto"] = key(
@@ -128,18 +129,11 @@ class LongContextConfig(EvaluationConfig):
         """The largest length of its sequences, in training lengths."""
         return AUTO_FACTOR if self.length_factor == "auto" else self.length_factor
 
-    def length(self, seq_len: int) -> int:
-        """The largest number of predicted tokens in a sequence; 0: off."""
-        return round(self.longest_factor * seq_len)
-
     def metric(self, setting: str) -> str:
         return f"long/loss {setting}"
 
     def metrics(self, data: DataConfig) -> list[str]:
         return [self.metric(setting.label) for setting in self.inference]
-
-    def wanted(self, data: DataConfig) -> bool:
-        return self.longest_factor > 0
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
         yield from check_inference(self.inference, model.position)
@@ -151,12 +145,16 @@ class LongContextConfig(EvaluationConfig):
         yield from out_of_reach("length_factor", self.length_factor, self.longest_factor, self.sequences, data, ends)
 
     def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
-        return {"inference": [{"rope": scaling} for scaling in SCALINGS]} if model.position.rotates else {}
+        if not model.position.rotates:
+            return {}
+        yarn = "yarn" if model.scales_with_q else {"name": "yarn", "temperature": False}
+        return {"inference": [{"rope": scaling} for scaling in (*SCALINGS, yarn)]}
 
 
 @dataclass
 class ByLengthConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.held_out:ByLength"
+    switch: ClassVar[str] = "lengths"
     quantity: ClassVar[Quantity] = "loss"
     lengths: list[int] = key([], "tokens in a sequence, each a divisor of the longest, e.g. [32, 64, 128]; []: off", ge=2)
     sequences: int = key(128, "sequences of the longest length, spread over the held-out text", ge=1, le=MOST_SEQUENCES)
@@ -168,9 +166,6 @@ class ByLengthConfig(EvaluationConfig):
         if non_divisors := [length for length in self.lengths if max(self.lengths) % length]:
             reason = f"does not divide the longest, {max(self.lengths)}: the same tokens are cut into sequences of each length"
             yield Problem("lengths", non_divisors[0], reason, "give divisors of the longest")
-
-    def wanted(self, data: DataConfig) -> bool:
-        return bool(self.lengths)
 
     def metric(self, length: int, setting: str) -> str:
         return f"by_length/loss {length}" + (f" {setting}" if len(self.inference) > 1 else "")
@@ -190,13 +185,11 @@ class ByLengthConfig(EvaluationConfig):
 @dataclass
 class TextsConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.held_out:Texts"
+    switch: ClassVar[str] = "of"
     quantity: ClassVar[Quantity] = "loss"
     quick_suite: ClassVar[dict[str, int]] = {"sequences": 32}
-    of: dict[str, Source] = named(SOURCES, "texts beside the held-out one, e.g. {code: {name: files, paths: [code]}}")
+    of: dict[str, Source] = variants(SOURCES, "texts beside the held-out one, e.g. {code: {name: files, paths: [code]}}", many=dict)
     sequences: int = key(256, "sequences of seq_len tokens of each, spread over it", ge=1, le=MOST_SEQUENCES)
-
-    def wanted(self, data: DataConfig) -> bool:
-        return bool(self.of)
 
     def problems(self) -> Iterator[Problem]:
         for name in self.of:
@@ -268,6 +261,7 @@ class FinetuneConfig:
 @dataclass
 class NeedleConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.answers:NeedleMeasurement"
+    switch: ClassVar[str] = "length_factors"
     quantity: ClassVar[Quantity] = "accuracy"
     quick_suite: ClassVar[dict[str, int]] = {"trials": 10}
     length_factors: list[float] = key([], "context lengths, in training lengths, e.g. [1, 2, 4, 8, 16]; []: off", gt=0, le=MOST_LENGTHS)
@@ -284,9 +278,6 @@ class NeedleConfig(EvaluationConfig):
     def problems(self) -> Iterator[Problem]:
         if self.heads_at and not self.length_factors:
             yield Problem("heads_at", self.heads_at, "eval.needle.length_factors is []", "set eval.needle.length_factors")
-
-    def wanted(self, data: DataConfig) -> bool:
-        return bool(self.length_factors)
 
     def metric(self, control: bool, length: int, setting: str) -> str:
         return f"needle/{'control' if control else 'exact'} {length} {setting}"
@@ -311,6 +302,7 @@ class NeedleConfig(EvaluationConfig):
 @dataclass
 class DownstreamConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.harness:Downstream"
+    switch: ClassVar[str] = "tasks"
     tasks: list[str] = key([], "tasks of the lm-evaluation-harness (the package lm-eval), e.g. [arc_easy]; []: off")
     include_path: str | None = key(None, "folder with task files of your own")
     num_fewshot: int | None = key(None, "examples shown before each question; null: the task's", ge=0, le=1000)
@@ -318,12 +310,11 @@ class DownstreamConfig(EvaluationConfig):
     max_length: int | None = key(None, "context length in tokens; null: the training length", ge=2, le=10**7)
     metadata: dict[str, str | int | float | bool | list[int]] = key({}, "metadata that tasks ask for, e.g. {max_seq_lengths: [512]}")
 
-    def wanted(self, data: DataConfig) -> bool:
-        return bool(self.tasks)
-
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
         if data.symbolic:
             yield Problem("tasks", self.tasks, "needs a model of text", "set it to []")
+        if self.max_length:
+            yield from out_of_reach("max_length", self.max_length, self.max_length / data.seq_len, 1, data, model.position.has_last)
 
 
 Statistics = Literal["concentration", "sparsity", "limits"]
@@ -436,6 +427,11 @@ class EvalConfig:
             options.kind: options for options in self._outside_evaluations
         }
 
+    def path(self, kind: str) -> str:
+        """The path of a kind's block."""
+        outside_kinds = [getattr(evaluation, "kind", None) for evaluation in self.others]
+        return f"eval.others[{outside_kinds.index(kind)}]" if kind in outside_kinds else f"eval.{kind}"
+
     def problems(self) -> Iterator[Problem]:
         counts = Counter([*self.kind_names(), *(evaluation.kind for evaluation in self._outside_evaluations)])
         for kind, count in counts.items():
@@ -460,4 +456,6 @@ class EvalConfig:
 
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         validation = {"sequences": min(32, self.sequences)} if name == "quick" else {}
-        return validation | {kind: changes for kind, options in self.kinds.items() if (changes := options.suite(name, data, model))}
+        changes_by_kind = {kind: changes for kind, options in self.kinds.items() if (changes := options.suite(name, data, model))}
+        others = [to_plain(evaluation) | changes_by_kind.pop(evaluation.kind, {}) for evaluation in self._outside_evaluations]
+        return validation | changes_by_kind | ({"others": others} if others else {})

@@ -20,7 +20,7 @@ from lm.config.tree import Config, acting_in
 from lm.config.yaml_text import MAX_BYTES, MAX_DEPTH, dump_yaml, interpolated, parse_yaml
 from lm.errors import ConfigError, Problem, abbreviated, as_written, one_line
 from lm.plugins import PLUGINS
-from lm.schema import Plain, build, build_named, effect, flatten, is_block, is_optional, is_text, own_problems, reference, suggest, to_plain
+from lm.schema import Plain, build, build_named, effect, field_at, flatten, is_block, own_problems, reference, suggest, to_plain
 
 
 def check(config: Config) -> Iterator[Problem]:
@@ -70,7 +70,7 @@ def check(config: Config) -> Iterator[Problem]:
     normalizers = [phase.normalizer for phase in config.plan]
     for kind, options in config.eval.kinds.items():
         conflicts = [*options.misspelt(normalizers), *(options.conflicts(data, model) if options.wanted(data) else ())]
-        yield from (replace(conflict, path=f"eval.{kind}.{conflict.path}") for conflict in conflicts)
+        yield from (replace(conflict, path=f"{config.eval.path(kind)}.{conflict.path}") for conflict in conflicts)
 
 
 def check_steps(config: Config) -> Iterator[Problem]:
@@ -191,15 +191,20 @@ def load(arguments: list[str], with_weights: WithWeights | None = None) -> Confi
         tree["name"] = name or "run"
     with PLUGINS.trusted():
         config = parse(interpolated(tree))
+    refuse_undone_temperatures(config)
+    return config
+
+
+def refuse_undone_temperatures(config: Config) -> None:
+    """Raises ConfigError: RoPE's temperature has no effect. Not in `parse`, which reads configurations of trained models, too."""
     normalizers = [phase.normalizer for phase in config.plan]
-    if problems := [  # not in `parse`, which reads configurations of trained models, too
+    if problems := [
         problem
         for kind, options in config.eval.kinds.items()
         for index, setting in enumerate(getattr(options, "inference", []))
-        for problem in setting.undone_temperature(normalizers, f"eval.{kind}.inference[{index}]")
+        for problem in setting.undone_temperature(normalizers, f"{config.eval.path(kind)}.inference[{index}]")
     ]:
         raise ConfigError(problems)
-    return config
 
 
 def load_normalizer(name: str, overrides: list[str]) -> Options:
@@ -308,7 +313,7 @@ def read_overrides(overrides: list[str]) -> dict[str, Plain]:
         names = path.split(".")
         if not sign or not all(names) or len(names) > MAX_DEPTH:
             raise ConfigError(f"{abbreviated(override, 80)}: not an override; write key=value, e.g. optim.lr=3e-4")
-        is_empty = not text and is_text(Config, path)  # elsewhere it is null
+        is_empty = not text and (spec := field_at(Config, path)) and spec.type is str  # elsewhere it is null
         blocks.append({path: "" if is_empty else parse_yaml(text, abbreviated(override, 80))})
     return nested(*blocks)
 
@@ -362,7 +367,8 @@ def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -
         old, alternative = result.get(name), ALTERNATIVES.get(f"{prefix}{name}")
         if alternative and value and alternative not in changes:
             result.pop(alternative, None)
-        if value is None and is_block(old) and not is_optional(Config, f"{prefix}{name}"):
+        spec = field_at(Config, f"{prefix}{name}")
+        if value is None and is_block(old) and not (spec and "optional" in spec.metadata):
             raise ConfigError(
                 [Problem(f"{prefix}{name}", None, "must be a block of keys", "leave it out, or give keys: " + ", ".join(old))]
             )

@@ -380,6 +380,11 @@ class ModelConfig:
         return self.bias if self.mlp_bias is None else self.mlp_bias
 
     @property
+    def scales_with_q(self) -> bool:
+        """Whether a factor on the queries is the same factor on the logits q.k, in all layers."""
+        return all(layer.scales_with_q for layer in self.normalizer.layer_options())
+
+    @property
     def mlp_width(self) -> int:
         """Hidden width of the MLP."""
         if self.n_mlp:

@@ -3,6 +3,7 @@
 `lm.config.load` reads and checks it.
 """
 
+import re
 from bisect import bisect_right
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -69,6 +70,14 @@ class Config:
         return expanded(self.runs) / self.name
 
     @property
+    def first_step(self) -> int | None:
+        """The step at which the run starts; None if it branches from last.ckpt or a run folder: the step stands in that file."""
+        if not self.branch_from:
+            return 0
+        match = re.fullmatch(r"step-(\d+)\.ckpt", Path(self.branch_from).name)
+        return int(match[1]) if match else None
+
+    @property
     def world_size(self) -> int:
         """Processes over all machines."""
         return self.trainer.devices * self.trainer.num_nodes
@@ -109,11 +118,6 @@ class Config:
         """`package.module:Class` of all code from outside that is named anywhere, by the key that names it."""
         names = {path: value for path, value in flatten(to_plain(self)).items() if path.endswith(".name") and path != "experiment.name"}
         return {path: name for path, name in names.items() if isinstance(name, str) and ":" in name}
-
-    @property
-    def plugin_names(self) -> set[str]:
-        """`package.module:Class` of all code from outside that is named anywhere."""
-        return {*self.plugin_names_by_key.values()}
 
     @property
     def phase_ends(self) -> list[int]:

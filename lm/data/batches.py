@@ -93,10 +93,6 @@ class StratifiedSampler:
 _LENGTH_SEED = 2**63  # keeps the draws of lengths apart from those of sequences
 
 
-class NoFullStep(ValueError):
-    """The documents have too few pieces of each length to fill a step."""
-
-
 class Lengths(ABC):
     """Tokens in each sequence of a step."""
 
@@ -130,12 +126,6 @@ class StepwiseLengths(Lengths):
     def __call__(self, step: int) -> int:
         return self.lengths[bisect_right(self.steps, step) - 1]
 
-    def fractions(self, steps: int) -> dict[int, float]:
-        counts: Counter[int] = Counter()
-        for begin, end, length in zip(self.steps, [*self.steps[1:], steps], self.lengths, strict=True):
-            counts[length] += max(0, min(end, steps) - begin)
-        return _fractions(counts)
-
 
 class DrawnLengths(Lengths):
     """Lengths drawn for each step by weight. A length's weight is its fraction of the steps, and so of the tokens."""
@@ -151,18 +141,17 @@ class DrawnLengths(Lengths):
 
 
 class DocumentPieces(Lengths):
-    """Sequences within documents: each document is cut into pieces of powers of two tokens (see `DocumentLengths`).
+    """Sequences within documents, cut as `DocumentLengths` says: a shorter piece would predict next to nothing from context.
 
-    No piece is padded. Fewer than 16 tokens of a document are in no piece. They lie at its two ends, in each epoch a random number of them
-    at its beginning. A piece shorter than 16 would predict next to nothing from context, so documents shorter than 16 are never read. The
-    first token of the text follows the last. In an epoch each length has as many steps as its pieces fill, in a random order. The pieces
-    that are left over are not read in this epoch: random ones, but for a length that fills no step at all, whose pieces are never read.
+    The tokens in no piece lie at a document's two ends, in each epoch a random number of them at its beginning. The first token of the text
+    follows the last. In an epoch each length has as many steps as its pieces fill, in a random order; random pieces are left over, or all
+    of a length that fills no step.
 
     Args:
         longest: tokens of the longest sequence, a power of two.
         step_tokens: tokens of a step, a multiple of `longest`.
 
-    Raises NoFullStep: pieces of no length fill a step.
+    Raises ConfigError: pieces of no length fill a step.
     """
 
     def __init__(self, split: Split, longest: int, step_tokens: int, seed_words: tuple[int, ...]):
@@ -183,7 +172,8 @@ class DocumentPieces(Lengths):
         self.steps = {length: len(document) * length // step_tokens for length, (document, _) in self.pieces.items()}
         self.steps_per_epoch = sum(self.steps.values())
         if not self.steps_per_epoch:
-            raise NoFullStep(f"pieces of no length fill a step of {step_tokens} tokens")
+            reason = f"pieces of no length fill a step of {step_tokens} tokens"
+            raise ConfigError([Problem("data.lengths", "documents", reason, "lower optim.batch_tokens, or add text")])
         self.left_out = 1 - self.steps_per_epoch * step_tokens / int(sizes.sum())
         self.never_read = int(sizes[sizes < SHORTEST_PIECE].sum()) / int(sizes.sum())  # fraction of the tokens that all epochs leave out
         self._epoch, self._order, self._starts = -1, np.empty(0), {}
@@ -416,8 +406,6 @@ def train_sequences(store: Store, config: Config, batch_slots: int | None = None
     slots = batch_slots or config.optim.batch_tokens // data.seq_len
     try:
         return TrainSequences(store, data, slots, config.seed if data.seed is None else data.seed, config.trainer.max_steps)
-    except NoFullStep as error:
-        raise ConfigError([Problem("data.lengths", data.lengths.name, str(error), "lower optim.batch_tokens, or add text")]) from None
     except TaskError as error:
         names = ", ".join(weighted.task.name for weighted in data.tasks)
         raise ConfigError([Problem("data.tasks", names, str(error), "change data.seq_len, data.lengths or the task's options")]) from None

@@ -8,10 +8,8 @@ import io
 import json
 import os
 import shutil
-import struct
 from array import array
 from collections.abc import Callable, Iterator
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, fields
 from hashlib import blake2b
@@ -29,8 +27,8 @@ from lm.data.tasks import STORE_SEED, SUBSETS, Subset, TaskError, check_task, ex
 from lm.data.text_files import Unreadable
 from lm.data.token_files import Vocabulary
 from lm.data.tokenizer import load_tokenizer, origin, token_bytes, tokenizer_of, train_tokenizer, vocab_size
-from lm.errors import DataError, one_line
-from lm.files import file_sha256, json_bytes, plain_sha256, sealed, sync_folder
+from lm.errors import DataError, RunError, one_line
+from lm.files import file_sha256, json_bytes, read_sealed, sealed, sync_folder
 from lm.progress import Progress
 from lm.schema import Plain
 
@@ -43,12 +41,8 @@ class Journal:
     def __init__(self, folder: Path):
         self.folder = folder
         self.entry: dict[str, Plain] = {}
-        try:
-            content = json.loads((folder / JOURNAL).read_bytes())
-            if isinstance(content["entry"], dict) and plain_sha256(content["entry"]) == content["sha256"]:
-                self.entry = content["entry"]
-        except (OSError, ValueError, RecursionError, KeyError, TypeError):
-            pass
+        with suppress(RunError):
+            self.entry = read_sealed(folder / JOURNAL)
 
     @property
     def n_documents(self) -> int:
@@ -86,10 +80,7 @@ class Journal:
 
     def _write(self, changes: dict[str, Plain]) -> None:
         self.entry |= changes
-        write_whole(self.folder / JOURNAL, json.dumps({"entry": self.entry, "sha256": plain_sha256(self.entry)}).encode())
-
-
-_LENGTH = struct.Struct("<q")  # bytes of the document that follows
+        write_whole(self.folder / JOURNAL, json_bytes(sealed(self.entry)))
 
 
 class Restart(DataError):
@@ -103,10 +94,8 @@ def write_spool(texts: Iterator[tuple[str, int, int]], path: Path) -> Iterator[t
     new_path = path.with_name(f"{path.name}.new")
     with pyarrow.OSFile(os.fsencode(new_path), "wb") as disk_file, pyarrow.CompressedOutputStream(disk_file, "zstd") as file:
         for item in texts:
-            content = item[0].encode()
-            file.write(_LENGTH.pack(len(content)))
-            file.write(content)
-            del content  # a long document is in memory once
+            file.write(json.dumps(item[0], ensure_ascii=False).encode())
+            file.write(b"\n")
             yield item
     os.replace(new_path, path)
 
@@ -117,10 +106,8 @@ def read_spool(path: Path) -> Iterator[str]:
 
     try:
         with pyarrow.OSFile(os.fsencode(path)) as disk_file, pyarrow.CompressedInputStream(disk_file, "zstd") as file:
-            while head := file.read(_LENGTH.size):
-                (size,) = _LENGTH.unpack(head)
-                yield file.read(size).decode()
-    except (OSError, pyarrow.ArrowException, UnicodeDecodeError, ValueError, OverflowError, struct.error) as error:
+            yield from map(json.loads, io.BufferedReader(file))
+    except (OSError, pyarrow.ArrowException, ValueError) as error:
         raise Restart(f"{path}: can't be read (damaged?): {one_line(error)}; run again") from None
 
 
@@ -209,8 +196,6 @@ def build(data: DataConfig, spec: dict[str, Plain], target: Path, progress: Prog
         sync_folder(folder)
         os.rename(folder, target)
         sync_folder(target.parent)
-    except BrokenProcessPool:
-        raise
     except Exception as error:
         # With documents on disk the next call continues: the cause may be a network or a full disk.
         if isinstance(error, Restart) or not Journal(folder).n_documents:

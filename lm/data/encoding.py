@@ -1,13 +1,10 @@
-"""Documents to tokens, in as many processes as there are cores; each document's tokens are checked to stand for its text."""
+"""Documents to tokens, in as many threads as there are cores; each document's tokens are checked to stand for its text."""
 
-import multiprocessing
 import os
 import re
-import signal
-import threading
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -24,9 +21,9 @@ if TYPE_CHECKING:
 
 BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 2048  # encoded at a time: the library needs a hundred times as much memory
 PIECE = 1 << 20  # characters of a long document that are encoded at a time
-WORTH_BYTES = 32 << 20  # bytes of text for which starting another process saves time
-_encoder: "Encoder | None" = None  # the encoder of a process started by `encode_all`
+WORTH_BYTES = 32 << 20  # bytes of text for each thread, at least
 LONGEST_WORD = 1 << 12  # characters without white space that a tokenizer is trained on as one word: its time grows with their square
+_PARALLEL = "TOKENIZERS_PARALLELISM"  # the library's variable
 _BETWEEN_WORDS = re.compile(r"(?<=\S)(?= [A-Za-z])|(?<=\S\n)(?=\w)")  # GPT-2, cl100k and o200k split text here, too
 
 
@@ -69,8 +66,8 @@ class Encoder:
         # Tokens with the text's number of bytes decode to the text.
         self.byte_count_suffices = self.bytes is not None and is_plain and is_reversible
 
-    def __call__(self, documents: list[Document]) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of all documents in one array, with end of text where one begins; and the number of tokens of each."""
+    def __call__(self, documents: list[Document]) -> EncodedBatch:
+        """The tokens of all documents, with end of text where one begins."""
         token_arrays, text_tokens = [], self._encoded([document.content for document in documents if isinstance(document.content, str)])
         for document in documents:
             if isinstance(document.content, str):
@@ -79,7 +76,7 @@ class Encoder:
             else:
                 tokens = document.content.astype(self.dtype)
             token_arrays.append(np.append(np.array([self.end], self.dtype), tokens) if document.begins else tokens)
-        return np.concatenate(token_arrays), np.array([len(tokens) for tokens in token_arrays])
+        return EncodedBatch(documents, np.concatenate(token_arrays), np.array([len(tokens) for tokens in token_arrays]))
 
     def _encoded(self, texts: list[str]) -> Iterator[np.ndarray]:
         ends = np.cumsum([len(text) for text in texts]) // PIECE
@@ -138,50 +135,31 @@ def short_words(text: str) -> Iterator[str]:
 
 
 def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_text: str, workers: int) -> Iterator[EncodedBatch]:
-    """The documents in batches, in order, encoded by `workers` processes; one worker is this process itself.
+    """The documents in batches, in order, encoded by `workers` threads: the library encodes without Python's lock.
 
     Long documents are cut into pieces, if each piece decodes to bytes by itself: memory holds the tokens of a few pieces only.
     """
-    json, is_divisible = tokenizer.to_str(), token_bytes(tokenizer) is not None and cuts_between_words(tokenizer)
+    encoder, is_divisible = Encoder(tokenizer.to_str(), end_of_text), token_bytes(tokenizer) is not None and cuts_between_words(tokenizer)
     parts = (_in_pieces(document) if is_divisible and isinstance(document.content, str) else [document] for document in documents)
-    batches = _batches(chain.from_iterable(parts))
-    if workers == 1:
-        encoder = Encoder(json, end_of_text)
-        for batch in batches:
-            yield EncodedBatch(batch, *encoder(batch))
-        return
-    context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of the tokenizer and pyarrow may hold
-    executor = ProcessPoolExecutor(workers, context, _start, (json, end_of_text))
+    queue: deque[Future[EncodedBatch]] = deque()
+    threads, is_parallel = ThreadPoolExecutor(workers), workers > 1 and _PARALLEL not in os.environ
+    if is_parallel:  # each thread encodes alone: the library's own threads would take all cores
+        os.environ[_PARALLEL] = "false"
     try:
-        queue = deque()
-        for batch in batches:
-            queue.append((batch, executor.submit(_work, batch)))
-            if len(queue) > 2 * workers:
-                batch, future = queue.popleft()
-                yield EncodedBatch(batch, *future.result())
-        for batch, future in queue:
-            yield EncodedBatch(batch, *future.result())
+        for batch in _batches(chain.from_iterable(parts)):
+            queue.append(threads.submit(encoder, batch))
+            if len(queue) == 2 * workers - 1:
+                yield queue.popleft().result()
+        yield from (future.result() for future in queue)
     finally:
-        executor.shutdown(cancel_futures=True)
+        threads.shutdown(cancel_futures=True)
+        if is_parallel:
+            del os.environ[_PARALLEL]
 
 
 def default_workers(n_bytes: int) -> int:
-    """The number of processes: one per core, fewer for small texts."""
+    """The number of threads: one per core, fewer for small texts."""
     return max(1, min(usable_cores(), n_bytes // WORTH_BYTES))
-
-
-def _start(json: str, end_of_text: str) -> None:
-    """Set up a worker process: it ignores Ctrl-C, which its parent handles, and exits when its parent does."""
-    global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _encoder = Encoder(json, end_of_text)
-
-
-def _work(documents: list[Document]) -> tuple[np.ndarray, np.ndarray]:
-    return _encoder(documents)
 
 
 def _in_pieces(document: Document) -> Iterator[Document]:

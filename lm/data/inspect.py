@@ -141,21 +141,14 @@ def histogram(name: str, split: Split) -> Iterator[str]:
     if not split.n_documents:
         yield f"{name}: no documents"
         return
-    edges, documents, tokens = length_histogram(split.lengths)
+    powers = np.floor(np.log2([split.lengths.min(), split.longest])).astype(int)
+    edges = 2 ** np.arange(powers[0], powers[1] + 2)
+    documents, tokens = (np.histogram(split.lengths, edges, weights=weights)[0] for weights in (None, split.lengths))
     median = int(np.median(split.lengths))
     yield f"{name}: tokens in a document (median {median:,}, longest {split.longest:,}), documents, fraction of all tokens"
     for low, high, count, n_tokens in zip(edges[:-1], edges[1:], documents, tokens, strict=True):
         bar = "█" * round(BAR * n_tokens / tokens.max())
         yield f"  {low:>11,} to {high - 1:>11,} {count:>12,} {n_tokens / split.n_tokens:>7.1%} {bar}".rstrip()
-
-
-def length_histogram(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Edges at powers of two, the numbers of documents between neighbouring edges, and of their tokens."""
-    powers = np.floor(np.log2(lengths)).astype(int)
-    first, last = powers.min(), powers.max()
-    documents = np.bincount(powers - first, minlength=last - first + 1)
-    tokens = np.bincount(powers - first, lengths, last - first + 1)
-    return 2 ** np.arange(first, last + 2), documents, tokens
 
 
 def sample_documents(split: Split, samples: int) -> Iterator[tuple[str, int]]:

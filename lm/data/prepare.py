@@ -1,7 +1,6 @@
 """From sources to a token store in a folder named by its content: prepared once, opened by every later run."""
 
 import os
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from pathlib import Path
 
@@ -73,10 +72,6 @@ def _prepared(data: DataConfig, progress: Progress) -> Path:
             ) from None
         reason = error.strerror or one_line(error)
         raise DataError(f"{target}: can't write the token store: {reason}; make room, or set data.root to another folder") from None
-    except BrokenProcessPool:
-        reason = "a process that tokenises died: out of memory, or started by a script without `if __name__ == '__main__'`"
-        remedy = "run again with a smaller data.prepare_workers: it continues from what is done"
-        raise DataError(f"{target}: {reason}; {remedy}") from None
     return target
 
 

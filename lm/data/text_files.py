@@ -45,6 +45,7 @@ class Unreadable(DataError):
 
 OnError = Callable[[Unreadable], None]
 Parse = Callable[[Plain | np.ndarray, str], str | np.ndarray]  # a document, of a value and its location in a file (for `Unreadable`)
+Reader = Callable[["Path", Files, OnError, Parse], Iterator[str | np.ndarray]]
 
 
 @dataclass
@@ -137,8 +138,6 @@ def damaged(location: str, error: Exception, n_bytes: int | None = None) -> Unre
 # ---------------------------------------------------------------- local files
 
 
-TEXT = "text"  # the format of files that end in one of `Files.suffixes`
-FORMATS = {".jsonl": ".jsonl", ".ndjson": ".jsonl", ".parquet": ".parquet"}
 PARQUET_BATCH_BYTES = 4 << 20  # text of a parquet file that is in memory at a time, or a row
 
 
@@ -168,7 +167,7 @@ def expand(source: Files) -> list[Path]:
     matches: set[Path] = set()
     for path in (expanded(name) for name in source.paths):
         if path.is_dir():
-            files = [file for file in files_in(path) if _format(file, source)]
+            files = [file for file in files_in(path) if _reader(file, source)]
             if not files:
                 reason = "the folder holds no files; put some there, or name another in data.source.paths"
                 if ignored_counts := _ignored(path, source):
@@ -184,7 +183,7 @@ def expand(source: Files) -> list[Path]:
                 raise DataError(f"{path}: {_missing(path)} (data.source.paths)")
         matches.update(files)
     for path in matches:
-        if not _format(path, source):
+        if not _reader(path, source):
             ids = "; token ids are read by data.source={name: tokens, ...}" if path.suffix in (".bin", ".idx") and source.suffixes else ""
             raise DataError(f"{path}: can't read files of this kind; data.source.paths takes {_supported(source)}{ids}")
     unique = {path.resolve(): path for path in sorted(matches, reverse=True)}
@@ -206,7 +205,7 @@ def _counted(ignored_counts: Counter[str]) -> str:
 
 def _ignored(folder: Path, source: Files) -> Counter[str]:
     hidden: list[Path] = []
-    counts = Counter(file.suffix.lower() or "no suffix" for file in files_in(folder, hidden) if not _format(file, source))
+    counts = Counter(file.suffix.lower() or "no suffix" for file in files_in(folder, hidden) if not _reader(file, source))
     return counts + Counter(hidden=sum(sum(len(names) for *_, names in os.walk(path)) if path.is_dir() else 1 for path in hidden))
 
 
@@ -237,17 +236,19 @@ def _missing(path: Path) -> str:
     if glob.has_magic(str(path)):
         has_folders = any(map(os.path.isdir, glob.iglob(str(path), recursive=True)))
         return f"matches folders alone: name a folder as it is, or its files as {path / '*'}" if has_folders else "matches no file"
+    if path.is_symlink():
+        return "a link to nothing"
     names = [neighbour.name for neighbour in path.parent.iterdir()] if path.parent.is_dir() else []
     matches = difflib.get_close_matches(path.name, names, n=1)
     return "no such file or folder" + (f"; did you mean '{path.parent / matches[0]}'?" if matches else "")
 
 
-def _format(path: Path, source: Files) -> str:
-    """A key of `READERS` by the file's suffix, in upper or lower case; empty for other suffixes."""
+def _reader(path: Path, source: Files) -> Reader | None:
+    """The reader of a file by its suffix, in upper or lower case; None for other suffixes."""
     compressed = path.suffix.lower() in (".gz", ".zst")
     suffix = (Path(path.stem) if compressed else path).suffix.lower()
-    kind = TEXT if suffix in map(str.lower, source.suffixes) else FORMATS.get(suffix, "")
-    return "" if compressed and kind == ".parquet" else kind
+    reader = _txt if suffix in map(str.lower, source.suffixes) else READERS.get(suffix)
+    return None if compressed and reader is _parquet else reader
 
 
 def _supported(source: Files) -> str:
@@ -263,7 +264,7 @@ def read_files(paths: list[Path], source: Files, on_error: OnError, parse: Parse
     """
     for path in paths:
         with UnreadableGuard(on_error, size_of([path]), str(path)):
-            yield from READERS[_format(path, source)](path, source, on_error, parse)
+            yield from _reader(path, source)(path, source, on_error, parse)
 
 
 def size_of(paths: Iterable[Path]) -> int:
@@ -391,8 +392,4 @@ def _parquet(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iter
             offset += group.num_rows
 
 
-READERS: dict[str, Callable[[Path, Files, OnError, Parse], Iterator[str | np.ndarray]]] = {
-    TEXT: _txt,
-    ".jsonl": _jsonl,
-    ".parquet": _parquet,
-}
+READERS: dict[str, Reader] = {".jsonl": _jsonl, ".ndjson": _jsonl, ".parquet": _parquet}  # besides `_txt`, of `Files.suffixes`

@@ -6,6 +6,7 @@ store puts before each.
 """
 
 import dataclasses
+import glob
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -133,7 +134,11 @@ def _with_suffix(suffix: str, source: Tokens) -> list[Path]:
     def lacks(path: Path) -> bool:
         return path.exists() and all(file.suffix.lower() != suffix for file in (files_in(path) if path.is_dir() else [path]))
 
-    unsuitable_paths = [path for path in map(Path, source.paths) if lacks(path)]
+    def named(path: Path) -> list[Path]:
+        matches = map(Path, glob.glob(str(path), recursive=True))
+        return [path] if path.exists() else [match for match in matches if match.is_file()]
+
+    unsuitable_paths = [match for path in map(expanded, source.paths) for match in named(path) if lacks(match)]
     files = [] if unsuitable_paths else [path for path in text_files.expand(Files(source.paths, [suffix])) if path.suffix.lower() == suffix]
     if not files:
         culprit = unsuitable_paths[0] if unsuitable_paths else source.paths[0]

@@ -53,6 +53,7 @@ class AttentionRows:
 
     layer: int  # from 0
     queries: Tensor  # (T,) int64, index of each query in the sequence
+    after: Tensor  # (T,) int64, the number of the sequence's described queries after each one
     normalizer: Normalizer  # the layer's normalizer: its `normalize` turns scores into weights
     layout: AttentionLayout  # where queries and keys stand in their documents
     scores: Tensor  # (H, T, S) fp32, which the normalizer turns into weights (`Normalizer.scores`); meaningless for invisible keys
@@ -64,11 +65,12 @@ class AttentionRows:
     is_shuffled: bool = False  # whether scores are in another order than the inputs gave (`shuffled`)
 
     @classmethod
-    def from_block(cls, block: AttentionBlock, embedding: Tensor | None = None, seed: int = 0) -> "AttentionRows":
-        """The rows of a block of one sequence."""
+    def from_block(cls, block: AttentionBlock, embedding: Tensor | None = None, seed: int = 0, later: int = 0) -> "AttentionRows":
+        """The rows of a block of one sequence; `later`: the number of queries in the layer's later blocks."""
         visible = _plane(block.normalizer.visible(block.layout))
+        after = later + torch.arange(len(block.queries) - 1, -1, -1, device=block.queries.device)
         return cls(
-            block.layer, block.queries, block.normalizer, block.layout, block.scores[0], block.weights[0], visible, block.inputs,
+            block.layer, block.queries, after, block.normalizer, block.layout, block.scores[0], block.weights[0], visible, block.inputs,
             embedding, seed,
         )  # fmt: skip
 
@@ -142,8 +144,8 @@ class AttentionRows:
     def select(self, queries: Tensor) -> "AttentionRows":
         """The rows of some queries: `queries` is a mask, (T,) bool, or indices, int64."""
         layout, scores, weights = self.layout.select(queries, self.visible.size(-1)), self.scores[:, queries], self.weights[:, queries]
-        visible = self.visible[queries]
-        return replace(self, queries=self.queries[queries], layout=layout, scores=scores, weights=weights, visible=visible)
+        visible, after = self.visible[queries], self.after[queries]
+        return replace(self, queries=self.queries[queries], after=after, layout=layout, scores=scores, weights=weights, visible=visible)
 
     @cached_property
     def without_first(self) -> "AttentionRows":
@@ -300,8 +302,9 @@ class Measures:
         device, query_counts = batch.tokens.device, [0] * self.shapes[0][1]
         embedding = decoder.embedding(batch.tokens)
         for block in attention_blocks(decoder, batch, self.queries, inputs=True):
-            rows, start = AttentionRows.from_block(block, embedding, index), query_counts[block.layer]
+            start = query_counts[block.layer]
             stop = query_counts[block.layer] = start + len(block.queries)
+            rows = AttentionRows.from_block(block, embedding, index, later=len(self.queries) - stop)
             self._add(vectors[0], rows, start)
             if order is not None:
                 self._add(vectors[1], rows.shuffled(order[start:stop, : rows.visible.size(-1)].to(device)), start)
@@ -377,13 +380,8 @@ def exponent(values: np.ndarray, n: np.ndarray, log: bool = False) -> tuple[np.n
     with np.errstate(divide="ignore", invalid="ignore"):
         y = values.astype("f8") if log else np.log(values.astype("f8"))
         x = np.broadcast_to(np.log(n.astype("f8"))[:, :, None], y.shape)
-        finite = np.isfinite(y) & np.isfinite(x)
-        x, y = (np.where(finite, values, 0.0) for values in (x, y))
-        count = finite.sum((0, 3))
-        mean_x, mean_y = x.sum((0, 3)) / count, y.sum((0, 3)) / count
-        dx = np.where(finite, x - mean_x[None, :, :, None], 0.0)
-        dy = np.where(finite, y - mean_y[None, :, :, None], 0.0)
-        xx, xy, yy = (dx * dx).sum((0, 3)), (dx * dy).sum((0, 3)), (dy * dy).sum((0, 3))
-        reach = np.where(finite, x, -np.inf).max((0, 3)) - np.where(finite, x, np.inf).min((0, 3))
-        is_wide = reach >= 2 * np.log(2) - 1e-6
+        x, y = (np.where(np.isfinite(x + y), values, np.nan) for values in (x, y))
+        dx, dy = (values - mean(values, (0, 3))[None, :, :, None] for values in (x, y))
+        xx, xy, yy = (np.nansum(product, (0, 3)) for product in (dx * dx, dx * dy, dy * dy))
+        is_wide = np.fmax.reduce(x, (0, 3)) - np.fmin.reduce(x, (0, 3)) >= 2 * np.log(2) - 1e-6
         return np.where(is_wide, xy / xx, np.nan), np.where(is_wide, xy**2 / (xx * yy), np.nan)

@@ -13,8 +13,8 @@ Theorem 1 compares the N keys of the largest weights with N keys drawn at random
 farther from s than the nearest other key. The bounds are reconstructed from the paper's words, as its typeset equations could not be
 read. The bound of Theorem 1 is proved, and holds for weights of any sum.
 
-All distances follow from products x_i . x_j, made for `KEYS` keys at a time, so that memory is linear in the keys. Sums over a model's rows
-are (H, octaves, 2, quantities, points): for each octave of visible keys the sums over its rows, and the number of these rows.
+All distances follow from products of the vectors. Sums over a model's rows are (H, octaves, 2, quantities, points): for each octave of
+visible keys the sums over its rows, and the number of these rows.
 Shapes: H heads, T queries, S keys, E vector, R rows of any heads, G numbers of keys N, ascending. fp32.
 """
 
@@ -45,8 +45,6 @@ from lm.diagnostics.attention_rows import (
 )
 from lm.diagnostics.lemmas import directions, finite_difference, spectral_norm
 from lm.runs.evaluations import Axis
-
-KEYS = 2048  # number of keys whose products with all keys are in memory at a time
 
 
 @dataclass(frozen=True)
@@ -144,29 +142,9 @@ def _largest_first(weights: Tensor, visible: Tensor, counts: Sequence[int]) -> T
     return weights.abs().masked_fill(~visible, -1.0).topk(min(counts[-1], weights.size(1)), -1).indices
 
 
-def _columns(x: Tensor) -> Iterator[slice]:
-    """Slices of the keys, `KEYS` keys in each."""
-    return (slice(start, start + KEYS) for start in range(0, len(x), KEYS))
-
-
-def _added(order: Tensor, counts: Sequence[int]) -> Iterator[range]:
-    """For each N, the places in the `order` of keys (R, N) that it has beyond the number before it."""
-    return (range(start, min(count, order.size(1))) for start, count in pairwise([0, *counts]))
-
-
-def _products(weights: Tensor, x: Tensor, order: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """x_i . s of all keys, (G, R, S), and |s|^2, (G, R), of the sums s over the first N keys in the order of each row, (R, N)."""
-    alpha = weights.gather(1, order)
-    products = weights.new_empty(len(counts), *weights.shape)
-    for keys in _columns(x):
-        pairs = x @ x[keys].T
-        product = weights.new_zeros(len(weights), pairs.size(1))
-        for index, places in enumerate(_added(order, counts)):
-            for place in places:
-                product.addcmul_(pairs.index_select(0, order[:, place]), alpha[:, place : place + 1])
-            products[index, :, keys] = product
-    sums = [(products[index].gather(1, order[:, :count]) * alpha[:, :count]).sum(-1) for index, count in enumerate(counts)]
-    return products, torch.stack(sums).clamp(min=0)
+def _added(order: Tensor, counts: Sequence[int]) -> Iterator[Tensor]:
+    """For each N, the keys in the `order` of each row (R, N) that it has beyond the number before it, (R, added keys)."""
+    return (order[:, start:stop] for start, stop in pairwise([0, *counts]))
 
 
 def _extremes(x: Tensor, order: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -174,26 +152,18 @@ def _extremes(x: Tensor, order: Tensor, counts: Sequence[int]) -> tuple[Tensor, 
 
     The smallest is taken among the N keys, and is infinite for a single key.
     """
-    square = x.square().sum(-1)
-    farthest = x.new_empty(len(counts), len(order), len(x))
-    nearest = x.new_full((len(counts), len(order)), torch.inf)
-    for keys in _columns(x):
-        pairs = (square[:, None] + square[keys] - 2 * x @ x[keys].T).clamp(min=0)
-        farthest_part, nearest_part = x.new_zeros(len(order), pairs.size(1)), x.new_full((len(order), pairs.size(1)), torch.inf)
-        local_place = order - keys.start
-        is_local = (local_place >= 0) & (local_place < pairs.size(1))
-        local_place = local_place.clamp(0, pairs.size(1) - 1)
-        least_distance = torch.full_like(nearest[0], torch.inf)
-        for index, places in enumerate(_added(order, counts)):
-            for place in places:
-                earlier_distance = nearest_part.gather(1, local_place[:, place : place + 1]).squeeze(1)
-                least_distance = torch.minimum(least_distance, earlier_distance.where(is_local[:, place], torch.inf))
-                pair = pairs.index_select(0, order[:, place])
-                torch.maximum(farthest_part, pair, out=farthest_part)
-                torch.minimum(nearest_part, pair, out=nearest_part)
-            farthest[index, :, keys] = farthest_part
-            nearest[index] = torch.minimum(nearest[index], least_distance)
-    return farthest, nearest
+
+    def pairs(keys: Tensor, others: Tensor) -> Tensor:
+        products = x[keys] @ x[others].mT
+        return (square[keys].unsqueeze(-1) + square[others].unsqueeze(-2) - 2 * products).clamp(min=0)
+
+    square, farthest = x.square().sum(-1), [x.new_zeros(len(order), len(x))]
+    for keys in _added(order, counts):
+        distances = pairs(keys, torch.arange(len(x), device=x.device))
+        farthest.append(torch.cat((farthest[-1].unsqueeze(1), distances), 1).amax(1))
+    among = pairs(order, order)
+    among = among.masked_fill(torch.ones_like(among[0], dtype=torch.bool).triu(), torch.inf)  # each pair once
+    return torch.stack(farthest[1:]), torch.stack([among[:, :count].amin((1, 2)) for count in counts])
 
 
 def _distances(weights: Tensor, visible: Tensor, x: Tensor, order: Tensor, counts: Sequence[int]) -> Tensor:
@@ -207,11 +177,12 @@ def _to_sums(weights: Tensor, visible: Tensor, x: Tensor, order: Tensor, counts:
 
     The difference of squares tells small weights apart: their distances are all |s| except for rounding.
     """
-    rest_mask, square = visible, x.square().sum(-1)
-    for count, inner_products, length in zip(counts, *_products(weights, x, order, counts), strict=True):
+    rest_mask, square, s = visible, x.square().sum(-1), x.new_zeros(len(order), x.size(1))
+    for count, keys in zip(counts, _added(order, counts), strict=True):
+        s = s + torch.zeros_like(weights).scatter(1, keys, weights.gather(1, keys)) @ x
         rest_mask = rest_mask.scatter(1, order[:, :count], False)
-        excess = weights.square() * square - 2 * weights * inner_products
-        yield rest_mask, excess, (excess + length.unsqueeze(-1)).clamp(min=0).sqrt()
+        excess = weights.square() * square - 2 * weights * (s @ x.T)
+        yield rest_mask, excess, (excess + s.square().sum(-1, keepdim=True)).clamp(min=0).sqrt()
 
 
 def _envelopes(alpha: Tensor, longest: Tensor, nearest: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
@@ -313,13 +284,12 @@ class Theorems:
         return self._summed(rows, octaves(length), measure)
 
     def differences(self, rows: AttentionRows, length: int) -> Tensor | None:
-        """`DIFFERENCES` at each temperature and step, for the query that sees most keys; fp64 except for the norm.
+        """`DIFFERENCES` at each temperature and step, for the last query, if it sees most keys; fp64 except for the norm.
 
         Logits are scores times sqrt(D), D the head size, so that T = sqrt(D) is the model as it is: in arXiv 2508.17821 logits are q.k / T.
         """
 
         def measure(part: AttentionRows, most_keys: int) -> Tensor:
-            part = part.select(torch.tensor([len(part.n) - 1], device=part.n.device))
             left_out = part.is_first_token & (not self.config.first_token)  # its score stays as it is, and its weight does not count
 
             def normalized(scores: Tensor, temperature: Tensor | float) -> Tensor:
@@ -339,7 +309,7 @@ class Theorems:
             return torch.stack(points, 1)
 
         generator = _generator(rows)
-        return self._summed(rows, octaves(length)[-1:], measure)
+        return self._summed(rows.select((rows.after == 0).nonzero().squeeze(-1)), octaves(length)[-1:], measure)
 
     def vectors(self, rows: AttentionRows) -> Tensor:
         """The vectors x of each key, (1, S, E), or of each head and key, (H, S, E)."""
@@ -434,13 +404,13 @@ def family(config: LimitsConfig, every: int) -> Family:
     theorems, steps = Theorems(config), len(config.temperatures) * len(config.steps)
 
     def chosen_queries(rows: AttentionRows) -> Tensor:
-        return torch.arange(len(rows.n) - 1, -1, -every, device=rows.n.device).flip(0)  # the last query is always among them
+        return (rows.after % every == 0).nonzero().squeeze(-1)  # the last query of the sequence is always among them
 
     def at_chosen_queries(statistic: Callable[[AttentionRows], Tensor | None]) -> Callable[[AttentionRows], Tensor | None]:
         """The statistic at the chosen queries, NaN at other queries."""
 
         def measure(rows: AttentionRows) -> Tensor | None:
-            value = statistic(rows.select(chosen_queries(rows)))
+            value = statistic(rows.select(chosen_queries(rows))) if len(chosen_queries(rows)) else None
             empty_values = torch.full_like(rows.n, math.nan)
             return None if value is None else empty_values.repeat(len(value), 1).index_copy(1, chosen_queries(rows), value.float())
 
@@ -450,7 +420,9 @@ def family(config: LimitsConfig, every: int) -> Family:
         return lemmas.jacobian_norm(rows, torch.Generator().manual_seed(0))
 
     def sums(name: str, size: Callable[[int], tuple[int, ...]], function: Callable[[AttentionRows, int], Tensor | None]) -> QuerySums:
-        return QuerySums(name, "", size, lambda rows, length: function(rows.select(chosen_queries(rows)), length))
+        return QuerySums(
+            name, "", size, lambda rows, length: function(rows.select(chosen_queries(rows)), length) if len(chosen_queries(rows)) else None
+        )
 
     return Family(
         (

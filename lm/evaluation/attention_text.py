@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.config.inference_config import InferenceSetting
 from lm.config.load import merge, overrides_in
 from lm.data.batches import Batch
 from lm.data.tokenizer import encoding_of
@@ -22,7 +21,7 @@ from lm.evaluation.evaluate import open_device
 from lm.files import write_together
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
-from lm.model.swapped import for_inference
+from lm.model.swapped import applicable, for_inference
 from lm.progress import Progress
 from lm.report.pictures import Map, Picture
 from lm.report.tables import table_bytes
@@ -211,8 +210,11 @@ def _shown_models(model: Loaded, text: str, layers: Indices, heads: Indices, cha
             raise ConfigError(f"--{name} {wrong_indices[0]}: {model.folder} has {count} {name}s, 0 to {count - 1}")
     device = open_device(config, model.environment).device
     tokens, characters = ["<start>"] + [text[begin:end] for begin, end in encoded.offsets], [0] + [begin for begin, _ in encoded.offsets]
-    settings: list[InferenceSetting] = config.eval.diagnostics.inference
-    with Progress().bar(f"{model.folder.name}: attention", len(settings)) as advance:
+    settings = applicable(model.decoder, config.eval.diagnostics.inference)
+    if not settings:
+        raise RunError(f"{model.path}: no setting of eval.diagnostics.inference is for its normalizer; give another")
+    folder_name = model.folder.resolve().name
+    with Progress().bar(f"{folder_name}: attention", len(settings)) as advance:
         for setting in settings:
             decoder = for_inference(model.decoder, setting).to(device)
             with torch.autocast(device.type, enabled=False):
@@ -223,7 +225,7 @@ def _shown_models(model: Loaded, text: str, layers: Indices, heads: Indices, cha
             part = f"{len(shown_heads)} of " * (len(shown_heads) < maps.effective.size)
             amount = f"{len(ids):,} tokens, {len(text):,} characters; {part}{maps.effective.size} heads"
             amount += f"; a cell is the largest of {maps.size} x {maps.size} weights" if maps.size > 1 else ""
-            name = model.folder.name + (f", {setting.label}" if len(settings) > 1 else "")
+            name = folder_name + (f", {setting.label}" if len(settings) > 1 else "")
             yield ShownModel(name, amount, model.folder, setting.label, tokens, characters, maps, shown_heads)
             advance(1)
 

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from lm.config.eval_config import DiagnosticsConfig, EvalConfig, LongContextConfig
@@ -54,9 +54,6 @@ from lm.runs.evaluations import Axis, Series, Shown
 from lm.runs.folder import CHECKPOINTS, CONFIG, read_config, require_run
 from lm.runs.loading import DESCRIPTION, Loaded, find_checkpoint, load
 from lm.schema import Plain, to_plain
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 KIND = "diagnostics"
 QUESTIONED, SHOWN_OCTAVES = 64, 16  # of the length at which retrieval fails: sequences with questions, and octaves shown
@@ -111,7 +108,7 @@ def sequence_length(options: DiagnosticsConfig, seq_len: int) -> int:
     return length
 
 
-def sequences_of_text(tokenizer: "Tokenizer", end_of_text: int, options: DiagnosticsConfig, length: int) -> HeldOut:
+def sequences_of_text(tokenizer: Tokenizer, end_of_text: int, options: DiagnosticsConfig, length: int) -> HeldOut:
     """Up to `options.sequences` windows of the text file `options.text`, side by side, spread evenly over it.
 
     Raises RunError: the file can't be read, is not UTF-8, or has too few tokens.
@@ -229,8 +226,7 @@ def statistics_of(
     def measure(part: list[int]) -> Tensor:
         return torch.stack([vectors(index) for index in part])
 
-    lengths = [held_out.length] * len(held_out.sequences)
-    return measures, by_sequence([decoder, untrained_decoder], lengths, (3, measures.numbers), device, measure, progress)
+    return measures, by_sequence([decoder, untrained_decoder], held_out.lengths, (3, measures.numbers), device, measure, progress)
 
 
 def retrieval_series(decoder: Decoder, config: Config, options: DiagnosticsConfig) -> list[Series]:
@@ -385,15 +381,18 @@ def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str]
     if changes["eval"]["diagnostics"] is None:
         raise ConfigError([Problem("eval.diagnostics", None, "leaves nothing to describe", "leave it out, or give keys of the block")])
     results: list[EvaluationResult] = []
-    for source in sources:
-        folder = source if source.is_dir() else source.resolve().parent.parent
+    folders = [source if source.is_dir() else source.resolve().parent.parent for source in sources]
+    for source, folder in zip(sources, folders, strict=True):
+        if files and not (folder / DESCRIPTION).is_file():
+            raise RunError(f"{source}: of a run: it is measured on the text of that, not on that of {files[0]}; leave {files[0]} out")
+        if checkpoint != "last" and not source.is_dir():
+            raise RunError(f"{source}: not a run folder, of which a checkpoint ({checkpoint}) could be chosen")
+    for source, folder in zip(sources, folders, strict=True):
         if (folder / DESCRIPTION).is_file() and files:
-            model = load(source)
+            model = load(source, checkpoint)
             text = text_config(model, files)
             text.eval = _eval_block(text.eval.diagnostics)
             results += evaluate_model(parse(merge(to_plain(text), changes)), model, [KIND])
-        elif files:
-            raise RunError(f"{source}: of a run: it is measured on the text of that, not on that of {files[0]}; leave {files[0]} out")
         elif (folder / CONFIG).is_file():
             config = parse(merge(to_plain(read_config(folder)), changes))
             path = find_checkpoint(folder, checkpoint) if source.is_dir() else source
@@ -428,7 +427,7 @@ def _diagnose_model(model: Loaded, changes: dict[str, Plain]) -> EvaluationResul
         check_sequences(store, config)
         measurement = Diagnostics(config, store)
     device, stamp = open_device(config, model.environment), model.stamp
-    with Progress().bar(f"{model.folder.name}: {KIND}", measurement.work) as advance:
+    with Progress().bar(f"{model.folder.resolve().name}: {KIND}", measurement.work) as advance:
         evaluation = measurement.evaluate(model.decoder.to(device.device), device, stamp["step"], stamp["tokens_seen"], advance)
     return EvaluationResult(model.folder, evaluation, cached=False)
 
@@ -437,7 +436,7 @@ def config_of(model: Loaded, changes: dict[str, Plain]) -> Config:
     """The configuration a model was trained with, else one that fits it, whose training keys mean nothing; with changes."""
     config = model.config
     if config is None:
-        config = Config(name=model.folder.name, model=model.spec.model, eval=_eval_block())
+        config = Config(name=model.folder.resolve().name, model=model.spec.model, eval=_eval_block())
         config.data.seq_len = config.optim.batch_tokens = model.spec.seq_len
     return parse(merge(to_plain(config), changes))
 

@@ -15,11 +15,12 @@ from lm.config.yaml_text import interpolated
 from lm.data.prepare import check_sequences, prepare, store_of
 from lm.data.store import Store
 from lm.errors import ConfigError, DataError, Problem, RunError
-from lm.evaluation.evaluation_kind import measurements, weights_sha256
+from lm.evaluation.evaluation_kind import measurements
 from lm.machine import threads_each
 from lm.model.device import Device, resolve_device, resolve_precision
 from lm.progress import Progress
 from lm.report.evaluation_tables import EvaluationResult
+from lm.runs.checkpoints import weights_sha256
 from lm.runs.folder import CONFIG, ENVIRONMENT, TOKENIZER, read_config, require_run
 from lm.runs.loading import DESCRIPTION, Loaded, find_checkpoint, load
 from lm.runs.same_run import check_config, check_environment
@@ -64,7 +65,9 @@ def evaluate_runs(
 def suite_changes(name: str, config: Config) -> dict[str, Plain]:
     """Changes that a suite makes to a configuration. Raises ConfigError if there is no suite of this name."""
     if not name or name in SUITES:
-        return {"eval": config.eval.suite(name, config.data, config.model)} if name else {}
+        models = [config.model_in(phase) for phase in range(len(config.plan))]  # the checkpoint may be of any phase
+        model = next((model for model in models if not model.scales_with_q), models[0])
+        return {"eval": config.eval.suite(name, config.data, model)} if name else {}
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--suite {name}: choose {', '.join(SUITES)} or name a YAML file with an `eval` block")
@@ -93,13 +96,13 @@ def _measure(config: Config, folder: Path, model: Loaded, store: Store, device: 
     decoder, facts = model.decoder, model.metadata
     check_sequences(store, config)
     kind_measurements = measurements(config, store, kinds)
-    weights, stamp, results = weights_sha256(decoder), (facts["step"], facts["tokens"]), []
+    weights, stamp, results = weights_sha256(decoder.state_dict()), (facts["step"], facts["tokens"]), []
     decoder.to(device.device)
     for measurement in kind_measurements:
         evaluation = measurement.cached(folder, weights, device, *stamp)
         cached = evaluation is not None
         if not cached:
-            with Progress().bar(f"{folder.name}: {measurement.kind}", measurement.work) as advance:
+            with Progress().bar(f"{folder.resolve().name}: {measurement.kind}", measurement.work) as advance:
                 evaluation = measurement.evaluate(decoder, device, *stamp, advance)
             measurement.cache(folder, evaluation, device)
         measurement.write(folder, evaluation)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-from torch import nn
 
 from lm.config.eval_config import TIMING_KEYS, Timing
 from lm.config.tree import Config, function_of
@@ -22,7 +21,7 @@ from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.plugins import PLUGINS
 from lm.progress import Progress
-from lm.runs import checkpoints
+from lm.runs.checkpoints import weights_sha256
 from lm.runs.evaluations import Better, Evaluation, Series, evaluation_path, measuring_code
 from lm.runs.folder import EVALUATIONS
 from lm.schema import Plain, to_plain
@@ -102,7 +101,7 @@ class Measurement(ABC):
 
     def evaluate(self, decoder: Decoder, device: Device, step: int, tokens_seen: int, progress: Advance = ignore) -> Evaluation:
         """Measure a decoder that was trained for `step` steps and `tokens_seen` tokens. Collective."""
-        weights = weights_sha256(decoder)
+        weights = weights_sha256(decoder.state_dict())
         series = self.measure(decoder, device, progress)
         if not isinstance(series, Sequence):
             raise TypeError(f"`measure` gives {type(series).__name__}, not a list of Series")
@@ -154,8 +153,3 @@ def measurements(config: Config, store: Store, kinds: Iterable[str] | None = Non
     """
     class_paths = [name.split(":") for kind, name in config.eval.measurement_classes(config.data).items() if kinds is None or kind in kinds]
     return [getattr(import_module(module), attribute)(config, store) for module, attribute in class_paths]
-
-
-def weights_sha256(model: nn.Module) -> str:
-    """A sha256 over all parameters and buffers with their names and types, equal to the sha256 of `state_dict` in a checkpoint."""
-    return checkpoints.weights_sha256(model.state_dict())

@@ -55,6 +55,11 @@ class HeldOut:
         return self.sequences.shape[1] - 1
 
     @property
+    def lengths(self) -> list[int]:
+        """Predicted tokens in each sequence, (N,)."""
+        return [self.length] * len(self.sequences)
+
+    @property
     def document_labels(self) -> np.ndarray:
         """Labels (N,), equal for sequences of one document."""
         return np.arange(len(self.sequences)) if self.documents is None else self.documents
@@ -117,7 +122,7 @@ def task_sequences(store: Store, config: Config, length: int, count: int) -> Hel
 def long_sequences(store: Store, config: Config) -> HeldOut:
     """Up to `eval.long_context.sequences` long sequences, each within one held-out document. Raises ConfigError: all are too short."""
     options, seq_len, longest = config.eval.long_context, config.data.seq_len, store.val.longest
-    length = options.length(seq_len)
+    length = round(options.longest_factor * seq_len)
     if options.length_factor == "auto":
         length = seq_len if config.model.position.has_last else length
         min_documents = min(2, int((store.val.lengths > 1).sum()))
@@ -182,35 +187,16 @@ def by_sequence(
         return all_reduce_sum(device, local).numpy()
 
 
-def by_token(
-    models: list[Decoder],
-    held_out: HeldOut,
-    device: Device,
-    measure: Callable[[Batch], Tensor],
-    numbers: int = 1,
-    progress: Advance = ignore,
-) -> np.ndarray:
-    """Numbers of each token, (numbers, N, length) fp32, by `measure`: a batch on the device -> (numbers, B, length).
-
-    Collective, as `by_sequence` is.
-    """
-
-    def measure_batch(indices: list[int]) -> Tensor:
-        return measure(held_out.batch(indices).to(device.device)).transpose(0, 1)
-
-    lengths = [held_out.length] * len(held_out.sequences)
-    return by_sequence(models, lengths, (numbers, held_out.length), device, measure_batch, progress).swapaxes(0, 1)
-
-
 def nll_by_token(decoder: Decoder, held_out: HeldOut, device: Device, progress: Advance = ignore) -> np.ndarray:
     """-log p of every predicted token, (N, length) fp32, nats. Never holds T x T weights nor T x V logits. Collective."""
 
-    def measure(batch: Batch) -> Tensor:
+    def measure(indices: list[int]) -> Tensor:
+        batch = held_out.batch(indices).to(device.device)
         with device.autocast():
             hidden = decoder.hidden(batch)
-        return token_nll(hidden.flatten(0, 1), decoder.head, batch.targets.flatten()).view(1, *batch.targets.shape)
+        return token_nll(hidden.flatten(0, 1), decoder.head, batch.targets.flatten()).view(batch.targets.shape)
 
-    return by_token([decoder], held_out, device, measure, progress=progress)[0]
+    return by_sequence([decoder], held_out.lengths, (held_out.length,), device, measure, progress)
 
 
 def bits_per_byte(nll: np.ndarray, held_out: HeldOut, selection: slice | np.ndarray = slice(None)) -> float:
@@ -284,7 +270,10 @@ class Validation(Measurement):
 
     @property
     def options(self) -> dict[str, Plain]:
-        return {"seq_len": self.held_out.length, "sequences_sha256": self.held_out.sha256, "documents": self.config.data.documents}
+        data = self.config.data
+        weights = [part.weight for part in (data.tasks if data.symbolic else data.sources)]  # which the store's fingerprint leaves out
+        options = {"seq_len": self.held_out.length, "sequences_sha256": self.held_out.sha256, "documents": data.documents}
+        return options | ({"weights": weights} if len(weights) > 1 else {})
 
     @property
     def work(self) -> int:

@@ -16,13 +16,13 @@ from lm.config.data_config import FullLength
 from lm.config.eval_config import Timing, lengths_of
 from lm.config.load import merge, overrides_in, parse, to_yaml
 from lm.config.tree import Config
-from lm.data.batches import Batch, long_starts, train_sequences
+from lm.data.batches import long_starts, train_sequences
 from lm.data.store import Store
 from lm.data.tasks import NoRoom
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.evaluate import on_text, open_device, open_store, text_config
-from lm.evaluation.evaluation_kind import Advance, Measurement, ignore, weights_sha256
-from lm.evaluation.held_out import NATS, HeldOut, by_position, by_sequence, by_token, lengths_axis, task_sequences, validation_sequences
+from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
+from lm.evaluation.held_out import NATS, HeldOut, by_position, by_sequence, lengths_axis, task_sequences, validation_sequences
 from lm.files import file_sha256, new_folder, write_json, write_text
 from lm.model.attention_stream import in_lockstep
 from lm.model.cross_entropy import token_kl, token_nll
@@ -31,7 +31,7 @@ from lm.model.device import Device
 from lm.model.spec import count_parameters
 from lm.model.swapped import fit, score_factors, swapped
 from lm.plugins import PLUGINS
-from lm.runs.checkpoints import link_checkpoint, save_checkpoint
+from lm.runs.checkpoints import link_checkpoint, save_checkpoint, weights_sha256
 from lm.runs.evaluations import Axis, Evaluation, Series, Shown
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, TOKENIZER, command_line, step_path
 from lm.runs.loading import TOKENIZER_SHA256, Loaded, load
@@ -85,7 +85,7 @@ class SwapMeasurement(Measurement):
     def options(self) -> dict[str, Plain]:
         return {
             "before": self.old_decoder.config.normalizer.label(),
-            "weights_before_sha256": weights_sha256(self.old_decoder),
+            "weights_before_sha256": weights_sha256(self.old_decoder.state_dict()),
             "sequences_sha256": [held_out.sha256 for held_out in self.held_out],
         }
 
@@ -136,13 +136,15 @@ _METRICS = {"loss before": "loss_before", "loss after": "loss_after", "KL diverg
 def token_losses_and_kl(old: Decoder, new: Decoder, held_out: HeldOut, device: Device, progress: Advance = ignore) -> np.ndarray:
     """For every predicted token -log p under both models and KL(old || new): (3, N, length) float64, nats. Collective."""
 
-    def measure(batch: Batch) -> Tensor:
+    def measure(indices: list[int]) -> Tensor:
+        batch = held_out.batch(indices).to(device.device)
         with device.autocast():
             hidden = [model.hidden(batch).flatten(0, 1) for model in (old, new)]
         losses = [token_nll(states, model.head, batch.targets.flatten()) for states, model in zip(hidden, (old, new), strict=True)]
-        return torch.stack([*losses, token_kl(hidden[0], old.head, hidden[1], new.head)]).view(3, *batch.targets.shape)
+        return torch.stack([*losses, token_kl(hidden[0], old.head, hidden[1], new.head)]).view(3, *batch.targets.shape).transpose(0, 1)
 
-    return by_token([old, new], held_out, device, measure, numbers=3, progress=progress).astype("f8")
+    numbers = by_sequence([old, new], held_out.lengths, (3, held_out.length), device, measure, progress)
+    return numbers.swapaxes(0, 1).astype("f8")
 
 
 def attention_drift(old: Decoder, new: Decoder, held_out: HeldOut, device: Device) -> np.ndarray:

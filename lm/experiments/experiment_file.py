@@ -11,7 +11,7 @@ from pathlib import Path
 from lm.attention.catalogue import OPTIONS
 from lm.config import presets
 from lm.config.eval_config import Quantity, Timing, lengths_of
-from lm.config.load import merge, nested, over_bases, overrides_in, read_overrides
+from lm.config.load import merge, nested, over_bases, overrides_in, read_overrides, refuse_undone_temperatures
 from lm.config.task_config import task_names
 from lm.config.tree import Config, ExperimentConfig, differences, effect_of, is_learned
 from lm.config.yaml_text import MAX_BYTES, parse_yaml
@@ -106,7 +106,13 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
         for path in sorted(fixed_keys & set(flatten(changes))):
             problems.append(Problem(f"{prefix}.{path}", flatten(changes)[path], "is set by the experiment", "drop it"))
     # The checks above are of the block's own keys alone: its files may hold a key that the experiment sets, such as a learning rate.
-    arms = tuple(replace(arm, changes=over_bases(arm.changes, file, f"arms.{arm.name}.base")) for arm in arms)
+    full_arms: dict[str, Arm] = {}
+    for arm in arms:
+        changes = over_bases(arm.changes, file, f"arms.{arm.name}.base")
+        if arm.start in full_arms and (arm.step is not None or not arm.trained):  # it changes the run that it starts from
+            changes = merge(merge(full_arms[arm.start].changes, {} if arm.trained else {"phases": []}), changes)
+        full_arms[arm.name] = replace(arm, changes=changes)
+    arms = tuple(full_arms.values())
     sizes = {name: over_bases(changes, file, f"sizes.{name}.base") for name, changes in sizes.items()}
     for arm in arms:
         if (tokens := flatten(arm.changes).get(TOKENS)) is not None:
@@ -162,9 +168,6 @@ def read_arms(arm_blocks: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
             for path in (path for path in arm_keys if not path.startswith("model.normalizer")):
                 reason = "has no effect on an arm that is not trained"
                 problems.append(Problem(f"{prefix}.{path}", arm_keys[path], reason, "drop it, or train the arm"))
-            changes = merge(merge(arms[source_name].changes, {"phases": []}), changes)
-        if step is not None and source_name in arms:
-            changes = merge(arms[source_name].changes, changes)
         arms[name] = Arm(name, changes, source_name or "", swap, bool(trained), step=step)
     if len(arms) < 2 and not problems:
         problems.append(Problem("arms", list(arms), "needs a baseline and at least one other arm"))
@@ -318,8 +321,11 @@ def check_experiment(experiment: Experiment) -> None:
         try:
             config = experiment.config_of(size, arm)
             configs[size, arm.name] = config
+            evaluated_config = experiment.evaluated(config)
+            for checked_config in (config, evaluated_config):
+                refuse_undone_temperatures(checked_config)
             if not problems:
-                _check_metric(experiment, experiment.evaluated(config))
+                _check_metric(experiment, evaluated_config)
         except ConfigError as error:
             for problem in error.problems or [str(error)]:
                 places_by_problem.setdefault(str(problem), []).append((size, arm.name))
@@ -447,7 +453,7 @@ def _check_metric(experiment: Experiment, config: Config) -> None:
     _check_primary(experiment.primary, config.eval.quantity(kind))
     timing = Timing(every=config.validation_every, at=[1.0]) if kind == "validation" else config.eval.kinds.get(kind)
     if experiment.primary.reach is not None and timing and sum(timing.is_due(step, steps) for step in range(1, steps + 1)) < 2:
-        key = "eval.every" if kind == "validation" else f"eval.{kind}.every"
+        key = "eval.every" if kind == "validation" else f"{config.eval.path(kind)}.every"
         reason, remedy = f"{metric} is measured once, at the last step", f"measure it on the way: {key}"
         raise ConfigError([Problem("primary.reach", experiment.primary.reach, reason, remedy)])
     if experiment.primary.reach is not None and (untrained_arms := [arm.name for arm in experiment.arms if not arm.trained]):

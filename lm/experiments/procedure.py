@@ -15,7 +15,7 @@ from lm.experiments.experiment import Arm, Experiment, Swap, TuningRun, config_h
 from lm.experiments.judging import ByRate, JudgedRun, Judgement, Place
 from lm.experiments.run_outcome import SELECTION, Outcome, run_differences
 from lm.plugins import package_of
-from lm.runs.folder import CHECKPOINTS, SWAPPED, step_path
+from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, SWAPPED, step_path
 from lm.schema import Plain, to_plain
 from lm.statistics.tuning import Rate, TuningOutcome, best_rate, crossed_rates, rate_cell, rate_choice, rate_words, tuning_outcome
 
@@ -37,7 +37,12 @@ class Run:
     @property
     def packages(self) -> set[str]:
         """Packages of code from outside, as its configuration or its source's names it."""
-        return {*map(package_of, self.config.plugin_names), *(self.source.packages if self.source else ())}
+        return {*map(package_of, self.config.plugin_names_by_key.values()), *(self.source.packages if self.source else ())}
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its folder has the files that a report reads."""
+        return all((self.config.run_folder / name).is_file() for name in (CONFIG, ENVIRONMENT))
 
     @property
     def label(self) -> str:

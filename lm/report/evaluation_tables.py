@@ -87,13 +87,13 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
     Runs measured on different data, which their fingerprints tell, are not comparable. `output`: the file or folder that has all numbers.
     """
     folders = {result.folder for result in results}
-    several_runs, has_namesakes = len(folders) > 1, len({folder.name for folder in folders}) < len(folders)
+    several_runs, has_namesakes = len(folders) > 1, len({folder.resolve().name for folder in folders}) < len(folders)
     for kind in dict.fromkeys(result.evaluation.kind for result in results):
         kind_results = [result for result in results if result.evaluation.kind == kind]
-        runs = [result.folder if has_namesakes else result.folder.name for result in kind_results]
+        runs = [result.folder if has_namesakes else result.folder.resolve().name for result in kind_results]
         models = [f"{run}, {result.evaluation.step}" * several_runs for run, result in zip(runs, kind_results, strict=True)]
         omitted_count = 0
-        title = kind if several_runs else f"{kind}, {kind_results[0].folder.name}, step {kind_results[0].evaluation.step}"
+        title = kind if several_runs else f"{kind}, {kind_results[0].folder.resolve().name}, step {kind_results[0].evaluation.step}"
         title += " (cached)" if all(result.cached for result in kind_results) else ""
         for metrics in _metric_groups(row for result in kind_results for row in result.rows):
             rows = [(number, row) for number, result in enumerate(kind_results) for row in result.rows if row.metric in metrics]

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from lm.errors import RunError
+from lm.files import expanded
 from lm.runs.evaluations import Evaluation, Series, evaluation_files, evaluation_in, selects
 from lm.runs.folder import CONFIG, DIVERGED, ENVIRONMENT, SWAPPED
 from lm.runs.record import RunRecord, divergence, read_run
@@ -49,7 +50,7 @@ def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
         raise RunError(f"{other[0]!r}: must be the path of a folder, not {type(other[0]).__name__}; several are several arguments")
     if not folders:
         raise RunError("no run folder given, e.g. runs/softmax")
-    runs = [run for folder in folders for run in _run_folders(Path(folder))]
+    runs = [run for folder in folders for run in _run_folders(expanded(folder))]
     return frame(block for run in dict.fromkeys(runs) for block in _blocks(read_run(run), history))
 
 

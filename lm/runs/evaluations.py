@@ -169,6 +169,7 @@ class Series:
             _require(getattr(self, name) in get_args(choices), f"{name} must be {' or '.join(get_args(choices))}")
         sample_columns = sum(sample.values.shape[1] if sample.values.ndim == 2 else 0 for sample in self.samples)
         _require(not self.samples or sample_columns == columns, f"its samples have {sample_columns} columns, not {columns}")
+        _require(not self.bins or len(self.samples) < 2, "bins have one sample")
         _require(bool(self.samples) or self.interval == "none", "an interval needs samples")
         for sample in self.samples:
             for name in ("weights", "groups"):

@@ -342,7 +342,7 @@ def save_model(
             something or can't be written.
         DataError: the tokenizer can't be used, or has no token `end_of_text`.
     """
-    out, tokenizer = Path(out), Path(tokenizer) if tokenizer else None
+    out, tokenizer = expanded(out), expanded(tokenizer) if tokenizer else None
     if decoder.rope_scaling != AS_TRAINED:
         raise RunError(f"{out}: a model folder holds no inference setting: save the decoder that the copy with its own RoPE was made of")
     if tokenizer and (tokens := load_tokenizer(tokenizer, end_of_text).get_vocab_size()) > decoder.vocab_size:

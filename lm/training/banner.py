@@ -17,7 +17,7 @@ import torch
 import lm
 from lm.config.training_config import Group, Groups
 from lm.config.tree import Config
-from lm.data.batches import train_sequences
+from lm.data.batches import TrainSequences, train_sequences
 from lm.data.store import Store
 from lm.errors import one_line
 from lm.evaluation.held_out import trained_level, validation_sequences
@@ -63,7 +63,8 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     base = "lr is that of a base model of 1/{:.4g} of the width and 1/{:.4g} of the depth".format(*model.size_multipliers)
     source = "its maker" if device == "cuda" else "of a matrix product"
     peak = f"peak {machine.peak_flops:.2e} FLOP/s ({source})" if machine.peak_flops else "the device's peak is not known"
-    epochs, warmup = _epochs(store, config), optim.warmup(config.trainer.max_steps)
+    sequences, warmup = train_sequences(store, config), optim.warmup(config.trainer.max_steps)
+    epochs, lengths = _epochs(store, config, sequences), sequences.length.fractions(config.trainer.max_steps)
     token_ratio = tokens / (parameters["total"] - parameters["normalizer"])  # as `trainer.tokens_per_parameter`
     few = token_ratio < FEWEST_TOKENS and not (config.init_from or data.symbolic)
     notes = few * [FEW_TOKENS] + any(number > MOST_EPOCHS for _, number in epochs) * [MANY_EPOCHS]
@@ -74,25 +75,26 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     if len(documents) < min(config.eval.sequences, FEWEST_SEQUENCES):
         remedy = "raise data.val_fraction, or split files into documents by data.source.separator"
         notes.append(f"held-out text of {len(documents)} validation sequences, eval.sequences asks for {config.eval.sequences:,}: {remedy}")
+    fractions = ", ".join(f"{length} tokens {fraction:.1%}" for length, fraction in lengths.items())
     lines = {
         "run": f"{config.run_folder}  (lm {lm.__version__})",
         "model": f"{parameters['total']:,} parameters, {parameters['non_embedding']:,} without embedding and head, "
         f"{parameters['normalizer']:,} in normalizers",
         "": f"{model.n_layer} layers x {heads} x {model.key_dims}, width {model.n_embd}, "
-        f"{model.block.label(model)}, {model.position.label}, vocabulary {store.vocab_size:,}",
+        f"{model.block.label(model)}, {model.position.label}, vocabulary {decoder.vocab_size:,}",
         "normalizer": _normalizer(decoder),
         "kernel": "; ".join(kernels),
         "phases": _phases(config, start.phase) if config.phases else "",
         "data": f"{store.path}: {store.train.n_tokens:,} training tokens, {store.val.n_tokens:,} held out, "
         f"fingerprint {store.fingerprint[:16]}",
-        "tasks": _tasks(store, config) if data.tasks else "",
-        "lengths": _lengths(store, config) if data.lengths.allows_shorter else "",
+        "tasks": _tasks(config, sequences, lengths) if data.tasks else "",
+        "lengths": "; ".join(filter(None, (fractions, sequences.length.note()))) if data.lengths.allows_shorter else "",
         "documents": "isolated: attention and n restart at each" if data.documents == "isolate" else "",
         "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,}, {token_ratio:.3g} a parameter"
         + (f" ({', '.join(f'{label} {number:.2f}'.strip() for label, number in epochs)} epochs)" if epochs else ""),
         "note": "; ".join(notes),
         "device": f"{machine.device}, precision {machine.precision}, compile {machine.compiled}",
-        "memory": _memory(config, start.phase, store.vocab_size, machine),
+        "memory": _memory(config, start.phase, decoder.vocab_size, machine),
         "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all; {peak}",
         "step": f"{config.micro_batch} sequences x {data.seq_len} tokens x {accumulation} micro-batches x {config.world_size} processes",
         "optimizer": f"{_in_words(optim.optimizer)}, lr {optim.lr:g}, {_in_words(optim.schedule)}, warm-up of {warmup} steps; "
@@ -158,22 +160,22 @@ def _groups(config: Config, decoder: Decoder) -> str:
     return "; ".join(texts)
 
 
-def _epochs(store: Store, config: Config) -> list[tuple[str, float]]:
+def _epochs(store: Store, config: Config, sequences: TrainSequences) -> list[tuple[str, float]]:
     """The number of times that the run reads each source of text, by its label; a single source has an empty label."""
     text_weight = config.data.text_weight
     if not text_weight:
         return []
-    tokens = config.trainer.max_steps * config.optim.batch_tokens * text_weight / (1 - train_sequences(store, config).length.left_out)
+    tokens = config.trainer.max_steps * config.optim.batch_tokens * text_weight / (1 - sequences.length.left_out)
     pairs = list(zip(config.data.sources, store.train.sources, strict=True))
     return [(part.label if len(pairs) > 1 else "", tokens * source.weight / part.n_tokens) for source, part in pairs]
 
 
-def _tasks(store: Store, config: Config) -> str:
+def _tasks(config: Config, sequences: TrainSequences, fractions: dict[int, float]) -> str:
     """The fraction of sequences of each task; where more sequences are drawn than a task has different ones, both numbers.
 
     Beside text, the fraction of the targets that are answers, by the first sequences of each task, at the first step's length.
     """
-    texts, tokens, fractions = [], config.trainer.max_steps * config.optim.batch_tokens, _length_fractions(store, config)
+    texts, tokens = [], config.trainer.max_steps * config.optim.batch_tokens
     for weighted in config.data.tasks:
         text = f"{weighted.task.name} {weighted.weight:.0%}"
         for length, fraction in fractions.items():
@@ -182,22 +184,13 @@ def _tasks(store: Store, config: Config) -> str:
                 text += f" ({n_drawn:,.0f} sequences of {length} tokens, of about {n_distinct:,.0f} different ones)"
         texts.append(text)
     if config.data.text_weight:
-        sequences, slots = train_sequences(store, config), np.arange(COUNTED_SEQUENCES)
+        slots = np.arange(COUNTED_SEQUENCES)
         answers = sum(
             weighted.weight * stream.read(slots, sequences.length(0))[1].mean()
             for weighted, stream in zip(config.data.tasks, sequences.streams, strict=False)  # text comes after the tasks
         )
         texts.append(f"answers are about {answers / (answers + config.data.text_weight):.0%} of the targets")
     return ", ".join(texts)
-
-
-def _lengths(store: Store, config: Config) -> str:
-    text = ", ".join(f"{length} tokens {fraction:.1%}" for length, fraction in _length_fractions(store, config).items())
-    return "; ".join(filter(None, (text, train_sequences(store, config).length.note())))
-
-
-def _length_fractions(store: Store, config: Config) -> dict[int, float]:
-    return train_sequences(store, config).length.fractions(config.trainer.max_steps)
 
 
 def _phases(config: Config, phase: int) -> str:
@@ -220,7 +213,7 @@ def environment(config: Config, store: Store, start: PhaseStart, machine: Machin
         "git_dirty": dirty,
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in packages}
-        | PLUGINS.versions(config.plugin_names),
+        | PLUGINS.versions(config.plugin_names_by_key.values()),
         "device": machine.device,
         "precision": machine.precision.value,
         "compile": machine.compiles,
@@ -231,6 +224,7 @@ def environment(config: Config, store: Store, start: PhaseStart, machine: Machin
         "command": command_line(),
     }
     level, level_name = trained_level(store, config.data)
+    lengths = train_sequences(store, config).length
     return {
         **facts,
         "data_fingerprint": store.fingerprint,
@@ -246,7 +240,7 @@ def environment(config: Config, store: Store, start: PhaseStart, machine: Machin
         "parameters": count_parameters(start.decoder),
         "flops_per_token": flops_per_token(start.decoder),
         "peak_flops": machine.peak_flops,
-        **({"sequence_lengths": _length_fractions(store, config)} if config.data.lengths.allows_shorter else {}),
+        **({"sequence_lengths": lengths.fractions(config.trainer.max_steps)} if config.data.lengths.allows_shorter else {}),
         "tokens_total": config.trainer.max_steps * config.optim.batch_tokens,
         "wandb_id": old_facts.get("wandb_id") or os.urandom(6).hex(),
         "starts": [*old_facts.get("starts", []), {"step": start.step, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **facts}],

@@ -275,7 +275,8 @@ class Evaluations(StepCallback):
         except Exception as error:  # whatever it is: an evaluation must not end a run
             if self.config.eval.on_error == "stop":
                 if isinstance(error, OutOfTime):
-                    raise RunError(f"eval.{kind}.max_seconds = {max_seconds:g}: step {step}: it took longer (eval.on_error=stop)") from None
+                    key = f"{self.config.eval.path(kind)}.max_seconds"
+                    raise RunError(f"{key} = {max_seconds:g}: step {step}: it took longer (eval.on_error=stop)") from None
                 raise
             reason = one_line(error)
             self.record.write({"step": step, "tokens": tokens, f"{kind}/failed": reason})
@@ -378,7 +379,7 @@ class Checkpoints(StepCallback):
             "step": step,
             "tokens": step * self.config.optim.batch_tokens,
             "phase": start.phase,
-            "plugins": PLUGINS.versions(self.config.plugin_names),
+            "plugins": PLUGINS.versions(self.config.plugin_names_by_key.values()),
             "wandb_id": self.wandb_id,
             "log": log_seal(self.config.run_folder / METRICS),
             **asdict(start.state),

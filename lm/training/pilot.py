@@ -8,12 +8,10 @@ import contextlib
 import importlib
 import io
 import json
-import re
 import signal
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from lm.config.load import load
 from lm.config.tree import Config
@@ -31,7 +29,8 @@ STEPS = 10  # optimizer steps that are made
 def pilot(config: Config) -> dict[str, float]:
     """Time a run of this configuration: all that it does but most of its steps, in its run folder. Eager: compiling a few steps would take
     most of the time."""
-    run_steps = config.trainer.max_steps - _first_step(config)
+    first_step = load_metadata(find_checkpoint(config))["step"] if config.first_step is None else config.first_step
+    run_steps = config.trainer.max_steps - first_step
     steps = min(STEPS, run_steps)
     pilot_config = replace(
         config,
@@ -52,13 +51,6 @@ def pilot(config: Config) -> dict[str, float]:
     forward_share = config.eval.sequences * config.data.seq_len / config.optim.batch_tokens / 3  # of a step, which has a backward pass, too
     validations = step_s * forward_share * (-(-run_steps // config.validation_every) - 1)
     return {"seconds": duration - elapsed_times[-1] + step_s * run_steps + validations}
-
-
-def _first_step(config: Config) -> int:
-    """The step at which the run starts. A `step-N.ckpt` that it branches from may not be there yet; last.ckpt or a run folder must be."""
-    if match := re.fullmatch(r"step-(\d+)\.ckpt", Path(config.branch_from).name):
-        return int(match[1])
-    return load_metadata(find_checkpoint(config))["step"] if config.branch_from else 0
 
 
 def main(paths: list[str]) -> None:

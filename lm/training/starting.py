@@ -11,11 +11,10 @@ from tokenizers import Tokenizer
 from lm.config.tree import Config, effect_of
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
-from lm.evaluation.evaluation_kind import weights_sha256
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
 from lm.model.swapped import swapped
-from lm.runs.checkpoints import SHA256, load_checkpoint
+from lm.runs.checkpoints import SHA256, load_checkpoint, weights_sha256
 from lm.runs.folder import CHECKPOINTS, ENVIRONMENT, TOKENIZER, check_fields, is_own, step_of, step_path, steps_saved
 from lm.runs.loading import Loaded, check_finite, weights_mismatch
 from lm.runs.metadata import best_step
@@ -126,7 +125,7 @@ def start_new_run(config: Config, store: Store, source: Loaded | None = None) ->
         "step": source.stamp["step"],
         "tokens": source.stamp["tokens_seen"],
         "normalizer": source.decoder.config.normalizer.label(),
-        "weights": weights_sha256(decoder)[:12],
+        "weights": weights_sha256(decoder.state_dict())[:12],
     }
     if earlier_tokens := tokens_before(source.environment):
         origin["tokens_before"] = earlier_tokens
