@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from lm.experiments.engine import Jobs
+from lm.experiments.page import experiment_files
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Slots
-from lm.files import write_sealed
+from lm.files import write_sealed, write_together
+from lm.report.html import PAGE
 from lm.runs.checkpoints import link_checkpoint
 from lm.runs.evaluations import Evaluation, Sample, Series, evaluation_path, measuring_code, validation_series
 from lm.runs.folder import CHECKPOINTS, LAST, METRICS, log_seal, step_path
@@ -84,3 +86,9 @@ def finish_all(procedure: Procedure, loss: Callable[[Run], float]) -> Procedure:
         for run in unfinished:
             finish(run, loss(run))
     return procedure
+
+
+def write_page(procedures: list[Procedure], folder: Path) -> Path:
+    """Write the page of experiments into a folder, as `lm compare --out` does; returns its path."""
+    write_together(experiment_files(procedures, folder), "the report")
+    return folder / PAGE

@@ -49,7 +49,7 @@ def command(error: str) -> list[str]:
 
 @pytest.mark.parametrize("tune", [None, {"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]}], ids=["untuned", "tuned"])
 def test_overrides_that_are_forgotten_are_said_with_the_command_that_has_them(tmp_path, arguments, runs, tune, monkeypatch):
-    monkeypatch.setattr("lm.experiments.compare.write_page", lambda *_: "")
+    monkeypatch.setattr("lm.experiments.compare.experiment_files", lambda *_: {})
     monkeypatch.setattr("lm.experiments.engine.Jobs.work", lambda _: pytest.fail("trains"))
     path, data = written(tmp_path, tune=tune), arguments[1:]
     first = ended(path, [*data, *SHORT])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 from conftest import ROOT
-from fabricated import save
+from fabricated import save, write_page
 from markupsafe import escape
 from reported import build_run, write_report
 from scipy.stats import t, ttest_1samp
@@ -20,7 +20,7 @@ from scipy.stats import t, ttest_1samp
 import lm
 from lm.config.load import to_yaml
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.page import SizeResults, write_page
+from lm.experiments.page import SizeResults
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_lines, trends
 from lm.report.comparison_pictures import differences_along

@@ -15,7 +15,7 @@ from fabricated import finish, finish_all, launching
 from trials import written
 
 from lm.config.load import load, to_yaml
-from lm.config.training_config import OPTIMIZERS
+from lm.config.training_config import OPTIMIZERS, LogConfig
 from lm.config.tree import Config, ExperimentConfig
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, Diverged, RunError
@@ -91,7 +91,7 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
 
 
 def test_tables_have_no_empty_columns_and_reasons_stand_below_them(tmp_path, overrides, capsys, monkeypatch):
-    monkeypatch.setattr("lm.experiments.compare.write_page", lambda *_: "")
+    monkeypatch.setattr("lm.experiments.compare.experiment_files", lambda *_: {})
     path = written(tmp_path, tune={"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]})
     finish_all(Procedure(read_experiment(path, overrides)), lambda run: 5.0 + abs(run.rate - 2e-2))
     compare_experiments([path], overrides, Work(), report_only=True)
@@ -144,8 +144,9 @@ def test_a_run_whose_last_evaluation_failed_has_failed_and_the_others_go_on(tmp_
 
 
 @pytest.mark.usefixtures("untimed")
-def test_an_experiment_whose_runs_all_fail_does_not_keep_the_next_from_its_work(tmp_path, overrides, monkeypatch, capsys):
-    files = [written(tmp_path, tune=None, seeds=[1]).rename(tmp_path / f"{name}.yaml") for name in ("fails", "goes_on")]
+def test_an_experiment_that_fails_or_is_not_sent_does_not_keep_the_next_from_its_work(tmp_path, overrides, monkeypatch, capsys):
+    names = ("fails", "is_not_sent", "goes_on")
+    files = [written(tmp_path, tune=None, seeds=[1]).rename(tmp_path / f"{name}.yaml") for name in names]
     worked = []
 
     def work(procedure: Procedure, *arguments: object) -> Procedure:
@@ -154,10 +155,15 @@ def test_an_experiment_whose_runs_all_fail_does_not_keep_the_next_from_its_work(
             raise RunsFailed("fails failed")
         return finish_all(procedure, lambda run: 5.0)
 
+    def send(log: LogConfig, name: str, *arguments: object) -> None:
+        if name == "is_not_sent":
+            raise RunError("the report is not sent")
+
     monkeypatch.setattr("lm.experiments.compare._work", work)
-    with pytest.raises(RunsFailed, match="fails failed"):
+    monkeypatch.setattr("lm.experiments.compare.send_report", send)
+    with pytest.raises(RunsFailed, match="fails failed; the report is not sent"):
         compare_experiments(files, overrides, Work())
-    assert worked == ["fails", "goes_on"]
+    assert worked == [*names]
     assert "verdict" in capsys.readouterr().out
 
 

@@ -33,8 +33,8 @@ ROOMS = (
     "huggingface",
     "diagnostics",
     "evaluation",
-    "experiments",
     "training",
+    "experiments",
     "commands",
     "cli",
 )

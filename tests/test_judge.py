@@ -13,7 +13,6 @@ from test_documents import blocks
 
 import lm
 from lm.errors import ConfigError, RunError
-from lm.experiments.experiment import Primary
 from lm.experiments.run_table import judge_table
 from lm.experiments.summary import summary_table
 
@@ -97,6 +96,13 @@ def test_names_may_be_numbers_or_texts_of_any_column():
     units = pd.concat([RUNS.assign(unit=unit, value=RUNS["value"] + 0.1 * k) for k, unit in enumerate([*range(9), "last"])])
     grouped = units.assign(group=["g" if unit in (1, 2) else None for unit in units["unit"]])
     assert lm.judge(grouped)["verdict"].tolist()[1:] == ["better"]
+
+
+def test_columns_may_have_any_dtype():
+    expected = lm.judge(RUNS)["words"].tolist()
+    categories = RUNS.assign(state=pd.Categorical([None] * 5 + ["finished"])).astype({"arm": "category", "seed": "category"})
+    for table in (RUNS.assign(metric=3), RUNS.convert_dtypes(), categories):
+        assert lm.judge(table)["words"].tolist() == expected
 
 
 def test_rates_are_chosen_on_the_lines_that_select():
@@ -194,6 +200,11 @@ def test_units_are_averaged_and_paired_over():
         (RUNS.assign(better=["lower", "higher"] * 3), {}, "better is higher, lower; of one metric it is lower or higher in all lines"),
         (RUNS.assign(state="bogus"), {}, "state bogus; it is finished, unfinished or diverged"),
         (RUNS.assign(value=[True, False] * 3), {}, "values are true and false; write numbers"),
+        (
+            RUNS.assign(value=RUNS["value"].where(RUNS["seed"] != 2)).convert_dtypes(),
+            {},
+            "2 lines have no finite value, the first of arm a",
+        ),
         (RUNS.assign(value=[1e300] + [1.0] * 5), {}, "a line has no value below 1e+30, the first of arm a, seed 1"),
     ],
 )
@@ -274,6 +285,6 @@ def test_the_interval_on_other_text_has_a_column_where_documents_add_to_it(sprea
     runs = [(arm, seed, unit) for arm in ("a", "b") for seed in range(1, 6) for unit in range(20)]
     effects = [(arm == "b") * (1 + spread * (unit % 2 - 0.5) + 0.001 * seed) for arm, seed, unit in runs]
     table = pd.DataFrame(runs, columns=["arm", "seed", "unit"]).assign(value=effects)
-    judgement = judge_table(table, "table", Primary("", matters=0.1))
+    judgement = judge_table(table, matters=0.1)
     columns = [column.name for column, _ in summary_table(judgement, judgement.lines()).contents]
     assert ("on other text of the kind" in columns) == bool(spread)

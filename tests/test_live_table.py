@@ -95,6 +95,19 @@ def test_times_of_runs_that_ended_here_come_before_the_plan_s(work):
     assert text(table)[-1] == "trial: 0 of the 2 runs known so far ended; about 3 min left"
 
 
+def test_of_a_branch_only_its_own_steps_count(work):
+    arms = {"softmax": {"trainer.checkpoint_every": 2}, "on": {"from": "softmax", "step": 6}}
+    jobs = work(arms=arms, tune=None, seeds=[1])
+    finish(jobs.known_runs[0], 5.0)
+    jobs.known_runs = jobs.procedure.known_runs()
+    jobs.pending = {Future(): (jobs.known_runs[1], ())}
+    jobs.seconds["", "on"].append(600.0)
+    table = LiveTable(jobs, {})
+    assert "about 5 min left" in text(table)[-1]
+    logged(jobs.known_runs[1].config.run_folder, {"step": 7, "tokens": 0})
+    assert "about 2 min left" in text(table)[-1], "half of 600 s, two at a time"
+
+
 def test_many_runs_are_shown_in_groups_that_fit(work):
     jobs = work(sizes={"small": {}, "large": {"trainer.max_steps": 16}}, seeds=[1, 2, 3])
     for run in jobs.known_runs[:3]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT
-from fabricated import finish, finish_all
+from fabricated import finish, finish_all, write_page
 from test_experiment_page import FILE as PAGE_FILE
 from test_experiment_page import finish_all as build_all
 from test_experiment_page import rows, text_of
@@ -17,7 +17,6 @@ from lm.config.load import to_yaml
 from lm.errors import ConfigError, RunError
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import open_experiment, other_runs, start
-from lm.experiments.page import write_page
 from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_lines, tuning_means, tuning_table

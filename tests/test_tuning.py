@@ -78,12 +78,6 @@ def test_an_arm_that_diverges_everywhere_has_no_rate():
     assert (result.rates, result.missing, result.at_edge) == ({"a": 2e-3}, (), ("b",)), "a grid does not grow for it"
 
 
-@pytest.mark.parametrize(("grid", "losses"), [((), {"a": {}}), (GRID, {}), ((0.0, 1e-3), {"a": {}}), (GRID, {"a": {1e-3: [4.0]}})])
-def test_what_can_t_be_tuned_is_refused(grid, losses):
-    with pytest.raises(ValueError, match="needs"):
-        tuning_outcome([grid], losses)
-
-
 DECAYS = (0.1, 0.2, 0.4, 0.8)  # of a second key, whose grid is of another length
 
 

@@ -47,24 +47,28 @@ def compare(
     interrupted ones resumed: the same command continues. Writes verdicts and a report (docs/experiments.md).
     """
     files, overrides = paths_and_overrides(arguments, "no experiment file given, e.g. configs/experiments/ssmax.yaml")
-    from lm.commands.python_face import send_to_wandb
     from lm.experiments.compare import VERDICTS, Work, compare_experiments, print_commands
     from lm.experiments.experiment_file import read_experiment
 
     modes = {"--plan": plan, "--report-only": report_only, "--commands": commands, "--submit": submit}
-    modes |= {"--jobs": jobs, "--jobs-per-gpu": jobs_per_gpu > 1} if submit else {"--out": out} if commands else {}
+    if submit:
+        modes |= {"--jobs": jobs, "--jobs-per-gpu": jobs_per_gpu > 1}
+    elif plan or report_only:
+        modes |= {"--retry": retry, "--out": out and plan, "--anew": anew and report_only, "--jobs": jobs and report_only}
+    elif commands:
+        modes |= {"--out": out, "--jobs-per-gpu": jobs_per_gpu > 1}
     if len(options := [name for name, is_on in modes.items() if is_on]) > 1:
         raise ConfigError(f"{' and '.join(options)} exclude each other")
     if not submit and (job_flags := [name for name, is_set in {"--workers": workers > 1, "--job-options": job_options}.items() if is_set]):
         raise ConfigError(f"{job_flags[0]} goes with --submit; how many runs train at a time on this machine is --jobs")
     if as_json and not report_only:
         raise ConfigError("--json goes with --report-only: training prints its progress")
+    work = Work(jobs, retry, anew, jobs_per_gpu, submit, workers, job_options)
     if commands:
-        print_commands(files, overrides, anew)
+        print_commands(files, overrides, work)
     else:
-        work = Work(jobs, retry, anew, jobs_per_gpu, submit, workers, job_options)
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
-            compare_experiments(files, overrides, work, plan, report_only, out, send_to_wandb)
+            compare_experiments(files, overrides, work, plan, report_only, out)
         for path in files if as_json else ():
             print((read_experiment(path, overrides).folder / f"{VERDICTS}.json").read_text(encoding="utf-8"), end="")
 
@@ -85,11 +89,11 @@ def judge(
 
     Columns arm, seed and value, and optionally rate, part, size, unit, metric and others (docs/experiments.md).
     """
-    from lm.commands.python_face import judged_table
+    from lm.experiments.run_table import judge_table
     from lm.experiments.summary import print_verdicts
     from lm.files import json_bytes
 
-    judgement = judged_table(table, {"metric": metric, "matters": matters}, better, baseline, where, by or ())
+    judgement = judge_table(table, metric, better, matters, baseline, where, by or ())
     primary, lines = judgement.primary, judgement.lines()
     if as_json:
         print(json_bytes({"primary": vars(primary), "arms": lines}).decode(), end="")

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import get_args
 
 import pandas as pd
 
@@ -21,11 +20,10 @@ from lm import Given
 from lm.commands.arguments import paths_and_overrides, with_shape_of
 from lm.config.load import load
 from lm.config.yaml_text import override
-from lm.errors import ConfigError, Problem, RunError, one_line
+from lm.errors import ConfigError, RunError
 from lm.experiments.compare import REPORT, VERDICTS, Work, compare_experiments
-from lm.experiments.experiment import Experiment, Primary
 from lm.experiments.experiment_folder import open_experiment
-from lm.experiments.judging import INTERVALS, Judgement
+from lm.experiments.judging import INTERVALS
 from lm.experiments.run_table import Direction, judge_table
 from lm.machine import child_environment
 from lm.report.frame import evaluation_blocks, frame, results, run_columns
@@ -33,14 +31,6 @@ from lm.report.html import PAGE
 from lm.report.tables import csv_text
 from lm.runs.folder import CONFIG
 from lm.runs.record import read_run
-from lm.schema import Plain, build
-from lm.training.mirror import send_report
-
-
-def send_to_wandb(experiment: Experiment, lines: list[dict[str, Plain]]) -> None:
-    """Send the lines of an experiment's verdicts and its report to wandb, where wandb is on."""
-    log, report = experiment.first_config.log, experiment.folder / REPORT / PAGE
-    send_report(log, experiment.name, experiment.folder, lines, report)
 
 
 @dataclass(frozen=True)
@@ -135,11 +125,13 @@ def compare(*arguments: Given, jobs: int | None = None, train: bool = True, verb
     files, overrides = paths_and_overrides(_arguments(arguments), "no experiment file given, e.g. configs/experiments/ssmax.yaml")
     if len(files) > 1:
         raise RunError(f"{files[1]}: lm.compare works on one experiment: call it for each")
+    if jobs is not None and jobs < 1:
+        raise RunError(f"jobs = {jobs!r}: must be at least 1")
     with _printing(verbose):
-        compare_experiments(files, overrides, Work(jobs), report_only=not train, send=send_to_wandb)
+        compare_experiments(files, overrides, Work(jobs), report_only=not train)
     procedure = open_experiment(files[0], overrides)
     folder = procedure.experiment.folder
-    runs = dict.fromkeys(run.config.run_folder for run in procedure.known_runs() if (run.config.run_folder / CONFIG).is_file())
+    runs = dict.fromkeys(run.config.run_folder for run in procedure.known_runs() if run.has_begun)
     return Compared(folder, _verdict_frame(folder / f"{VERDICTS}.csv"), tuple(runs))
 
 
@@ -169,38 +161,8 @@ def judge(
     Raises LMError: the question is wrong, or the table lacks a column, an arm, a seed or a number, or has a run twice.
     """
     columns = (by,) if isinstance(by, str) else by
-    judgement = judged_table(table, {"metric": metric, "matters": matters}, better, baseline, where, columns)
+    judgement = judge_table(table, metric, better, matters, baseline, where, columns)
     return _verdict_frame(io.StringIO(csv_text(judgement.lines(), intervals=INTERVALS)))
-
-
-def judged_table(
-    table: str | os.PathLike | pd.DataFrame,
-    question: dict[str, Plain],
-    better: Direction | None,
-    baseline: str | None,
-    where: str,
-    by: Sequence[str],
-) -> Judgement:
-    """The judgement of a table, with the arguments and errors of `judge`; `question`: keys of `primary` and their values."""
-    problems: list[Problem] = []
-    primary = build(Primary, question, "", problems)
-    if better not in (None, *get_args(Direction)):
-        problems.append(Problem("better", better, f"must be {' or '.join(get_args(Direction))}"))
-    if problems:
-        raise ConfigError(problems)
-    if isinstance(table, pd.DataFrame):
-        return judge_table(table, "the table", primary, better, baseline, where, by)
-    if not isinstance(table, str | os.PathLike):
-        raise RunError(f"the table must be a CSV file or a pandas.DataFrame, not {type(table).__name__}")
-    try:
-        lines = pd.read_csv(table)
-        if "arm" in lines and lines["arm"].isna().any():  # it may be named None
-            lines["arm"] = pd.read_csv(table, usecols=["arm"], dtype=str, keep_default_na=False)["arm"]
-    except FileNotFoundError:
-        raise RunError(f"{os.fspath(table)}: no such file; a CSV table with columns arm, seed and value is needed") from None
-    except (OSError, ValueError) as error:
-        raise RunError(f"{os.fspath(table)}: no CSV table: {one_line(error)}") from None
-    return judge_table(lines, os.fspath(table), primary, better, baseline, where, by)
 
 
 def _verdict_frame(text: Path | io.StringIO) -> pd.DataFrame:

@@ -3,7 +3,7 @@
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import is_measured, open_experiment, other_runs, start
 from lm.experiments.judging import INTERVALS
 from lm.experiments.live_table import live_table
-from lm.experiments.page import experiment_files, write_page
+from lm.experiments.page import experiment_files
 from lm.experiments.plan import PILOT_SECONDS, Costs, Times, costs, duration, plan, run_times, total_seconds
 from lm.experiments.procedure import Procedure, next_look
 from lm.experiments.slots import Slots, Stopped, commands, slots_of
@@ -28,6 +28,7 @@ from lm.report.tables import csv_text, digits, from_lines, print_tables
 from lm.runs.folder import RESOLVED
 from lm.schema import Plain
 from lm.statistics.tuning import rate_words
+from lm.training.mirror import send_report
 
 VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"
 
@@ -64,7 +65,6 @@ def compare_experiments(
     plan_only: bool = False,
     report_only: bool = False,
     report_folder: Path | None = None,
-    send: Callable[[Experiment, list[dict[str, Plain]]], None] | None = None,
 ) -> None:
     """Print the plans of experiments, then train and judge the experiments, one after the other.
 
@@ -72,11 +72,13 @@ def compare_experiments(
         plan_only: print the plans alone.
         report_only: print no plans and train nothing, but judge the runs that exist.
         report_folder: a folder for one report of all experiments.
-        send: called with a trained experiment and the lines of its verdicts, after its report is written.
 
     Raises LMError: an experiment's file is wrong, or runs failed.
     """
     is_working, experiments = not plan_only and not report_only, [read_experiment(path, overrides) for path in files]
+    names = Counter(experiment.name for experiment in experiments)
+    if report_folder and max(names.values()) > 1:
+        raise RunError(f"--out {report_folder}: several experiments are named {names.most_common(1)[0][0]}; report them one by one")
     # These reveal too few slots before text is prepared.
     job_counts = [1 if report_only or work.engine else work.slots(experiment).jobs for experiment in experiments]
     open_procedure = partial(start, timed=None if work.engine else work.timed) if is_working else open_experiment
@@ -106,10 +108,15 @@ def compare_experiments(
                         continue  # there is nothing to judge
             judged_procedures.append(next_look(procedure))
             lines = _conclude(judged_procedures[-1])
-            if is_working and send:
-                send(procedure.experiment, lines)
+            if is_working:
+                experiment, page = procedure.experiment, procedure.experiment.folder / REPORT / PAGE
+                try:
+                    send_report(experiment.first_config.log, experiment.name, experiment.folder, lines, page)
+                except RunError as error:  # the experiments that follow are worked on
+                    failure_words.append(str(error))
         if report_folder and judged_procedures:
-            print(f"report of all experiments: {write_page(judged_procedures, report_folder)}")
+            write_together(experiment_files(judged_procedures, report_folder), "the report")
+            print(f"report of all experiments: {report_folder / PAGE}")
         if failure_words:
             raise RunsFailed("; ".join(failure_words))
 
@@ -136,14 +143,16 @@ def _work(procedure: Procedure, work: Work, times: Times) -> Procedure:
     return procedure if next_procedure is procedure else _work(next_procedure, work, times)
 
 
-def print_commands(files: list[Path], overrides: list[str], anew: bool) -> None:
+def print_commands(files: list[Path], overrides: list[str], work: Work) -> None:
     """Print the shell commands that train each run that can be started now, one line a run. Raises LMError: a file is wrong."""
     for path in files:
         with redirect_stdout(sys.stderr):  # messages on the text and on other processes are no commands
-            procedure = start(path, overrides, anew=anew)
+            procedure = start(path, overrides, work.jobs or 1, work.anew)
             folder = procedure.experiment.folder
             if (folder / LOCK).exists():
                 print(f"note: {folder}: {holder_words(folder)}")
+            elif work.retry:
+                retry(procedure)
         for run in Jobs(procedure, Slots(1)).free_runs():
             lines = [shlex.join([sys.executable, "-m", "lm", *command]) for command in commands(run, folder)]
             print(" && ".join(lines), flush=True)

@@ -159,7 +159,7 @@ def read_failure(experiment: Path, run: Run) -> Failure | None:
 def failures(procedure: Procedure) -> list[tuple[Run, Failure]]:
     """The runs of an experiment that have failed, and why."""
     folder = procedure.experiment.folder
-    return [(run, failure) for run in procedure.known_runs() if (failure := read_failure(folder, run))]
+    return [(run, failure) for run in procedure.known_runs() if not run.outcome.ended and (failure := read_failure(folder, run))]
 
 
 def _read(path: Path) -> Failure | None:

@@ -1,6 +1,5 @@
 """The folder of an experiment: the settings that its first start fixes for all runs, and departures from the plan."""
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, replace
@@ -145,26 +144,24 @@ def other_runs(procedure: Procedure) -> str:
     gives their number, the keys that differ, and the command that continues them. Arms that start from others are left out: the arms that
     they start from show the difference."""
     experiment, known_folders = procedure.experiment, {run.config.run_folder for run in procedure.known_runs()}
-    count, differences = 0, list[dict[str, tuple[Plain, Plain]]]()
-    any_rate, number_pattern = experiment.any_rate, r"[\d.]+(?:e[+-]\d+)?"
-    for size, arm in ((size, arm) for size, arm in experiment.places if not arm.start):
-        keys = experiment.tuned_keys(size, arm, any_rate)  # the names of run folders hold their values
-        rate_pattern = f"-{'_'.join([number_pattern] * len(keys))}" if keys else ""
-        name_pattern = re.compile(rf"{re.escape(arm.name)}({rate_pattern})-seed(\d+)-[0-9a-f]{{8}}")
-        runs_by_rate: dict[str, list[tuple[Path, int]]] = {}
-        for folder in sorted((experiment.folder / size).glob("*-seed*")):
-            if (match := name_pattern.fullmatch(folder.name)) and folder not in known_folders and (folder / CONFIG).is_file():
-                runs_by_rate.setdefault(match[1], []).append((folder, int(match[2])))
-        for rate_text, runs in runs_by_rate.items():
-            values = map(float, filter(None, rate_text[1:].split("_")))
-            rate_values = {key: int(value) if value.is_integer() else value for key, value in zip(keys, values, strict=True)}
-            rate_items = zip(experiment.tune.keys, coordinates(any_rate), strict=True) if any_rate else ()
-            rate = rate_of(rate_values.get(key, value) for key, value in rate_items) if any_rate else None
-            configs = [procedure.run(size, arm, "final", rate, seed, {}).config for _, seed in runs]
-            folder_configs = [(run[0], config) for run, config in zip(runs, configs, strict=True) if run[0] != config.run_folder]
-            ended_count, differing_values = _count_and_differences(folder_configs, experiment.tune.keys if experiment.is_tuned else ())
-            count, differences = count + ended_count, [*differences, differing_values] if differing_values else differences
-    if not count:
+    arms = {arm.name: arm for arm in experiment.arms if not arm.start}
+    tuned_values = dict(zip(experiment.tune.keys, coordinates(experiment.any_rate), strict=True)) if experiment.is_tuned else {}
+    differences = list[dict[str, tuple[Plain, Plain]]]()  # of each run, by key: its value and the requested one, None where it is not set
+    files = [(size, path) for size in experiment.sizes for path in sorted((experiment.folder / size).glob(f"*-seed*/{CONFIG}"))]
+    for run_size, file in files:
+        plain = {} if file.parent in known_folders else parse_yaml(file.read_bytes(), str(file))
+        values, place = deciding_keys(plain), plain.get("experiment") or {}
+        last_step, arm, cell = values.get("trainer.max_steps"), arms.get(place.get("arm")), place.get("rate")
+        n_tuned = 0 if cell is None else len(str(cell).split(" / "))
+        has_ended = isinstance(last_step, int) and step_path(file.parent / CHECKPOINTS, last_step).exists()
+        if not arm or not has_ended or n_tuned != len(tuned_values):
+            continue
+        rate = rate_of(values.get(key, value) for key, value in tuned_values.items()) if tuned_values else None
+        requested_values = deciding_keys(to_plain(procedure.run(run_size, arm, "final", rate, plain["seed"], {}).config))
+        pairs = {key: (values.get(key), requested_values.get(key)) for key in sorted(values.keys() | requested_values.keys())}
+        differences.append({key: pair for key, pair in pairs.items() if pair[0] != pair[1] and key not in tuned_values})
+    differences = [pairs for pairs in differences if pairs]
+    if not differences:
         return ""
     shared_values = {key: pair for key, pair in differences[0].items() if all(pair == group.get(key) for group in differences)}
     listed_values = [*(shared_values or differences[0]).items()][:4]
@@ -172,26 +169,7 @@ def other_runs(procedure: Procedure) -> str:
     ellipsis = ", ..." if len(shared_values or differences[0]) > 4 else ""
     overrides = _overrides_of(experiment, shared_values if all(group.keys() == shared_values.keys() for group in differences) else {})
     remedy = f"; the command that goes on with them: {replace(experiment, overrides=overrides).command}" if overrides is not None else ""
-    return f"{count} ended runs here are of another configuration: {words}{ellipsis}{remedy}"
-
-
-def _count_and_differences(runs: list[tuple[Path, Config]], tuned_keys: tuple[str, ...]) -> tuple[int, dict[str, tuple[Plain, Plain]]]:
-    """The number of ended runs among `runs` (the folders of one arm's runs at one rate, with the requested configurations); and where the
-    first run differs from its configuration, by key the folder's and the requested value, None where it is not set. (0, {}) if no run has
-    ended or no key differs."""
-    if not runs:
-        return 0, {}
-    folder, config = runs[0]
-    plain = parse_yaml((folder / CONFIG).read_bytes(), str(folder / CONFIG))
-    folder_keys, requested_keys = deciding_keys(plain), deciding_keys(to_plain(config))
-    last_step = folder_keys.get("trainer.max_steps")
-    ended_count = sum(isinstance(last_step, int) and step_path(run / CHECKPOINTS, last_step).exists() for run, _ in runs)
-    differing_values = {
-        key: (folder_keys.get(key), requested_keys.get(key))
-        for key in sorted(folder_keys.keys() | requested_keys.keys())
-        if key not in tuned_keys and folder_keys.get(key) != requested_keys.get(key)
-    }
-    return (ended_count, differing_values) if differing_values and ended_count else (0, {})
+    return f"{len(differences)} ended runs here are of another configuration: {words}{ellipsis}{remedy}"
 
 
 def _overrides_of(experiment: Experiment, differing_values: dict[str, tuple[Plain, Plain]]) -> tuple[str, ...] | None:

@@ -129,7 +129,9 @@ class LiveTable:
         place = line.run.size, line.run.arm
         durations = self.jobs.seconds.get(place)
         expected_seconds = statistics.fmean(durations) if durations else self.times.get(place)
-        remaining_part = 1 - line.step / max(1, line.run.outcome.last_step)
+        first_step = line.run.config.first_step or 0
+        steps = max(1, line.run.outcome.last_step - first_step)
+        remaining_part = 1 - max(0, line.step - first_step) / steps
         return expected_seconds and expected_seconds * self.jobs.slots.slots_per_run(*place) * remaining_part
 
 

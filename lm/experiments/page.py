@@ -16,13 +16,11 @@ from lm.experiments.judging import Judgement
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION
 from lm.experiments.summary import amount, differences_by_rate, has_reached, measured_words, summary_lines, summary_table, trend_table
-from lm.files import write_together
 from lm.report.comparison import ArmRuns, RunComparison, comparison_of
 from lm.report.comparison_pictures import LOSSES, DrawnRun, by_layer, curves
-from lm.report.html import PAGE, Answer, PagePart, PageSection, page_files, run_details, run_sections
+from lm.report.html import Answer, PagePart, PageSection, page_files, run_details, run_sections
 from lm.report.pictures import Panel, Picture, Trace
 from lm.report.tables import DIFFERENCE, Column, Filled, Table, digits, signed
-from lm.runs.folder import CONFIG, ENVIRONMENT
 from lm.schema import Plain
 from lm.statistics.intervals import Interval, over_seeds
 from lm.statistics.tuning import EXTENSIONS, Rate, coordinates, rate_words
@@ -64,8 +62,7 @@ class SizeResults:
     @cached_property
     def begun(self) -> list[DrawnRun]:
         """The final runs that have begun, whether they have finished, diverged or neither."""
-        runs = [run for run in self.final if all((run.config.run_folder / name).is_file() for name in (CONFIG, ENVIRONMENT))]
-        states = [(run, run.outcome.state) for run in runs]
+        states = [(run, run.outcome.state) for run in self.final if run.has_begun]
         return [DrawnRun(run.arm, run.seed, state, run.outcome.record, f"{run.label} ({state})") for run, state in states]
 
     @cached_property
@@ -78,13 +75,6 @@ class SizeResults:
 
 
 # ---------------------------------------------------------------- the page
-
-
-def write_page(procedures: list[Procedure], folder: Path) -> Path:
-    """Write the page of experiments and its files into `folder`, all of them or none. Returns the path of the page. Raises LMError: run
-    folders can't be read or compared, or `folder` can't be written."""
-    write_together(experiment_files(procedures, folder), "the report")
-    return folder / PAGE
 
 
 def experiment_files(procedures: list[Procedure], folder: Path, judgement: Judgement | None = None) -> dict[Path, bytes]:

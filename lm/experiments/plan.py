@@ -28,7 +28,7 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Devices, Slots, Stopped, interruptible, start_process
 from lm.files import read_json, unfinished, write_json, write_text
 from lm.machine import usable_cores
-from lm.runs.folder import ENVIRONMENT, METRICS, read_metrics, step_seconds, training_seconds
+from lm.runs.folder import ENVIRONMENT, METRICS, read_metrics, step_path, step_seconds, training_seconds
 from lm.runs.record import starts
 from lm.schema import flatten, to_plain
 from lm.statistics.learned import fewest_seeds
@@ -243,7 +243,12 @@ def _pilot(procedure: Procedure, run_costs: Costs, slots: Slots, budget: float) 
     them come first."""
     experiment = procedure.experiment
     file, size, arms = experiment.folder / PILOT, next(iter(experiment.sizes)), [arm for arm in experiment.arms if arm.trained]
-    configs = {arm.name: experiment.config_of(size, arm) for arm in arms}
+    configs = {
+        arm.name: replace(
+            experiment.config_of(size, arm), branch_from="" if arm.step is None else str(step_path(experiment.folder, arm.step))
+        )
+        for arm in arms
+    }
     keys = {name: _what_time_depends_on(config, slots) for name, config in configs.items()}
     file_seconds = read_json(file).get("seconds") if file.exists() else None  # files of older versions count as empty
     known_seconds = {key: float(value) for key, value in file_seconds.items() if len(key) == 16} if isinstance(file_seconds, dict) else {}
@@ -327,7 +332,8 @@ def _time_configurations(
             for name, line in zip(share, lines, strict=False):
                 run_seconds[name].append(line["seconds"] + first_line["begun"] - start_time)
             if process in late_pilots and len(lines) < len(share) and (step_time := step_seconds(place / share[len(lines)] / METRICS)):
-                step_times[share[len(lines)]] = step_time * configs[share[len(lines)]].trainer.max_steps
+                config = configs[share[len(lines)]]
+                step_times[share[len(lines)]] = step_time * (config.trainer.max_steps - (config.first_step or 0))
     whole_runs = {name: statistics.fmean(seconds) for name, seconds in run_seconds.items()}
     return whole_runs, {name: seconds for name, seconds in step_times.items() if name not in whole_runs}
 

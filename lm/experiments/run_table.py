@@ -1,6 +1,7 @@
 """The verdicts on tables of runs, whatever trained the runs, and the checks of such tables."""
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, get_args
@@ -8,10 +9,11 @@ from typing import Literal, get_args
 import numpy as np
 import pandas as pd
 
-from lm.errors import RunError, one_line
+from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.experiments.experiment import Primary
 from lm.experiments.judging import ByRate, JudgedRun, Judgement, Place
 from lm.runs.folder import DIVERGED
+from lm.schema import build
 from lm.statistics.tuning import (
     ANY,
     FEWEST_TUNING_SEEDS,
@@ -34,30 +36,28 @@ _LARGEST = 1e30  # magnitude of a value: squares and products of such values are
 
 
 def judge_table(
-    table: pd.DataFrame,
-    source: str,
-    primary: Primary,
+    table: str | os.PathLike | pd.DataFrame,
+    metric: str = "",
     better: Direction | None = None,
+    matters: float = 0.01,
     baseline: str | None = None,
     condition: str = "",
     split_columns: Sequence[str] = (),
 ) -> Judgement:
-    """The verdicts on a table of runs: columns arm, seed and value, and any others of `lm.results`.
-
-    Args:
-        source: name of the table in errors.
-        primary: the question; without a name of its metric the only metric of the table.
-        better: the better direction; None: as the column `better` says, else lower.
-        baseline: name of an arm; None: the first arm.
-        condition: a condition on columns, as of `pandas.DataFrame.query`.
-        split_columns: columns by whose values runs are judged apart, in one family; by default `size`, if the table has it.
-
-    Raises RunError: columns, arms, seeds or values are missing, a run is there twice, or the table has another better direction.
-    """
+    """The verdicts on a table of runs, with the arguments and errors of `lm.judge`."""
+    problems: list[Problem] = []
+    primary = build(Primary, {"metric": metric, "matters": matters}, "", problems)
+    if better not in (None, *get_args(Direction)):
+        problems.append(Problem("better", better, f"must be {' or '.join(get_args(Direction))}"))
+    if problems:
+        raise ConfigError(problems)
+    source = "the table" if isinstance(table, pd.DataFrame) else str(table)
+    table = table if isinstance(table, pd.DataFrame) else _read_csv(table)
     table = table.reset_index(drop=True)
     if key := next((name for name in split_columns if name in ("arm", "seed", "value")), ""):
         raise RunError(f"{source}: runs can't be judged apart by {key}")
     lines = _asked_lines(table, source, primary.metric, condition, (*split_columns, "arm", "seed", "value"))
+    lines = lines.astype({name: object for name in lines.columns[lines.dtypes == "category"]})
     metric = primary.metric or (str(lines["metric"].iloc[0]) if "metric" in lines else "value")
     primary = replace(primary, metric=metric, better=_direction(lines, better, source))
     split_columns = tuple(split_columns) or tuple(name for name in ("size",) if name in lines and lines[name].notna().any())
@@ -118,6 +118,20 @@ def judge_table(
     return Judgement(primary, arms, seeds, rates, judged_runs)
 
 
+def _read_csv(path: str | os.PathLike) -> pd.DataFrame:
+    if not isinstance(path, str | os.PathLike):
+        raise RunError(f"the table must be a CSV file or a pandas.DataFrame, not {type(path).__name__}")
+    try:
+        lines = pd.read_csv(path)
+        if "arm" in lines and lines["arm"].isna().any():  # it may be named None
+            lines["arm"] = pd.read_csv(path, usecols=["arm"], dtype=str, keep_default_na=False)["arm"]
+        return lines
+    except FileNotFoundError:
+        raise RunError(f"{path}: no such file; a CSV table with columns arm, seed and value is needed") from None
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path}: no CSV table: {one_line(error)}") from None
+
+
 def _direction(lines: pd.DataFrame, better: Direction | None, source: str) -> Direction:
     """The better direction: as asked, else as the column `better` says, else lower. Raises RunError: the column says another or two."""
     known_directions = {*lines["better"].dropna()} - {"none", ""} if "better" in lines else set()
@@ -167,7 +181,7 @@ def _asked_lines(table: pd.DataFrame, source: str, metric: str, condition: str, 
     metrics = [str(name) for name in lines["metric"].dropna().unique()]
     if (metric and metric not in metrics) or (not metric and len(metrics) != 1):
         raise RunError(f"{source}: {f'no metric {metric}' if metric else 'name the metric'}; there is {', '.join(metrics)}")
-    return lines[lines["metric"] == (metric or metrics[0])]
+    return lines[lines["metric"].map(str, na_action="ignore") == (metric or metrics[0])]
 
 
 def _at_full_rates(runs: pd.DataFrame) -> pd.DataFrame:
@@ -193,7 +207,7 @@ def _check_lines(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
         raise RunError(f"{source}: values are true and false; write numbers, such as 1 and 0")
     is_unweighted = runs["weight"].isna().groupby([runs[name] for name in RUN_KEY], dropna=False).transform("all")
     for name in ("value", "weight"):
-        runs[name] = pd.to_numeric(runs[name], errors="coerce")
+        runs[name] = pd.to_numeric(runs[name], errors="coerce").astype(float)
     runs.loc[is_unweighted, "weight"] = 1.0
     runs["rate"] = runs["rate"].map(_finite_rate)
     total_weight = runs.groupby(RUN_KEY, dropna=False)["weight"].transform("sum")

@@ -103,18 +103,10 @@ def tuning_outcome(
         axes: planned values of each tuned key, above 0; an odd whole number is halved exactly if that is possible, else rounded down.
         losses: by arm, with `FEWEST_TUNING_SEEDS` seeds or more at each rate.
         possible: whether the tuned keys may have the values of a rate.
-
-    Raises ValueError: the grid is empty or has values not above 0, there is no arm, or a rate has too few seeds.
     """
-    if not axes or not losses or any(not values or min(values) <= 0 for values in axes):
-        raise ValueError("needs a grid of learning rates above 0, and an arm")
     axes = [sorted(set(values)) for values in axes]
     for growths in count():
         rates = rates_of(axes)
-        for arm, by_rate in losses.items():
-            for rate in rates:
-                if rate in by_rate and len(by_rate[rate]) < FEWEST_TUNING_SEEDS:
-                    raise ValueError(f"arm {arm}: {len(by_rate[rate])} seeds at {rate_words(rate)}; tuning needs {FEWEST_TUNING_SEEDS}")
         if missing_rates := tuple(rate for rate in rates if not all(rate in by_rate for by_rate in losses.values())):
             return TuningOutcome({}, missing_rates)
         outcome = rate_choice(losses, rates)
