@@ -23,6 +23,7 @@ from lm.attention import catalogue as opt
 from lm.attention.catalogue import Layers
 from lm.attention.layout import AttentionLayout
 from lm.config.data_config import TrainedTokenizer
+from lm.config.load import to_yaml
 from lm.config.model_config import GAUBlock, Learned, LinearScaling, ModelConfig, NoPosition, Rope
 from lm.data.batches import Batch
 from lm.data.tokenizer import train_tokenizer
@@ -115,6 +116,23 @@ def test_the_card_of_swapped_weights_says_what_they_were_trained_with(tiny, tmp_
         for n, folder in enumerate((config.run_folder, tmp_path / "swapped"))
     ]
     assert ["| normalizer | softmax, replaced by ssmax after training |" in card for card in cards] == [False, True], cards[1]
+
+
+def test_the_card_of_weights_without_a_training_run_says_where_they_come_from(tiny, tmp_path: Path):
+    config = tiny("name=run", "model.normalizer=softmax", "eval.swap_lengths=[1]")
+    train(config)
+    assert lm("export", str(config.run_folder), "-o", str(tmp_path / "folder")).returncode == 0
+    (tmp_path / "text.yaml").write_text(to_yaml(tiny("name=run", "eval.swap_lengths=[1]")))
+    options = ["--to", "ssmax", "-o", str(tmp_path / "swapped"), "eval.long_context.length_factor=0"]
+    swapped = lm("swap", str(tmp_path / "folder"), str(tmp_path / "text.yaml"), *options)
+    assert swapped.returncode == 0, swapped.stderr
+    card = (exported(tmp_path / "swapped", tmp_path / "hf") / "README.md").read_text()
+    assert f"The weights are those of {tmp_path / 'folder'}, whose softmax was replaced by ssmax." in card
+    assert "| seed |" not in card, "it was not trained on the text that it is measured on"
+    later = tiny("name=later", f"init_from={tmp_path / 'folder'}")
+    train(later)
+    assert lm("export", str(later.run_folder), "-o", str(tmp_path / "later")).returncode == 0
+    assert f"| started from | {tmp_path / 'folder'} |" in (exported(tmp_path / "later", tmp_path / "hf2") / "README.md").read_text()
 
 
 def test_an_evaluation_of_an_older_version_is_refused_by_name_and_one_of_another_step_is_not_read(tiny, tmp_path: Path):

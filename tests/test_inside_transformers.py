@@ -218,3 +218,5 @@ def test_what_can_not_be_computed_is_refused(tmp_path: Path):
     angles(tokens(), attention_mask=padded.long(), position_ids=padded.long().cumsum(-1).sub(1).clamp(min=0))
     with pytest.raises(ConfigError, match="did you mean 'ssmax'"):
         lm.huggingface.register({"lm_typo": "ssmaxx"})
+    with pytest.raises(ConfigError, match="lm_p_n = 'p_n': is no function of one layer's queries and keys"):
+        lm.huggingface.register({"lm_p_n": "p_n"})

@@ -22,6 +22,7 @@ from lm.config.data_config import DataConfig
 from lm.config.training_config import OPTIMIZERS
 from lm.data.batches import TrainSequences
 from lm.data.prepare import prepare
+from lm.errors import RunError
 from lm.evaluation.evaluation_kind import Measurement
 from lm.files import read_json
 from lm.report.evaluation_tables import logged
@@ -354,6 +355,9 @@ def test_going_back_to_an_earlier_checkpoint_keeps_one_time_line(tiny, capsys: p
     checkpoints = config.run_folder / "checkpoints"
     assert [path.name for path in steps_saved(checkpoints)] == ["step-000004.ckpt", "step-000006.ckpt", "step-000008.ckpt"]
     expected = losses(config.run_folder)
+    with pytest.raises(RunError, match=r"leaves no step up to trainer\.max_steps = 4, and the run has step-000008\.ckpt; raise"):
+        train(tiny("name=back", *options, f"resume={checkpoints / 'step-000004.ckpt'}", "trainer.max_steps=4"))
+    assert losses(config.run_folder) == expected
     capsys.readouterr()
     train(tiny("name=back", *options, f"resume={checkpoints / 'step-000004.ckpt'}", "trainer.max_steps=6", "optim.schedule=cosine"))
     assert "note: back to step 4; checkpoints, metrics and evaluations of later steps are deleted" in capsys.readouterr().out

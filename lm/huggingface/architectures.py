@@ -43,6 +43,7 @@ class Architecture(ABC):
     modules: ClassVar[dict[str, str]]  # by our modules' names, the names within the layer; several of a matrix that is stored by projection
     stores_inputs_first = False  # matrices of layers are stored as (inputs, outputs)
     buffers: ClassVar[tuple[str, ...]] = ()  # ends of the names of tensors that are no parameters
+    divides_width = False  # transformers needs a width that is a multiple of the number of heads
 
     def read(self, fields: Fields) -> ModelSpec:
         """The model of a configuration, but for its tokenizer. Raises RunError: a field is missing, unknown or can't be used."""
@@ -61,10 +62,6 @@ class Architecture(ABC):
     @abstractmethod
     def write(self, spec: ModelSpec) -> dict[str, Plain]:
         """A configuration of the model that comes nearest to `spec`; `read` of it says which model that is."""
-
-    def fits(self, spec: ModelSpec) -> bool:
-        """Whether transformers can build a model that `read` and `write` describe."""
-        return True
 
     def scaled_queries(self, spec: ModelSpec, fields: Fields, layer: int) -> float:
         """The factor on a layer's queries that gives this architecture's scores, where their scale is not 1 / sqrt(D)."""
@@ -141,7 +138,7 @@ class Llama(Architecture):
 
     model_type = "llama"
     classes = ("LlamaForCausalLM", "LlamaModel")
-    base, blocks = "model.", "layers"
+    base, blocks, divides_width = "model.", "layers", True
     modules: ClassVar[dict[str, str]] = {
         "embedding": "embed_tokens", "norm": "norm", "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
         "attention.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj", "attention.out": "self_attn.o_proj",
@@ -192,25 +189,19 @@ class Llama(Architecture):
         """The fields that `own` takes."""
         return {"attention_bias": model.bias, "mlp_bias": model.has_mlp_bias}
 
-    def fits(self, spec: ModelSpec) -> bool:
-        return spec.model.n_embd % spec.model.n_head == 0
-
 
 class Qwen2(Llama):
     """Qwen 2 and 2.5: biases of queries, keys and values; some layers may see the latest keys alone."""
 
     model_type = "qwen2"
     classes = ("Qwen2ForCausalLM", "Qwen2Model")
-    kv_heads, vocab_size, sizes = 32, 151936, (4096, 22016, 32768)
+    divides_width, kv_heads, vocab_size, sizes = False, 32, 151936, (4096, 22016, 32768)
 
     def own(self, fields: Fields) -> dict[str, bool | Options]:
         return {"bias": False, "qkv_bias": True, "normalizer": _windows(fields)}
 
     def write_own(self, model: ModelConfig) -> dict[str, Plain]:
         return _written_windows(model)
-
-    def fits(self, spec: ModelSpec) -> bool:
-        return True
 
 
 class Qwen3(Qwen2):

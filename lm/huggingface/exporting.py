@@ -59,9 +59,11 @@ def model_card(loaded_model: Loaded, kind: str) -> str:
 def _training(loaded_model: Loaded) -> str:
     origin = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in loaded_model.origin.items())
     origin_note = f"The weights were imported: {origin}." if origin else ""
-    if loaded_model.config is None:
-        return origin_note or "No training run is behind these weights."
     config, environment = loaded_model.config, loaded_model.environment
+    swap, label = environment.get("swap"), loaded_model.spec.model.normalizer.label()
+    if config is None or not loaded_model.stamp["step"]:  # imported, or swapped without training
+        swap_note = f"The weights are those of {swap['from']}, whose {swap['normalizer']} was replaced by {label}." if swap else ""
+        return " ".join(filter(None, (origin_note, swap_note))) or "No training run is behind these weights."
     sources = ", ".join(weighted.source.label for weighted in config.data.sources)
     rows = {
         "steps": f"{loaded_model.stamp['step']:,} of {config.trainer.max_steps:,}",
@@ -70,10 +72,12 @@ def _training(loaded_model: Loaded) -> str:
         "data fingerprint": str(loaded_model.stamp["data_fingerprint"])[:16],
         "seed": str(config.seed),
         "precision": str(environment.get("precision", "not recorded")),
-        "started from": (environment.get("started_from") or {}).get("path", "random weights"),
+        "started from": (environment.get("started_from") or {}).get("path") or config.init_from or "random weights",
     }
-    if swap := environment.get("swap"):  # the configuration names the new normalizer alone
-        rows["normalizer"] = f"{swap['normalizer']}, replaced by {loaded_model.spec.model.normalizer.label()} after training"
+    if branch := environment.get("branched_from"):
+        rows["branched from"] = f"step {branch['step']:,} of {branch['path']}"
+    if swap:  # the configuration names the new normalizer alone
+        rows["normalizer"] = f"{swap['normalizer']}, replaced by {label} after training"
     text = f"{_table(rows)}\n\n<details><summary>The whole configuration</summary>\n\n```yaml\n{to_yaml(config)}```\n\n</details>"
     return f"{origin_note}\n\n{text}" if origin_note else text
 
@@ -149,7 +153,8 @@ def _architecture(loaded_model: Loaded, source: Path) -> tuple[Architecture, dic
     for architecture in ARCHITECTURES.values():
         config = architecture.write(spec)
         written_model = architecture.read(Fields(config, source)).model
-        is_same = function_of(written_model) == function_of(spec.model) and architecture.fits(spec)
+        is_same = function_of(written_model) == function_of(spec.model)
+        is_same &= not (architecture.divides_width and spec.model.n_embd % spec.model.n_head)
         if is_same and (config["model_type"] != "qwen2" or _has_words_of_qwen2(loaded_model)):
             return architecture, config
     return None

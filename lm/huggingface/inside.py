@@ -26,6 +26,7 @@ import lm.functional as functional
 from lm.attention.catalogue import ENTRIES
 from lm.attention.layout import AttentionLayout
 from lm.data.tokenizer import downloaded
+from lm.errors import ConfigError, Problem
 from lm.functional import Named
 from lm.huggingface.importing import INDEX, Shards
 
@@ -44,10 +45,12 @@ def register(normalizers: Mapping[str, Named] | None = None) -> None:
     normalizers: by their `attn_implementation`, e.g. {"lm_ssmax_b": {"name": "ssmax", "bias": True}}; None: all but forget, asentmax and
     p_n with their default options, as lm_NAME.
 
-    Raises ConfigError: no such normalizer, or options that it does not have.
+    Raises ConfigError: no such normalizer, one of these three, or options that it does not have.
     """
     for name, normalizer in (normalizers or {f"lm_{name}": name for name in ENTRIES if name not in UNREGISTERED}).items():
         functional.parameters(normalizer, 1, 2, 2)
+        if (kind := normalizer if isinstance(normalizer, str) else normalizer["name"]) in UNREGISTERED:
+            raise ConfigError([Problem(name, kind, "is no function of one layer's queries and keys", "train it with lm")])
         ALL_ATTENTION_FUNCTIONS.register(name, partial(_attend, normalizer))
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, _mask)
 

@@ -86,9 +86,12 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
         old_facts = check_environment(config.run_folder / ENVIRONMENT, content["lm"], checkpoint)
         old_log = read_metrics(config.run_folder / METRICS).content or b""  # a missing log differs
         check_log(config.run_folder, old_log, content["lm"], checkpoint)
-        if content["lm"]["step"] >= config.trainer.max_steps:
+        if (step := content["lm"]["step"]) >= config.trainer.max_steps:
+            if later_paths := [path for path in steps_saved(config.run_folder / CHECKPOINTS) if step_of(path) > step]:
+                reason = f"leaves no step up to trainer.max_steps = {config.trainer.max_steps}, and the run has {later_paths[-1].name}"
+                raise RunError(f"{checkpoint}: {reason}; raise trainer.max_steps, or start a new run: branch_from={checkpoint} name=...")
             if main:
-                _make_missing(config, plan, checkpoint, content["lm"]["step"], mode, old_facts)
+                _make_missing(config, plan, checkpoint, step, mode, old_facts)
             return 0
         start = start_from_checkpoint(config, content)
     else:

@@ -75,7 +75,7 @@ def normalizer_parameters(decoder: Decoder) -> Iterator[Named]:
                 continue
             logged_parameters.add(parameter)
             prefix, values = f"normalizer/{name}/layer{layer}", parameter.detach().float()
-            if values.shape == (normalizer.layer.n_head,):
+            if "." not in name and values.shape == (normalizer.layer.n_head,):  # a module's bias has no value a head
                 yield _by_head(prefix, values)
             else:
                 yield [f"{prefix}/rms"], values.square().mean().sqrt().view(1)
@@ -159,7 +159,8 @@ def _gradients_in_words(decoder: Decoder) -> str:
     norms = {name: float(p.grad.norm()) for name, p in decoder.named_parameters() if p.grad is not None}
     bad_names = [name for name, norm in norms.items() if not math.isfinite(norm)]
     finite_norms = {name: norm for name, norm in norms.items() if math.isfinite(norm)}
-    bad_text = f"not finite in {bad_names[0]} and {len(bad_names) - 1} of {len(norms)} others" if bad_names else "finite in each parameter"
+    others = f" and {len(bad_names) - 1} of {len(norms) - 1} others"
+    bad_text = f"not finite in {bad_names[0]}{others}" if bad_names else "finite in each parameter"
     largest_name = max(finite_norms, key=finite_norms.get, default="")
     return bad_text + (f", largest finite norm {finite_norms[largest_name]:.3g} in {largest_name}" if largest_name else "")
 
