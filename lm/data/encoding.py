@@ -142,8 +142,8 @@ def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_tex
     encoder, is_divisible = Encoder(tokenizer.to_str(), end_of_text), token_bytes(tokenizer) is not None and cuts_between_words(tokenizer)
     parts = (_in_pieces(document) if is_divisible and isinstance(document.content, str) else [document] for document in documents)
     queue: deque[Future[EncodedBatch]] = deque()
-    threads, is_parallel = ThreadPoolExecutor(workers), workers > 1 and _PARALLEL not in os.environ
-    if is_parallel:  # each thread encodes alone: the library's own threads would take all cores
+    threads, sets_variable = ThreadPoolExecutor(workers), workers > 1 and _PARALLEL not in os.environ
+    if sets_variable:  # each thread encodes alone: the library's own threads would take all cores
         os.environ[_PARALLEL] = "false"
     try:
         for batch in _batches(chain.from_iterable(parts)):
@@ -153,7 +153,7 @@ def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_tex
         yield from (future.result() for future in queue)
     finally:
         threads.shutdown(cancel_futures=True)
-        if is_parallel:
+        if sets_variable:
             del os.environ[_PARALLEL]
 
 

@@ -410,9 +410,10 @@ def family(config: LimitsConfig, every: int) -> Family:
         """The statistic at the chosen queries, NaN at other queries."""
 
         def measure(rows: AttentionRows) -> Tensor | None:
-            value = statistic(rows.select(chosen_queries(rows))) if len(chosen_queries(rows)) else None
+            indices = chosen_queries(rows)
+            value = statistic(rows.select(indices)) if len(indices) else None
             empty_values = torch.full_like(rows.n, math.nan)
-            return None if value is None else empty_values.repeat(len(value), 1).index_copy(1, chosen_queries(rows), value.float())
+            return None if value is None else empty_values.repeat(len(value), 1).index_copy(1, indices, value.float())
 
         return measure
 
@@ -420,9 +421,11 @@ def family(config: LimitsConfig, every: int) -> Family:
         return lemmas.jacobian_norm(rows, torch.Generator().manual_seed(0))
 
     def sums(name: str, size: Callable[[int], tuple[int, ...]], function: Callable[[AttentionRows, int], Tensor | None]) -> QuerySums:
-        return QuerySums(
-            name, "", size, lambda rows, length: function(rows.select(chosen_queries(rows)), length) if len(chosen_queries(rows)) else None
-        )
+        def chosen_sums(rows: AttentionRows, length: int) -> Tensor | None:
+            indices = chosen_queries(rows)
+            return function(rows.select(indices), length) if len(indices) else None
+
+        return QuerySums(name, "", size, chosen_sums)
 
     return Family(
         (

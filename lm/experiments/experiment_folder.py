@@ -147,8 +147,8 @@ def other_runs(procedure: Procedure) -> str:
     arms = {arm.name: arm for arm in experiment.arms if not arm.start}
     tuned_values = dict(zip(experiment.tune.keys, coordinates(experiment.any_rate), strict=True)) if experiment.is_tuned else {}
     differences = list[dict[str, tuple[Plain, Plain]]]()  # of each run, by key: its value and the requested one, None where it is not set
-    files = [(size, path) for size in experiment.sizes for path in sorted((experiment.folder / size).glob(f"*-seed*/{CONFIG}"))]
-    for run_size, file in files:
+    sized_files = [(size, path) for size in experiment.sizes for path in sorted((experiment.folder / size).glob(f"*-seed*/{CONFIG}"))]
+    for run_size, file in sized_files:
         plain = {} if file.parent in known_folders else parse_yaml(file.read_bytes(), str(file))
         values, place = deciding_keys(plain), plain.get("experiment") or {}
         last_step, arm, cell = values.get("trainer.max_steps"), arms.get(place.get("arm")), place.get("rate")
