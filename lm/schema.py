@@ -377,21 +377,21 @@ def own_problems(block, path: str = "") -> list[Problem]:
     return problems
 
 
-def to_plain(config) -> dict[str, Plain]:
-    """The instance as nested plain data, which `build` reads back, each variant with its `name`; without defaults that `key` omits."""
+def to_plain(config, whole: bool = False) -> dict[str, Plain]:
+    """The instance as nested plain data, which `build` reads back, variants with their `name`; `whole`: with defaults that `key` omits."""
     specs = fields(type(config))
     plain = {"name": config.name} if hasattr(config, "name") and all(spec.name != "name" for spec in specs) else {}
     values = {spec.name: getattr(config, spec.name) for spec in specs}
     omitted_names = {spec.name for spec in specs if spec.metadata.get("omit_default") and values[spec.name] == _default(spec)}
-    return plain | {name: _plain(value) for name, value in values.items() if name not in omitted_names}
+    return plain | {name: _plain(value, whole) for name, value in values.items() if whole or name not in omitted_names}
 
 
-def _plain(value) -> Plain:
+def _plain(value, whole: bool = False) -> Plain:
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_plain(item, whole) for item in value]
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    return to_plain(value) if is_dataclass(value) else value
+        return {name: _plain(item, whole) for name, item in value.items()}
+    return to_plain(value, whole) if is_dataclass(value) else value
 
 
 def _default(spec: dataclasses.Field):

@@ -156,6 +156,7 @@ def test_branches_of_two_seeds_are_one_arm_and_not_that_of_the_trunk(tiny, trunk
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (["model.differential=true"], r"model\.differential = true: the checkpoint was trained with false; branch with that"),
         (["model.n_embd=64"], r"model\.n_embd = 64: the checkpoint was trained with 32; branch with that"),
         (["seed=5"], r"seed = 5: the checkpoint was trained with 1; branch with that"),
         (["optim.batch_tokens=512"], r"optim\.batch_tokens = 512: the checkpoint was trained with 256; branch with that"),

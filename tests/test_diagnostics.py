@@ -325,9 +325,10 @@ def test_runs_checkpoints_exports_and_models_without_training_are_described(argu
     bare, text = save_model(load_model(run).decoder, tmp_path / "bare", run / "tokenizer.json"), tmp_path / "text.txt"
     text.write_text("A text of few words. " * 60)
     assert "set eval.diagnostics.text=FILE" in lm("diagnose", str(bare)).stderr
-    result = lm("diagnose", str(bare), f"eval.diagnostics={{text: {text}, queries: 4}}", "-o", str(out))
+    result = lm("diagnose", str(bare), f"eval.diagnostics={{text: {text}, sequences: 12, queries: 4}}", "-o", str(out))
     assert result.returncode == 0, result.stderr
     assert {row["step"] for row in strict(out)} == {0}
+    assert all(row["low"] is None for row in strict(out)), "windows of one text are one document"
 
 
 @pytest.mark.parametrize(

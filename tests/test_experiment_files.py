@@ -28,6 +28,11 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
         ({"arms": {"a": {"from": "a"}, "b": {}}}, "arms.a.from = 'a': is no earlier arm"),
         ({"arms": {"a": {"from": "b"}, "b": {}}}, "arms.a.from = 'b': is no earlier arm"),
         ({"arms": {"a": {}, "b": {"from": "a", "model.normalizer": "ssmax"}}}, "arms.b.from = 'a': has another normalizer than a"),
+        ({"arms": {"a": {}, "b": {"from": "a", "model.n_embd": 16}}}, "arms.b.model.n_embd = 16: is 32 in a, whose weights it starts from"),
+        (
+            {"arms": {"a": {}, "b": {"from": "a", "swap": {"to": "ssmax"}, "model.n_layer": 1}}},
+            "arms.b.model.n_layer = 1: is 2 in a, whose weights it starts from; drop it",
+        ),
         ({"arms": {"a": {}, "b": {"seed": 3}}}, "arms.b.seed = 3: is set by the experiment"),
         ({"arms": {"a": {}, "b": {"data.seed": 3}}}, "arms.b.data.seed = 3: is set by the experiment"),
         ({"arms": {"a": {}, "b": {"model.normaliser": "ssmax"}}}, "arm b: model.normaliser = .*unknown key"),

@@ -266,6 +266,16 @@ def test_an_evaluation_lost_to_a_kill_is_made_up_for(tiny):
         assert path.read_text() == before
 
 
+def test_a_complete_run_says_which_changed_evaluations_it_does_not_make(tiny, capsys: pytest.CaptureFixture):
+    train(tiny("name=whole"))
+    capsys.readouterr()
+    train(tiny("name=whole", "resume=auto", "eval.long_context.every=4"))
+    assert "note" not in capsys.readouterr().out
+    train(tiny("name=whole", "resume=auto", "eval.long_context.sequences=2", "eval.sequences=2"))
+    note = "note: eval.long_context, eval.sequences: a complete run keeps what it has measured; with other options: lm eval "
+    assert note in capsys.readouterr().out
+
+
 def test_a_resumed_run_knows_the_weights_of_all_its_evaluations_and_keeps_no_picture_of_later_steps(tiny):
     options = "trainer.checkpoint_every=4", "eval.every=8", "trainer.keep_checkpoints=2", "eval.diagnostics={every: 4, sequences: 2}"
     train(tiny("name=straight", *options))

@@ -109,7 +109,7 @@ def sequence_length(options: DiagnosticsConfig, seq_len: int) -> int:
 
 
 def sequences_of_text(tokenizer: Tokenizer, end_of_text: int, options: DiagnosticsConfig, length: int) -> HeldOut:
-    """Up to `options.sequences` windows of the text file `options.text`, side by side, spread evenly over it.
+    """Up to `options.sequences` windows of the text file `options.text`, side by side, spread evenly over it: all are of one document.
 
     Raises RunError: the file can't be read, is not UTF-8, or has too few tokens.
     """
@@ -120,7 +120,8 @@ def sequences_of_text(tokenizer: Tokenizer, end_of_text: int, options: Diagnosti
         raise RunError(f"eval.diagnostics.text = {options.text}: {reason}; give more text, or lower {_LENGTH}")
     count = min(options.sequences, windows)
     starts = np.arange(count) * windows // count * length
-    return HeldOut(tokens[starts[:, None] + np.arange(length + 1)], np.zeros(tokenizer.get_vocab_size(), np.float32))
+    sequences, token_bytes = tokens[starts[:, None] + np.arange(length + 1)], np.zeros(tokenizer.get_vocab_size(), np.float32)
+    return HeldOut(sequences, token_bytes, documents=np.zeros(count, int))
 
 
 def read_file(path: str, prefix: str) -> str:

@@ -372,10 +372,8 @@ def _check_arms(experiment: Experiment, arms: list[tuple[Arm, Config]]) -> Itera
         name_by_identity[identity], configs[arm.name] = arm.name, config
         if arm.step is not None and arm.start in configs and config.trainer.max_steps:
             yield from _check_branch(arm, config, configs[arm.start])
-        elif arm.start in configs and not arm.swap and config.plan[0].normalizer != configs[arm.start].plan[-1].normalizer:
-            reason = f"has another normalizer than {arm.start}, whose weights it starts from"
-            remedy = "swap it: `swap: {to: ...}`, or in during training: `phases`"
-            yield Problem(f"arms.{arm.name}.from", arm.start, reason, remedy)
+        elif arm.start in configs:
+            yield from _check_start(arm, config, configs[arm.start])
         other_keys = [f"data.{name}" for name in _STORED if getattr(baseline.data, name) != getattr(config.data, name)]
         if other_keys:
             reason, remedy = "reads other data than the baseline", f"give all arms one value of {', '.join(other_keys)}"
@@ -401,10 +399,22 @@ def _check_branch(arm: Arm, config: Config, source: Config) -> Iterator[Problem]
     if config.trainer.max_steps <= arm.step:
         reason, remedy = f"leaves no step after step {arm.step} of {arm.start}", "raise it: it counts all steps from the first"
         yield Problem(f"arms.{arm.name}.trainer.max_steps", config.trainer.max_steps, reason, remedy)
-    for path, (branch_value, source_value) in differences(to_plain(config), to_plain(source)).items():
+    for path, (branch_value, source_value) in differences(to_plain(config, whole=True), to_plain(source, whole=True)).items():
         if effect_of(path).on_resume == "same":
             reason = f"is {as_written(source_value)} in {arm.start}, which it branches from"
             yield Problem(f"arms.{arm.name}.{path}", branch_value, reason, "drop it: length, rate and schedule alone may differ")
+
+
+def _check_start(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
+    """Check that an arm has the model whose trained weights it starts from, its normalizer included unless it is swapped."""
+    if not arm.swap and config.plan[0].normalizer != source.plan[-1].normalizer:
+        reason = f"has another normalizer than {arm.start}, whose weights it starts from"
+        remedy = "swap it: `swap: {to: ...}`, or in during training: `phases`"
+        yield Problem(f"arms.{arm.name}.from", arm.start, reason, remedy)
+    for path, (value, source_value) in differences(*({"model": to_plain(side.model, whole=True)} for side in (config, source))).items():
+        if effect_of(path).affects == "model" and not path.startswith("model.normalizer"):
+            reason = f"is {as_written(source_value)} in {arm.start}, whose weights it starts from"
+            yield Problem(f"arms.{arm.name}.{path}", value, reason, "drop it")
 
 
 def _check_compared(experiment: Experiment, arm: Arm, baseline: Config, config: Config) -> Iterator[Problem]:

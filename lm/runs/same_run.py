@@ -46,7 +46,7 @@ def config_problems(
     branches: whether a new run branches from the checkpoint, which may have another schedule.
     """
     problems, compared_effects = [], ("same",) if branches else ("same", "branch")
-    for key, (value, trained_value) in differences(to_plain(config), to_plain(training_config)).items():
+    for key, (value, trained_value) in differences(to_plain(config, whole=True), to_plain(training_config, whole=True)).items():
         on_resume = effect_of(key).on_resume
         if on_resume not in compared_effects or (branches and key == "branch_from") or _moved(config, key, value, trained_value):
             continue

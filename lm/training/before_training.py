@@ -76,7 +76,7 @@ def _check_memory(config: Config, decoder: Decoder, accelerator: str) -> None:
 
 def _source_problems(config: Config, decoder: Decoder, source_model: Loaded) -> list[Problem]:
     """Problems where model or normalizer differ from those of the weights that `init_from` names: both values, and what to do."""
-    models = ({"model": to_plain(model)} for model in (decoder.config, source_model.decoder.config))
+    models = ({"model": to_plain(model, whole=True)} for model in (decoder.config, source_model.decoder.config))
     problems = [
         Problem(key, value, f"{source_model.path} has {as_written(source_value)}", "set it to that")
         for key, (value, source_value) in differences(*models).items()

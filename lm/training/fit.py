@@ -3,11 +3,12 @@
 import logging
 import os
 import warnings
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 
+from lm.config.eval_config import Timing
 from lm.config.load import to_yaml
 from lm.config.tree import Config
 from lm.data.store import Store
@@ -221,11 +222,11 @@ def make_trainer(run: RunContext, module: TrainModule, stop: StopOnSignal) -> L.
 
 def _make_missing(config: Config, plan: list[Measurement], checkpoint: Path, step: int, mode: str, old_facts: dict[str, Plain]) -> None:
     """Make the evaluations of a complete run that a kill after its last step prevented, and log those that its log lacks. One that took too
-    long (`max_seconds`) is not made."""
-    folder = config.run_folder
+    long (`max_seconds`) is not made, and one that was made with other options is left as it is."""
+    folder, earlier = config.run_folder, read_config(config.run_folder).eval
     due, missing_kinds = [measurement.kind for measurement in plan if measurement.asked.is_due(step, step)], []
     lines = [line for line in read_metrics(folder / METRICS).lines if line["step"] == step]
-    limits = {kind: options.max_seconds for kind, options in read_config(folder).eval.kinds.items()}
+    limits = {kind: options.max_seconds for kind, options in earlier.kinds.items()}
     for kind in [kind for kind in due if not evaluation_path(folder, kind, step).exists()]:
         options = config.eval.kinds.get(kind)
         if options and options.max_seconds == limits.get(kind) and any(line.get(f"{kind}/failed") == OUT_OF_TIME for line in lines):
@@ -246,6 +247,12 @@ def _make_missing(config: Config, plan: list[Measurement], checkpoint: Path, ste
             log.write({"step": step, "tokens": result.tokens_seen, **logged(result)})
             log.evaluation(result, evaluation_path(folder, result.kind, step).with_suffix(".png"))
         log.close()
+    kept, times = ["eval.sequences"] * (earlier.sequences != config.eval.sequences), dict.fromkeys(spec.name for spec in fields(Timing))
+    for kind in results.keys() & earlier.kinds.keys() & config.eval.kinds.keys() - {*missing_kinds}:
+        earlier_options, options = (to_plain(side.kinds[kind]) | times for side in (earlier, config.eval))
+        kept += [config.eval.path(kind)] * (earlier_options != options)
+    if kept:
+        print(f"note: {', '.join(sorted(kept))}: a complete run keeps what it has measured; with other options: lm eval {folder} KEY=VALUE")
     print(f"{folder}: complete at step {step}; raise trainer.max_steps to go on")
 
 
