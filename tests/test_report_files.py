@@ -37,7 +37,7 @@ def test_all_formats_have_the_same_numbers(pair, tmp_path):
     files = write_report(pair, tmp_path / "out")
     markdown = files.markdown.read_text().split("- validation")[0]
     results = re.search(r"<h2>Measured at the end.*?<h2>", files.html.read_text(), re.DOTALL)[0].replace("&#43;", "+")
-    html = "".join(re.findall(r"<table.*?</table>", results, re.DOTALL)[:-1])  # the last has the differences again
+    html = "".join(re.findall(r"<table.*?</table>", results, re.DOTALL))
     assert numbers(markdown) == numbers(files.csv.read_text()) == numbers(files.latex.read_text()) == numbers(html)
     assert len(numbers(markdown)) > 20
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
@@ -60,15 +60,12 @@ def shown(folders: list[Path], out: Path) -> dict[str, str]:
     }
 
 
-ALONE = "over documents, 1 seed"
-
-
 def test_every_format_says_that_an_interval_of_one_seed_is_over_documents(pair, tmp_path):
     for name, text in shown(pair, tmp_path / "out").items():
         assert ("1 seed" if name == "legend" else "documents, 1 seed") in re.sub(r"\s+", " ", text), name
         assert not re.search(r"\d seeds", text), name
     assert "One seed: intervals cover the choice of text alone." in (tmp_path / "out/report.html").read_text()
-    assert "| difference to softmax (nats/token, 95% interval over documents, 1 seed) |" in (tmp_path / "out/table.md").read_text()
+    assert "| difference (95% interval over documents, 1 seed) |" in (tmp_path / "out/table.md").read_text()
     rows = list(csv.DictReader((tmp_path / "out/table.csv").open()))
     assert {row["interval over"] for row in rows if row["low"]} == {"documents, 1 seed"}
     assert all(bool(row["interval over"]) == bool(row["low"]) for row in rows)
@@ -89,10 +86,9 @@ def test_intervals_that_cover_unlike_things_have_columns_of_their_own(tmp_path):
     arms = [("softmax", 1), ("softmax", 2), ("ssmax", 1), ("ssmax", 2), ("log_n", 1)]
     folders = [build_run(tmp_path, f"{name}{seed}", name, seed=seed, better=seed / 50) for name, seed in arms]
     lines = write_report(folders, tmp_path / "out").markdown.read_text().splitlines()
-    head, *_ = [line for line in lines if line.startswith("| arm")]
-    assert "interval over 2 seeds" in head
-    assert head.count(ALONE) == 1
-    (ssmax, *_), (log_n, *_) = ([line for line in lines if line.startswith(f"| {arm} ")] for arm in ("ssmax", "log_n"))
+    seeds, documents = (f"difference (95% interval over {words})" for words in ("2 seeds", "documents, 1 seed"))
+    start = lines.index(f"| arm | metric | measured in | {seeds} | {documents} |")
+    (ssmax, *_), (log_n, *_) = ([line for line in lines[start:] if line.startswith(f"| {arm} ")] for arm in ("ssmax", "log_n"))
     assert ssmax.endswith("] | - |")
     assert re.search(r"\| - \| \S+ \[.*\] \|$", log_n)
 
@@ -105,10 +101,11 @@ def test_nothing_is_set_in_bold(pair, tmp_path):
 def test_csv_is_rectangular_and_carries_units(pair, tmp_path):
     rows = list(csv.DictReader(write_report(pair, tmp_path / "out").csv.open()))
     assert not any(None in row for row in rows)
-    by_label = {(row["arm"], row["inference setting"], row["quantity"]): row for row in rows}
+    by_label = {(row["arm"], row["inference setting"] or row["metric"], row["quantity"]): row for row in rows}
     assert len(by_label) == len(rows)
-    difference = by_label["ssmax", "as trained", "difference to softmax, 4x-8x"]
+    difference = by_label["ssmax", "loss at positions 256-512, as trained", "difference"]
     assert float(difference["low"]) < float(difference["value"]) < float(difference["high"]) < -0.04
+    assert difference["measured in"] == "nats/token (below zero: better)"
     assert by_label["softmax", "theta x 50", "loss 4x-8x"]["unit"] == "nats/token"
 
 

@@ -68,7 +68,6 @@ def test_a_made_up_kind_of_evaluation_is_reported(folders, tmp_path):
         "sequences, 1 seed",
     )
     assert float(deep["low"]) < 2 < float(deep["high"])
-    assert float(rows["Reach by depth", "ssmax", "difference to softmax, 0.5"]["value"]) == pytest.approx(1, abs=0.2)
     for text in (files.html.read_text(), files.markdown.read_text(), files.latex.read_text()):
         assert "Reach by depth" in text
         assert "Sparsity of attention" in text

@@ -12,13 +12,13 @@ from rich.console import Console
 
 from lm.attention import catalogue
 from lm.report.comparison import ArmRuns, Line, RunComparison, Section, seeds_shown, shared_value
-from lm.report.tables import Cell, Column, Filled, Table, digits, four_digits, from_lines, print_tables, printable, show
+from lm.report.tables import Column, Filled, Table, digits, four_digits, from_lines, print_tables, printable, show
 from lm.runs.folder import peak_memory, training_seconds
 from lm.runs.record import RunRecord, differing, starts
 from lm.schema import Plain, flatten
 from lm.statistics.intervals import Interval
 
-BETTER = {"lower": "below zero: better", "higher": "above zero: better", "none": ""}  # words for the sign of a difference
+BETTER = {"lower": "(below zero: better)", "higher": "(above zero: better)", "none": ""}  # words for the sign of a difference
 REPORTING = (
     "of held-out text or tasks, numbers are of the documents or sequences that report, without the third that selects rates and checkpoints"
 )
@@ -28,8 +28,10 @@ Span = tuple[datetime, datetime]
 
 
 def comparison_tables(comparison: RunComparison) -> tuple[Table, ...]:
-    """The table of each section: a row for each task, inference setting and arm, a column for each metric and place."""
-    return tuple(_table(comparison, section) for section in comparison.sections)
+    """The table of each section: a row for each task, inference setting and arm, a column for each metric and place; then the differences
+    to the baseline, if there are any."""
+    tables = [_table(comparison, section) for section in comparison.sections]
+    return (*tables, _difference_table(comparison)) if comparison.differences else tuple(tables)
 
 
 def _table(comparison: RunComparison, section: Section) -> Table:
@@ -58,7 +60,6 @@ def _table(comparison: RunComparison, section: Section) -> Table:
                 [series.references[name] for series in section.comparable_series(*row, "") if name in series.references] for row in rows
             ]
             columns.append((Column(name, _unit(example.unit)), [digits(float(np.mean(values))) if values else None for values in levels]))
-    columns += [column for rows in by_metric for column in _differences(comparison, section, rows)]
     title = section.title + (" in training lengths" if section.shape == "bins" else "")
     return Table(title, _unit(section.example_series.unit), tuple(columns))
 
@@ -91,30 +92,6 @@ def _means(comparison: RunComparison, section: Section, rows: list[tuple[ArmRuns
     return means
 
 
-def _differences(comparison: RunComparison, section: Section, rows: list[tuple[ArmRuns, Line]]) -> list[Filled]:
-    """Columns of the differences to the baseline: one for each place and each noise that intervals cover (seeds, documents)."""
-    metric, differences = rows[0][1].metric, [difference for difference in comparison.differences if difference.section is section]
-    intervals = {
-        (difference.place, difference.arm, difference.line): difference.interval
-        for difference in differences
-        if difference.line.metric == metric and difference.interval
-    }
-    several_metrics = len({difference.line.metric for difference in differences}) > 1
-    unit, columns = _unit(section.example(metric).unit), []
-    for place in dict.fromkeys(place for place, *_ in intervals):
-        name = ", ".join(filter(None, (f"difference to {comparison.arms[0].label}", metric if several_metrics else "", place)))
-        row_intervals = [intervals.get((place, arm.label, line)) for arm, line in rows]
-        for coverage, cells in _by_coverage(row_intervals).items():
-            columns.append((Column(name, _with_interval(unit, coverage), "difference"), cells))
-    return columns
-
-
-def _by_coverage(intervals: list[Interval | None]) -> dict[str, list[Cell]]:
-    """The intervals by the noise that they cover, each time with None in place of all others; without intervals one list, by ""."""
-    kinds = dict.fromkeys(interval.coverage for interval in intervals if interval) or [""]
-    return {coverage: [interval if interval and interval.coverage == coverage else None for interval in intervals] for coverage in kinds}
-
-
 def _unit(unit: str) -> str:
     return unit.replace(" per ", "/")
 
@@ -124,26 +101,26 @@ def _with_interval(unit: str, coverage: str) -> str:
     return f"{unit}, 95% interval" + (f" over {coverage}" if coverage else "")
 
 
-def difference_table(comparison: RunComparison) -> Table:
+def _difference_table(comparison: RunComparison) -> Table:
     """The differences to the baseline, with a column for each noise that intervals cover."""
     differences, intervals = comparison.differences, [difference.interval for difference in comparison.differences]
-    columns: list[Filled] = [(Column("arm", kind="label"), [difference.arm for difference in differences])]
-    columns.append((Column("of", kind="label"), [difference.subject for difference in differences]))
-    for coverage, cells in _by_coverage(intervals).items():
-        columns.append((Column(f"mean [{_with_interval('', coverage).removeprefix(', ')}]", kind="difference"), cells))
-    units = []
-    for section, metric in dict.fromkeys((difference.section, difference.line.metric) for difference in differences):
-        series = section.example(metric)
-        unit = " as a fraction" if series.unit == "fraction" else f" in {_unit(series.unit)}" if series.unit else ""
-        units.append(f"{metric}{unit}{f' ({BETTER[series.better]})' if BETTER[series.better] else ''}")
-    return Table(f"Differences to {comparison.arms[0].label}", ", ".join(dict.fromkeys(units)), tuple(columns))
+    examples = [difference.section.example(difference.line.metric) for difference in differences]
+    units = [" ".join(filter(None, (_unit(series.unit), BETTER[series.better]))) for series in examples]
+    labels = {
+        "arm": [difference.arm for difference in differences],
+        "metric": [difference.subject for difference in differences],
+        "measured in": units,
+    }
+    columns: list[Filled] = [(Column(name, kind="label"), cells) for name, cells in labels.items()]
+    for coverage in dict.fromkeys(interval.coverage for interval in intervals if interval) or [""]:
+        cells = [interval if interval and interval.coverage == coverage else None for interval in intervals]
+        columns.append((Column("difference", _with_interval("", coverage).removeprefix(", "), "difference"), cells))
+    return Table(f"Differences to {comparison.arms[0].label}", "", tuple(columns))
 
 
 def print_comparison(comparison: RunComparison, console: Console | None = None) -> None:
-    """Print the tables, the differences, the warning and the notes on what runs lack."""
-    tables = comparison_tables(replace(comparison, differences=()))
-    differences = [difference_table(comparison)] if comparison.differences else []  # in a table of their own
-    print_tables(*tables, *differences, notes=notes(comparison), console=console)
+    """Print the tables, the warning and the notes on what runs lack."""
+    print_tables(*comparison_tables(comparison), notes=notes(comparison), console=console)
 
 
 def notes(comparison: RunComparison) -> list[str]:

@@ -16,7 +16,7 @@ from lm.config.yaml_text import dump_yaml
 from lm.files import write_together
 from lm.report.comparison import RunComparison
 from lm.report.comparison_pictures import DrawnRun, along_axis, by_layer, drawn_runs, maps, overview
-from lm.report.comparison_tables import comparison_tables, configuration_table, cost_table, difference_table, facts_table, notes
+from lm.report.comparison_tables import comparison_tables, configuration_table, cost_table, facts_table, notes
 from lm.report.pictures import COLOURS, DARK, GREY, GRID, INK, PAPER, Picture, dark_style
 from lm.report.tables import Table, show, to_csv, to_latex, to_markdown
 from lm.runs.record import RunRecord
@@ -129,16 +129,14 @@ def run_sections(
     """
     titles = ("Measured at the end", "Cost", "What differs, and what does not")
     measured_section, cost_section, shared_section = (PageSection(f"{title}{suffix}", prefix) for title in titles)
-    for number, (section, table) in enumerate(zip(comparison.sections, comparison_tables(comparison), strict=True), 1):
+    tables = comparison_tables(comparison)
+    for number, (section, table) in enumerate(zip(comparison.sections, tables, strict=False), 1):
         if prefix is not None and section.shape != "number":
             measured_section.add("picture", along_axis(comparison, section), f"measured-{number}-picture")
         measured_section.add("table", table, f"measured-{number}")
     for number, picture in enumerate(maps(comparison), 1):
         measured_section.add("picture", picture, f"map-{number}")
-    if prefix is None and comparison.differences:
-        differences = difference_table(comparison)
-        measured_section.add("table", differences)
-        measured_section.add("note", f"{differences.title}: {differences.unit}.")
+    measured_section.add("table", tables[-1] if comparison.differences else None, "differences")
     measured_section.add("list", notes(comparison) if prefix is None else list(comparison.missing))
     cost_section.add("table", cost_table(comparison.arms, concurrent_runs, f"What a run took{suffix}"), "cost")
     cost_section.add("note", COST)

@@ -247,12 +247,13 @@ def _make_missing(config: Config, plan: list[Measurement], checkpoint: Path, ste
             log.write({"step": step, "tokens": result.tokens_seen, **logged(result)})
             log.evaluation(result, evaluation_path(folder, result.kind, step).with_suffix(".png"))
         log.close()
-    kept, times = ["eval.sequences"] * (earlier.sequences != config.eval.sequences), dict.fromkeys(spec.name for spec in fields(Timing))
+    changes, times = ["eval.sequences"] * (earlier.sequences != config.eval.sequences), dict.fromkeys(spec.name for spec in fields(Timing))
     for kind in results.keys() & earlier.kinds.keys() & config.eval.kinds.keys() - {*missing_kinds}:
         earlier_options, options = (to_plain(side.kinds[kind]) | times for side in (earlier, config.eval))
-        kept += [config.eval.path(kind)] * (earlier_options != options)
-    if kept:
-        print(f"note: {', '.join(sorted(kept))}: a complete run keeps what it has measured; with other options: lm eval {folder} KEY=VALUE")
+        changes += [config.eval.path(kind)] * (earlier_options != options)
+    if changes:
+        paths = ", ".join(sorted(changes))
+        print(f"note: {paths}: a complete run keeps what it has measured; with other options: lm eval {folder} KEY=VALUE")
     print(f"{folder}: complete at step {step}; raise trainer.max_steps to go on")
 
 
