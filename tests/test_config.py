@@ -145,6 +145,13 @@ def test_an_override_is_read_back_as_it_was_given(value: object):
     assert (key, read, type(read)) == ("eval.texts", value, type(value))
 
 
+@pytest.mark.parametrize("text", ["#3", "run #3", "#", "a#b", "50 %", "'#3' "])
+def test_a_command_line_has_no_comments(text: str):
+    assert load(["softmax", f"log.notes={text}"]).log.notes == text.strip(" '")
+    with pytest.raises(ConfigError, match=r"optim\.lr = '0\.1 #3': must be a number"):
+        load(["softmax", "optim.lr=0.1 #3"])
+
+
 def test_needles_leave_room_for_what_is_read_after_them_before_learned_positions_end():
     learned = "name=x", "model.position=learned", "eval.long_context.length_factor=0", "data.seq_len=256"
     said = problems(*learned, "eval.needle.length_factors=[1]")["eval.needle.length_factors"]

@@ -150,6 +150,7 @@ def check_tasks(config: Config) -> Iterator[Problem]:
 
 
 WithWeights = Callable[[str, dict[str, Plain], dict[str, Plain]], dict[str, Plain]]
+_HASH = "\ue000"  # stands for # where it begins no comment
 MAX_BASES = 50  # files in a chain, each inheriting from the next
 # Keys that set one thing in two ways: where a configuration with one is laid on a configuration with the other, it replaces the other.
 ALTERNATIVES = {
@@ -306,7 +307,7 @@ def over_bases(
 
 
 def read_overrides(overrides: list[str]) -> dict[str, Plain]:
-    """`key.path=value` texts as nested plain data. Raises ConfigError for text of another form."""
+    """`key.path=value` texts as nested plain data, each value YAML without comments. Raises ConfigError for text of another form."""
     blocks: list[dict[str, Plain]] = []
     for override in overrides:
         path, sign, text = override.partition("=")
@@ -314,7 +315,11 @@ def read_overrides(overrides: list[str]) -> dict[str, Plain]:
         if not sign or not all(names) or len(names) > MAX_DEPTH:
             raise ConfigError(f"{abbreviated(override, 80)}: not an override; write key=value, e.g. optim.lr=3e-4")
         is_empty = not text and (spec := field_at(Config, path)) and spec.type is str  # elsewhere it is null
-        blocks.append({path: "" if is_empty else parse_yaml(text, abbreviated(override, 80))})
+        value = "" if is_empty else parse_yaml(text, abbreviated(override, 80))
+        if "#" in text and not isinstance(value, list | dict):  # YAML would drop all that follows it
+            value = parse_yaml(text.replace("#", _HASH), abbreviated(override, 80))
+            value = value.replace(_HASH, "#") if isinstance(value, str) else value
+        blocks.append({path: value})
     return nested(*blocks)
 
 

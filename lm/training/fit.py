@@ -3,12 +3,11 @@
 import logging
 import os
 import warnings
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from lm.config.eval_config import Timing
 from lm.config.load import to_yaml
 from lm.config.tree import Config
 from lm.data.store import Store
@@ -247,12 +246,11 @@ def _make_missing(config: Config, plan: list[Measurement], checkpoint: Path, ste
             log.write({"step": step, "tokens": result.tokens_seen, **logged(result)})
             log.evaluation(result, evaluation_path(folder, result.kind, step).with_suffix(".png"))
         log.close()
-    changes, times = ["eval.sequences"] * (earlier.sequences != config.eval.sequences), dict.fromkeys(spec.name for spec in fields(Timing))
-    for kind in results.keys() & earlier.kinds.keys() & config.eval.kinds.keys() - {*missing_kinds}:
-        earlier_options, options = (to_plain(side.kinds[kind]) | times for side in (earlier, config.eval))
-        changes += [config.eval.path(kind)] * (earlier_options != options)
-    if changes:
-        paths = ", ".join(sorted(changes))
+    changed_kinds = [
+        kind for kind in results.keys() - {*missing_kinds} if earlier.measured_options(kind) != config.eval.measured_options(kind)
+    ]
+    if changed_kinds:
+        paths = ", ".join(sorted("eval.sequences" if kind == "validation" else config.eval.path(kind) for kind in changed_kinds))
         print(f"note: {paths}: a complete run keeps what it has measured; with other options: lm eval {folder} KEY=VALUE")
     print(f"{folder}: complete at step {step}; raise trainer.max_steps to go on")
 
