@@ -9,7 +9,7 @@ from itertools import product
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from committed_results import HUES, at_best, markdown, rate_words, runs_of, trend_table, verdict_words
+from committed_results import HUES, RESULTS, at_best, markdown, rate_words, runs_of, trend_table, verdict_words
 from pages import canvas, saved
 
 from lm.report.pictures import COLOURS
@@ -127,19 +127,41 @@ class Losses:
 
     def table(self) -> str:
         """The table in Markdown: the mean loss of each line in each setting, at its best rate, with the standard deviation of seeds."""
-        lines = [["", "learning rate", *self.columns]]
+        lines = [["", "learning rate", *self.columns, *self.costs]]
         for line in self.lines:
             cells = [next(iter(self.by_rate(line, column).values()), None) for column in self.columns]
             rate = rate_words(next(iter(self.by_rate(line, self.tuned_on))))
             factor, digits = self._scale
             words = ["" if x is None else f"{factor * x.mean():.{digits}f} ({factor * x.std(ddof=1):.{digits}f})" for x in cells]
-            lines.append([self.labels[line], rate, *words])
+            lines.append([self.labels[line], rate, *words, *(cells[line] for cells in self.costs.values())])
         return markdown(lines)
+
+    @cached_property
+    def costs(self) -> dict[str, dict[str, str]]:
+        """Words for the costs of a training step, by their headings and by arm; {} if scripts/bench_arms.py has not measured them.
+
+        Steps are paired by round. Ratios are geometric means with a 95 % interval over rounds.
+        """
+        path, baseline = RESULTS / self.name / "costs.csv", next(iter(self.labels))
+        if not path.exists():
+            return {}
+        by_metric = {
+            metric: lines.pivot(index="round", columns="arm", values="value") for metric, lines in pd.read_csv(path).groupby("metric")
+        }
+        logs = np.log(by_metric["seconds"])
+        ratios = {arm: np.exp(over_seeds((logs[arm] - logs[baseline]).to_numpy()).interval().as_list()) for arm in self.labels}
+        memory = by_metric["bytes"].loc[0] / 2**20
+        return {
+            f"step time / {self.labels[baseline]}'s": {
+                arm: "1" if arm == baseline else "{:.2f} [{:.2f}, {:.2f}]".format(*ratio) for arm, ratio in ratios.items()
+            },
+            "tensors, MiB": {arm: f"{memory[arm]:.0f}" for arm in self.labels},
+        }
 
     def verdict_table(self) -> str:
         """The differences in the deciding settings with their verdicts, in Markdown."""
         lines = [["", "minus", *self.deciding]]
-        for line, baseline in self.pairs:
+        for line, baseline in sorted(self.pairs, key=lambda pair: self.lines.index(pair[0])) if self.ranked else self.pairs:
             cells = [verdict_words(self.verdicts[line, baseline, column], *self._scale) for column in self.deciding]
             lines.append([self.labels[line], self.labels[baseline], *cells])
         return markdown(lines)
@@ -205,17 +227,20 @@ class Losses:
             return saved(figure)
 
     def _overview(self) -> bytes:
-        """A row for each line, with its loss in each setting: dots are seeds, rings means, and broken lines the first label's means."""
+        """A row for each line, with its loss in each setting: dots are seeds, rings means, and broken lines the first label's means.
+
+        A ring is filled where a verdict says that the difference is larger than `matters`.
+        """
         columns = [column for column, (_, metric, *_) in self.columns.items() if metric.endswith("loss")]
+        large = {(line, column) for (line, _, column), verdict in self.verdicts.items() if verdict.exceeds_margin}
         with plt.rc_context({"font.size": 9}), canvas(1, 1, (7.5, 1.1 + 0.21 * len(self.lines))) as (figure, axes):
             for number, column in enumerate(columns):
-                colour = COLOURS[number]
+                colour, length = COLOURS[number], self.columns[column][-1]
+                axes.plot([], [], "o", color=colour, fillstyle="none", label=f"{column}, {length:,} tokens" if length else column)
                 for row, line in enumerate(self.lines):
                     losses = next(iter(self.by_rate(line, column).values()))
                     axes.plot(losses, [row] * len(losses), ".", color=colour, markersize=4, alpha=0.5)
-                    length = self.columns[column][-1]
-                    words = f"{column}, {length:,} tokens" if length else column
-                    axes.plot(losses.mean(), row, "o", color=colour, fillstyle="none", label="" if row else words)
+                    axes.plot(losses.mean(), row, "o", color=colour, fillstyle="full" if (line, column) in large else "none")
                     if line == next(iter(self.labels)):
                         axes.axvline(losses.mean(), color=colour, linewidth=0.8, linestyle="--")
             axes.set_yticks(range(len(self.lines)), [self.labels[line] for line in self.lines])
@@ -223,7 +248,9 @@ class Losses:
             axes.grid(axis="y", color="0.9", linewidth=0.6)
             axes.set_axisbelow(True)
             axes.spines[["top", "right"]].set_visible(False)
-            axes.set_xlabel(f"loss, nats (broken: {next(iter(self.labels.values()))})")
+            baseline = next(iter(self.labels.values()))
+            filled = f"; filled: better or worse than it by more than {self.matters:g}" if self.pairs else ""
+            axes.set_xlabel(f"loss, nats (broken: {baseline}{filled})")
             figure.legend(loc="outside upper center", ncols=len(columns), frameon=False)
             return saved(figure)
 

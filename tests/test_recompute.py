@@ -172,15 +172,35 @@ def test_ranked_lines_of_tuning_runs_stand_by_their_loss_and_may_lack_a_number(c
     ]
     commit(lines)
     columns = {"as trained": ("", "mean loss", "as trained", 512), "entropy": ("", "entropy", "as trained", 0)}
-    result = Losses("made", "", dict.fromkeys(losses, "an arm"), (), columns, (), "as trained", stage="tune", ranked=True)
+    pairs, labels = (("relu", "softmax"), ("forget", "softmax")), {"softmax": "an arm", "relu": "another", "forget": "a third"}
+    result = Losses("made", "", labels, pairs, columns, ("as trained",), "as trained", stage="tune", ranked=True)
     assert result.lines == ["forget", "softmax", "relu"]
     assert [row.split(" | ")[1:] for row in result.table().splitlines()[2:]] == [
         ["1e-1", "3.910 (0.014)", "0.510 (0.014) |"],
         ["1e-1", "4.010 (0.014)", "0.510 (0.014) |"],
         ["1e-1", "4.210 (0.014)", " |"],
     ]
-    assert result.drawn().count(b"an arm") >= 3
-    assert [*result.tables()] == ["made"]
+    assert [row.split(" | ")[0] for row in result.verdict_table().splitlines()[2:]] == ["| a third", "| another"]
+    assert all(name in result.drawn() for name in (b"an arm", b"another", b"a third"))
+
+
+def test_costs_of_steps_are_paired_by_round_and_stand_beside_the_losses(commit, monkeypatch, tmp_path):
+    arms = {"softmax": 1.0, "relu": 1.5}
+    line = {"rate": 0.1, "stage": "final", "metric": "mean loss", "setting": "as trained", "x": 512}
+    commit([line | {"arm": arm, "seed": seed, "value": 4.0 + seed} for arm in arms for seed in range(2)])
+    monkeypatch.setattr("loss_results.RESULTS", tmp_path)
+    result = Losses("made", "", {arm: arm for arm in arms}, (), {"at 512": ("", "mean loss", "as trained", 512)}, (), "at 512")
+    assert result.costs == {}
+    rounds = [("softmax", "seconds", number, 1.0 + number) for number in range(3)]
+    rounds += [("relu", "seconds", number, 1.5 * (1 + number) * math.exp(0.1 * (number - 1))) for number in range(3)]
+    costs = pd.DataFrame([*rounds, *((arm, "bytes", 0, 2**21 * factor) for arm, factor in arms.items())])
+    costs.to_csv(tmp_path / "made" / "costs.csv", index=False, header=["arm", "metric", "round", "value"])
+    assert replace(result).table().splitlines() == [
+        "|  | learning rate | at 512 | step time / softmax's | tensors, MiB |",
+        "| --- | --- | --- | --- | --- |",
+        "| softmax | 1e-1 | 4.500 (0.707) | 1 | 2 |",
+        "| relu | 1e-1 | 4.500 (0.707) | 1.50 [1.17, 1.92] | 3 |",
+    ]
 
 
 def test_tokens_are_counted_to_the_highest_final_loss_of_any_run(commit):
