@@ -17,6 +17,7 @@ from lm.statistics.intervals import over_seeds
 from lm.statistics.learned import tokens_to_reach
 from lm.statistics.verdicts import Verdict, verdicts
 
+AGAIN = "the baseline again"  # the side of costs that shows their noise
 EXTENDED = ("as trained", "theta x 50")  # inference settings in which sequences beyond the training length are measured
 
 
@@ -138,24 +139,21 @@ class Losses:
 
     @cached_property
     def costs(self) -> dict[str, dict[str, str]]:
-        """Words for the costs of a training step, by their headings and by arm; {} if scripts/bench_arms.py has not measured them.
+        """Words for the costs of a training step, by their headings and by line; {} if scripts/bench_arms.py has not measured them.
 
-        Steps are paired by round. Ratios are geometric means with a 95 % interval over rounds.
+        Steps are paired by round. Ratios are geometric means with a 95 % interval over rounds; the baseline's is of its second side.
         """
-        path, baseline = RESULTS / self.name / "costs.csv", next(iter(self.labels))
+        path, (baseline, *_) = RESULTS / self.name / "costs.csv", self.labels
         if not path.exists():
             return {}
-        by_metric = {
-            metric: lines.pivot(index="round", columns="arm", values="value") for metric, lines in pd.read_csv(path).groupby("metric")
-        }
-        logs = np.log(by_metric["seconds"])
-        ratios = {arm: np.exp(over_seeds((logs[arm] - logs[baseline]).to_numpy()).interval().as_list()) for arm in self.labels}
-        memory = by_metric["bytes"].loc[0] / 2**20
+        values = pd.read_csv(path).pivot(index="round", columns=["metric", "arm"], values="value")
+        logs, memory = np.log(values["seconds"]), values["bytes"].loc[0] / 2**20
+        arms = {line: line.partition(", ")[0] for line in self.labels}
+        sides = {line: AGAIN if line == baseline else arm for line, arm in arms.items()}
+        ratios = {line: np.exp(over_seeds((logs[side] - logs[baseline]).to_numpy()).interval().as_list()) for line, side in sides.items()}
         return {
-            f"step time / {self.labels[baseline]}'s": {
-                arm: "1" if arm == baseline else "{:.2f} [{:.2f}, {:.2f}]".format(*ratio) for arm, ratio in ratios.items()
-            },
-            "tensors, MiB": {arm: f"{memory[arm]:.0f}" for arm in self.labels},
+            f"step time / {self.labels[baseline]}'s": {line: "{:.2f} [{:.2f}, {:.2f}]".format(*ratio) for line, ratio in ratios.items()},
+            "tensors, MiB": {line: f"{memory[arm]:.0f}" for line, arm in arms.items()},
         }
 
     def verdict_table(self) -> str:

@@ -152,6 +152,14 @@ def test_a_command_line_has_no_comments(text: str):
         load(["softmax", "optim.lr=0.1 #3"])
 
 
+def test_nor_do_lists_on_it():
+    assert load(["softmax", "log.tags=[a, '#3']"]).log.tags == load(["softmax", "log.tags=[a, #3]"]).log.tags == ["a", "#3"]
+    for text in ("log.tags=[a, b] #c", "log.notes=try #3: bigger"):
+        with pytest.raises(ConfigError, match="#") as error:
+            load(["softmax", text])
+        assert "\ue000" not in str(error.value)
+
+
 def test_needles_leave_room_for_what_is_read_after_them_before_learned_positions_end():
     learned = "name=x", "model.position=learned", "eval.long_context.length_factor=0", "data.seq_len=256"
     said = problems(*learned, "eval.needle.length_factors=[1]")["eval.needle.length_factors"]

@@ -31,7 +31,15 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
         ({"arms": {"a": {}, "b": {"from": "a", "model.n_embd": 16}}}, "arms.b.model.n_embd = 16: is 32 in a, whose weights it starts from"),
         (
             {"arms": {"a": {}, "b": {"from": "a", "swap": {"to": "ssmax"}, "model.n_layer": 1}}},
-            "arms.b.model.n_layer = 1: is 2 in a, whose weights it starts from; drop it",
+            "arms.b.model.n_layer = 1: is 2 in a, whose weights it starts from; set it to that",
+        ),
+        (
+            {
+                "base": {"base": str(ROOT / "tests" / "tiny.yaml"), "model.position": "learned", "eval.long_context.length_factor": 0},
+                "arms": {"a": {}, "b": {"from": "a", "data.seq_len": 16}},
+                "evaluate": {"data.seq_len": 16},
+            },
+            "arms.b.data.seq_len = 16: is 32 in a, whose learned positions it starts from; set it to that",
         ),
         ({"arms": {"a": {}, "b": {"seed": 3}}}, "arms.b.seed = 3: is set by the experiment"),
         ({"arms": {"a": {}, "b": {"data.seed": 3}}}, "arms.b.data.seed = 3: is set by the experiment"),

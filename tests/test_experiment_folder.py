@@ -74,6 +74,14 @@ def test_overrides_that_are_forgotten_are_said_with_the_command_that_has_them(tm
     )
 
 
+def test_a_key_that_is_left_out_at_its_default_is_said_with_it(tmp_path, arguments, runs):
+    path, data = written(tmp_path, tune=None), arguments[1:]
+    ended(path, data)
+    with pytest.raises(RunError, match=r": model\.differential=false \(asked for: true\); the command") as error:
+        open_experiment(path, [*data, "model.differential=true"])
+    assert all(run.outcome.ended for run in open_experiment(path, command(str(error.value))).known_runs())
+
+
 def test_another_rate_is_another_configuration_where_none_is_tuned(tmp_path, arguments, runs):
     path, data = written(tmp_path, tune=None), arguments[1:]
     first = ended(path, data)

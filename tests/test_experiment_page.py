@@ -117,9 +117,13 @@ def test_the_question_and_its_answers_come_first_and_every_table_and_picture_is_
     assert words.index("Family: 2 comparisons") < words.index("Summary ") + 200 < words.index("While training")
     html = page.read_text()
     assert not re.search(r"src=|url\((?!#)|@import", html), "nothing is loaded"
-    links = set(re.findall(r'<a href="([^"#]+)"', html))
+    links = set(linked := re.findall(r'<a href="([^"#]+)"', html))
+    assert len(linked) == len(links), "no table or picture has another's file"
     assert links == {path.name for path in page.parent.iterdir()} - {page.name}
-    tables, pictures = ("summary", "seeds", "cost", "configuration"), ("curves", "rates", "differences", "measured-2-picture")
+    tables, pictures = (
+        ("summary", "seeds", "cost", "configuration", "measured-differences"),
+        ("curves", "rates", "differences", "measured-2-picture"),
+    )
     for name, kinds in [*((name, ("csv", "tex")) for name in tables), *((name, ("csv", "svg")) for name in pictures)]:
         assert {f"{name}.{kind}" for kind in kinds} <= links
     assert escape(procedure.experiment.command) in html
@@ -365,7 +369,7 @@ def test_a_report_of_the_same_runs_agrees_to_the_last_digit(tmp_path, undrawn):
         return {name: {part: row[part] for part in ("value", "low", "high")} for name, row in cells.items()}
 
     report_numbers = numbers(tmp_path / "report" / "table.csv")
-    assert numbers(page.parent / "measured-1.csv") | numbers(page.parent / "differences.csv") == report_numbers
+    assert numbers(page.parent / "measured-1.csv") | numbers(page.parent / "measured-differences.csv") == report_numbers
     verdicts = numbers(page.parent / "summary.csv")
     assert verdicts["ssmax: difference to softmax"] == report_numbers["ssmax: difference val loss"]
     for arm in arms:

@@ -192,13 +192,14 @@ def test_costs_of_steps_are_paired_by_round_and_stand_beside_the_losses(commit, 
     result = Losses("made", "", {arm: arm for arm in arms}, (), {"at 512": ("", "mean loss", "as trained", 512)}, (), "at 512")
     assert result.costs == {}
     rounds = [("softmax", "seconds", number, 1.0 + number) for number in range(3)]
-    rounds += [("relu", "seconds", number, 1.5 * (1 + number) * math.exp(0.1 * (number - 1))) for number in range(3)]
+    for side, factor in (("relu", 1.5), ("the baseline again", 1.0)):
+        rounds += [(side, "seconds", number, factor * (1 + number) * math.exp(0.1 * (number - 1))) for number in range(3)]
     costs = pd.DataFrame([*rounds, *((arm, "bytes", 0, 2**21 * factor) for arm, factor in arms.items())])
     costs.to_csv(tmp_path / "made" / "costs.csv", index=False, header=["arm", "metric", "round", "value"])
     assert replace(result).table().splitlines() == [
         "|  | learning rate | at 512 | step time / softmax's | tensors, MiB |",
         "| --- | --- | --- | --- | --- |",
-        "| softmax | 1e-1 | 4.500 (0.707) | 1 | 2 |",
+        "| softmax | 1e-1 | 4.500 (0.707) | 1.00 [0.78, 1.28] | 2 |",
         "| relu | 1e-1 | 4.500 (0.707) | 1.50 [1.17, 1.92] | 3 |",
     ]
 

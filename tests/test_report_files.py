@@ -87,7 +87,7 @@ def test_intervals_that_cover_unlike_things_have_columns_of_their_own(tmp_path):
     folders = [build_run(tmp_path, f"{name}{seed}", name, seed=seed, better=seed / 50) for name, seed in arms]
     lines = write_report(folders, tmp_path / "out").markdown.read_text().splitlines()
     seeds, documents = (f"difference (95% interval over {words})" for words in ("2 seeds", "documents, 1 seed"))
-    start = lines.index(f"| arm | metric | measured in | {seeds} | {documents} |")
+    start = lines.index(f"| arm | metric | measured in | better | {seeds} | {documents} |")
     (ssmax, *_), (log_n, *_) = ([line for line in lines[start:] if line.startswith(f"| {arm} ")] for arm in ("ssmax", "log_n"))
     assert ssmax.endswith("] | - |")
     assert re.search(r"\| - \| \S+ \[.*\] \|$", log_n)
@@ -105,7 +105,7 @@ def test_csv_is_rectangular_and_carries_units(pair, tmp_path):
     assert len(by_label) == len(rows)
     difference = by_label["ssmax", "loss at positions 256-512, as trained", "difference"]
     assert float(difference["low"]) < float(difference["value"]) < float(difference["high"]) < -0.04
-    assert difference["measured in"] == "nats/token (below zero: better)"
+    assert (difference["measured in"], difference["better"]) == ("nats/token", "below zero")
     assert by_label["softmax", "theta x 50", "loss 4x-8x"]["unit"] == "nats/token"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import thinned
+from conftest import lm, thinned
 from folders import EVERY_STEP, curve, differences, kill_after, losses, metrics, poison, rewritten, series, swap_to
 from jobs import train_each
 from processes import ranks
@@ -274,6 +274,9 @@ def test_a_complete_run_says_which_changed_evaluations_it_does_not_make(tiny, ca
     train(tiny("name=whole", "resume=auto", "eval.long_context.sequences=2", "eval.sequences=2"))
     note = "note: eval.long_context, eval.sequences: a complete run keeps what it has measured; with other options: lm eval "
     assert note in capsys.readouterr().out
+    assert lm("eval", str(tiny("name=whole").run_folder), "eval.long_context.sequences=2", "eval.sequences=2").returncode == 0
+    train(tiny("name=whole", "resume=auto", "eval.long_context.sequences=2", "eval.sequences=2"))
+    assert "note" not in capsys.readouterr().out
 
 
 def test_a_resumed_run_knows_the_weights_of_all_its_evaluations_and_keeps_no_picture_of_later_steps(tiny):

@@ -150,7 +150,6 @@ def check_tasks(config: Config) -> Iterator[Problem]:
 
 
 WithWeights = Callable[[str, dict[str, Plain], dict[str, Plain]], dict[str, Plain]]
-_HASH = "\ue000"  # stands for # where it begins no comment
 MAX_BASES = 50  # files in a chain, each inheriting from the next
 # Keys that set one thing in two ways: where a configuration with one is laid on a configuration with the other, it replaces the other.
 ALTERNATIVES = {
@@ -307,7 +306,7 @@ def over_bases(
 
 
 def read_overrides(overrides: list[str]) -> dict[str, Plain]:
-    """`key.path=value` texts as nested plain data, each value YAML without comments. Raises ConfigError for text of another form."""
+    """`key.path=value` texts as nested plain data. Raises ConfigError for text of another form."""
     blocks: list[dict[str, Plain]] = []
     for override in overrides:
         path, sign, text = override.partition("=")
@@ -315,12 +314,26 @@ def read_overrides(overrides: list[str]) -> dict[str, Plain]:
         if not sign or not all(names) or len(names) > MAX_DEPTH:
             raise ConfigError(f"{abbreviated(override, 80)}: not an override; write key=value, e.g. optim.lr=3e-4")
         is_empty = not text and (spec := field_at(Config, path)) and spec.type is str  # elsewhere it is null
-        value = "" if is_empty else parse_yaml(text, abbreviated(override, 80))
-        if "#" in text and not isinstance(value, list | dict):  # YAML would drop all that follows it
-            value = parse_yaml(text.replace("#", _HASH), abbreviated(override, 80))
-            value = value.replace(_HASH, "#") if isinstance(value, str) else value
-        blocks.append({path: value})
+        blocks.append({path: "" if is_empty else _value(text, abbreviated(override, 80))})
     return nested(*blocks)
+
+
+def _value(text: str, source: str) -> Plain:
+    """The plain data of an override's YAML, in which # begins no comment. Raises ConfigError: it is not valid; `source` names it."""
+    letter = next(letter for letter in map(chr, range(0xE000, 0xF900)) if letter not in text)  # of private use, in place of #
+    try:
+        return _replaced(parse_yaml(text.replace("#", letter), source), letter, "#")
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(letter, "#")) from None
+
+
+def _replaced(plain: Plain, letter: str, other: str) -> Plain:
+    """Plain data with another letter in place of one."""
+    if isinstance(plain, list):
+        return [_replaced(item, letter, other) for item in plain]
+    if isinstance(plain, dict):
+        return {_replaced(name, letter, other): _replaced(item, letter, other) for name, item in plain.items()}
+    return plain.replace(letter, other) if isinstance(plain, str) else plain
 
 
 def nested(*blocks: Mapping[str, Plain], path: str = "") -> dict[str, Plain]:

@@ -318,6 +318,13 @@ def deciding_keys(plain: dict[str, Plain]) -> dict[str, Plain]:
     return {path: value for path, value in flatten(plain).items() if value is not None and effect_of(path).affects in areas}
 
 
+@cache
+def omitted_keys() -> dict[str, Plain]:
+    """The `deciding_keys` that plain data leave out while they have their defaults, with these."""
+    default_keys = deciding_keys(to_plain(Config(), whole=True))
+    return {path: value for path, value in default_keys.items() if path not in _defaults()}
+
+
 def settings_words(config: Config, tuned_keys: Iterable[str], source_name: str) -> str:
     """The settings of a run that are not at their defaults, as `KEY=VALUE; KEY=VALUE`, without seed, precision and tuned keys.
 

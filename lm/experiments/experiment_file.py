@@ -414,7 +414,10 @@ def _check_start(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
     for path, (value, source_value) in differences(*({"model": to_plain(side.model, whole=True)} for side in (config, source))).items():
         if effect_of(path).affects == "model" and not path.startswith("model.normalizer"):
             reason = f"is {as_written(source_value)} in {arm.start}, whose weights it starts from"
-            yield Problem(f"arms.{arm.name}.{path}", value, reason, "drop it")
+            yield Problem(f"arms.{arm.name}.{path}", value, reason, "set it to that")
+    if config.model.position.has_last and config.data.seq_len != source.data.seq_len:
+        reason = f"is {source.data.seq_len} in {arm.start}, whose learned positions it starts from"
+        yield Problem(f"arms.{arm.name}.data.seq_len", config.data.seq_len, reason, "set it to that")
 
 
 def _check_compared(experiment: Experiment, arm: Arm, baseline: Config, config: Config) -> Iterator[Problem]:

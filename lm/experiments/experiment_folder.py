@@ -15,7 +15,7 @@ from lm.config.yaml_text import override, parse_yaml
 from lm.data.prepare import prepare, vocabulary
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError, as_written
-from lm.experiments.experiment import SHARED, Arm, Departure, Experiment, config_hash, deciding_keys, kind_of_metric
+from lm.experiments.experiment import SHARED, Arm, Departure, Experiment, config_hash, deciding_keys, kind_of_metric, omitted_keys
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.plan import Times, cost
 from lm.experiments.procedure import Procedure, next_look
@@ -150,14 +150,14 @@ def other_runs(procedure: Procedure) -> str:
     sized_files = [(size, path) for size in experiment.sizes for path in sorted((experiment.folder / size).glob(f"*-seed*/{CONFIG}"))]
     for run_size, file in sized_files:
         plain = {} if file.parent in known_folders else parse_yaml(file.read_bytes(), str(file))
-        values, place = deciding_keys(plain), plain.get("experiment") or {}
+        values, place = omitted_keys() | deciding_keys(plain), plain.get("experiment") or {}
         last_step, arm, cell = values.get("trainer.max_steps"), arms.get(place.get("arm")), place.get("rate")
         n_tuned = 0 if cell is None else len(str(cell).split(" / "))
         has_ended = isinstance(last_step, int) and step_path(file.parent / CHECKPOINTS, last_step).exists()
         if not arm or not has_ended or n_tuned != len(tuned_values):
             continue
         rate = rate_of(values.get(key, value) for key, value in tuned_values.items()) if tuned_values else None
-        requested_values = deciding_keys(to_plain(procedure.run(run_size, arm, "final", rate, plain["seed"], {}).config))
+        requested_values = omitted_keys() | deciding_keys(to_plain(procedure.run(run_size, arm, "final", rate, plain["seed"], {}).config))
         pairs = {key: (values.get(key), requested_values.get(key)) for key in sorted(values.keys() | requested_values.keys())}
         differences.append({key: pair for key, pair in pairs.items() if pair[0] != pair[1] and key not in tuned_values})
     differences = [pairs for pairs in differences if pairs]

@@ -18,7 +18,7 @@ from lm.runs.record import RunRecord, differing, starts
 from lm.schema import Plain, flatten
 from lm.statistics.intervals import Interval
 
-BETTER = {"lower": "(below zero: better)", "higher": "(above zero: better)", "none": ""}  # words for the sign of a difference
+BETTER = {"lower": "below zero", "higher": "above zero", "none": ""}  # words for differences that are an improvement
 REPORTING = (
     "of held-out text or tasks, numbers are of the documents or sequences that report, without the third that selects rates and checkpoints"
 )
@@ -29,9 +29,9 @@ Span = tuple[datetime, datetime]
 
 def comparison_tables(comparison: RunComparison) -> tuple[Table, ...]:
     """The table of each section: a row for each task, inference setting and arm, a column for each metric and place; then the differences
-    to the baseline, if there are any."""
-    tables = [_table(comparison, section) for section in comparison.sections]
-    return (*tables, _difference_table(comparison)) if comparison.differences else tuple(tables)
+    to the baseline that have an interval, if there are any."""
+    tables, differences = [_table(comparison, section) for section in comparison.sections], _difference_table(comparison)
+    return (*tables, differences) if differences.rows else tuple(tables)
 
 
 def _table(comparison: RunComparison, section: Section) -> Table:
@@ -102,18 +102,19 @@ def _with_interval(unit: str, coverage: str) -> str:
 
 
 def _difference_table(comparison: RunComparison) -> Table:
-    """The differences to the baseline, with a column for each noise that intervals cover."""
-    differences, intervals = comparison.differences, [difference.interval for difference in comparison.differences]
+    """The differences to the baseline that have an interval, with a column for each noise that intervals cover."""
+    differences = [difference for difference in comparison.differences if difference.interval]
+    intervals = [difference.interval for difference in differences]
     examples = [difference.section.example(difference.line.metric) for difference in differences]
-    units = [" ".join(filter(None, (_unit(series.unit), BETTER[series.better]))) for series in examples]
     labels = {
         "arm": [difference.arm for difference in differences],
         "metric": [difference.subject for difference in differences],
-        "measured in": units,
+        "measured in": [_unit(series.unit) for series in examples],
+        "better": [BETTER[series.better] for series in examples],
     }
     columns: list[Filled] = [(Column(name, kind="label"), cells) for name, cells in labels.items()]
-    for coverage in dict.fromkeys(interval.coverage for interval in intervals if interval) or [""]:
-        cells = [interval if interval and interval.coverage == coverage else None for interval in intervals]
+    for coverage in dict.fromkeys(interval.coverage for interval in intervals):
+        cells = [interval if interval.coverage == coverage else None for interval in intervals]
         columns.append((Column("difference", _with_interval("", coverage).removeprefix(", "), "difference"), cells))
     return Table(f"Differences to {comparison.arms[0].label}", "", tuple(columns))
 

@@ -136,7 +136,8 @@ def run_sections(
         measured_section.add("table", table, f"measured-{number}")
     for number, picture in enumerate(maps(comparison), 1):
         measured_section.add("picture", picture, f"map-{number}")
-    measured_section.add("table", tables[-1] if comparison.differences else None, "differences")
+    for table in tables[len(comparison.sections) :]:
+        measured_section.add("table", table, "measured-differences")
     measured_section.add("list", notes(comparison) if prefix is None else list(comparison.missing))
     cost_section.add("table", cost_table(comparison.arms, concurrent_runs, f"What a run took{suffix}"), "cost")
     cost_section.add("note", COST)

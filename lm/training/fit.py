@@ -222,10 +222,10 @@ def make_trainer(run: RunContext, module: TrainModule, stop: StopOnSignal) -> L.
 def _make_missing(config: Config, plan: list[Measurement], checkpoint: Path, step: int, mode: str, old_facts: dict[str, Plain]) -> None:
     """Make the evaluations of a complete run that a kill after its last step prevented, and log those that its log lacks. One that took too
     long (`max_seconds`) is not made, and one that was made with other options is left as it is."""
-    folder, earlier = config.run_folder, read_config(config.run_folder).eval
+    folder = config.run_folder
     due, missing_kinds = [measurement.kind for measurement in plan if measurement.asked.is_due(step, step)], []
     lines = [line for line in read_metrics(folder / METRICS).lines if line["step"] == step]
-    limits = {kind: options.max_seconds for kind, options in earlier.kinds.items()}
+    limits = {kind: options.max_seconds for kind, options in read_config(folder).eval.kinds.items()}
     for kind in [kind for kind in due if not evaluation_path(folder, kind, step).exists()]:
         options = config.eval.kinds.get(kind)
         if options and options.max_seconds == limits.get(kind) and any(line.get(f"{kind}/failed") == OUT_OF_TIME for line in lines):
@@ -246,9 +246,7 @@ def _make_missing(config: Config, plan: list[Measurement], checkpoint: Path, ste
             log.write({"step": step, "tokens": result.tokens_seen, **logged(result)})
             log.evaluation(result, evaluation_path(folder, result.kind, step).with_suffix(".png"))
         log.close()
-    changed_kinds = [
-        kind for kind in results.keys() - {*missing_kinds} if earlier.measured_options(kind) != config.eval.measured_options(kind)
-    ]
+    changed_kinds = [kind for kind, result in results.items() if result.asked not in ({}, config.eval.measured_options(kind))]
     if changed_kinds:
         paths = ", ".join(sorted("eval.sequences" if kind == "validation" else config.eval.path(kind) for kind in changed_kinds))
         print(f"note: {paths}: a complete run keeps what it has measured; with other options: lm eval {folder} KEY=VALUE")
