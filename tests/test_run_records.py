@@ -87,7 +87,7 @@ def test_not_a_run_folder(tmp_path):
         ("environment.json", '{"git', "JSON"),
         ("environment.json", "[]", "no JSON object"),
         ("config.yaml", "a: [", "YAML"),
-        ("config.yaml", "a: " + "[" * 1000, "nested more than 50 deep"),
+        ("config.yaml", "a: " + "[" * 100, "nested more than 50 deep"),
         ("config.yaml", "seed: 1", "no model.normalizer.name, data.seq_len"),
         ("evaluations/validation.step-000200.json", '{"loss": 1', "JSON"),
         ("evaluations/long_context.step-000200.json", "[]", "no JSON object"),

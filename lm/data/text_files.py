@@ -278,6 +278,8 @@ class _Stream(io.RawIOBase):
     Raises Unreadable: the file is damaged; its content up to some 64 kB before the damage has been read.
     """
 
+    file = None  # until it is open: Python closes a stream that could not be made, too
+
     def __init__(self, path: Path):
         import pyarrow
 
@@ -295,7 +297,8 @@ class _Stream(io.RawIOBase):
             raise damaged(str(self.path), error, self.file.size() - self.file.tell()) from None
 
     def close(self) -> None:
-        self.file.close()
+        if self.file is not None:
+            self.file.close()
         super().close()
 
 
