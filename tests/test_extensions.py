@@ -71,8 +71,8 @@ BROKEN = {
     "vocabulary": ("task", "tokens[0]\n", "self.vocab_size\n", "token 17, not in 0 to 16"),
     "no question": (
         "task",
-        "Example(tokens, last, first, candidates=1, needles=first)",
-        "Example(tokens, *[last[:0]] * 2, 1, last[:0])",
+        "Example(tokens, last, first, needles=first)",
+        "Example(tokens, *[last[:0]] * 3)",
         "0 questions",
     ),
     "state": (
@@ -249,7 +249,7 @@ class Last(Task):
         return 0.0
 
     def make(self, draw, length, text):
-        return Example(text.filler(draw, length + 1), span(length), span(0, 0), 1, span(0, 0))
+        return Example(text.filler(draw, length + 1), span(length), span(0, 0), span(0, 0))
 """
 
 

@@ -108,7 +108,7 @@ def test_the_page_of_python_runs(experiment, tmp_path, monkeypatch, called):
     exec(page, names := {"file": file, "overrides": overrides, "print": tables.append})
     assert names["run"] == Path("runs/trial")
     assert set(names["longer"]["x"].dropna()) == {64, 256}
-    assert names["longer"]["arm"].unique().tolist() == ["ssmax"]
+    assert names["longer"]["arm"].unique().tolist() == ["layers (window (size=2), ssmax)"]
     assert [len(table) > 0 for table in tables] == [True] * 3
     with pytest.raises(RunError, match="runs/trial"):
         lm.train("recall", {"name": "trial"})

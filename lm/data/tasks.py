@@ -43,7 +43,6 @@ class Example:
     tokens: np.ndarray  # (length + 1,) int64
     questions: np.ndarray  # (Q, 2) int64: spans in which answers are to be given, in order
     evidence: np.ndarray  # (Q, 2) int64: spans in which the sequence shows the answers; (0, 0) if it doesn't show one
-    candidates: int  # answers of this kind in the sequence; `Task.chance` is the accuracy of picking among them
     needles: np.ndarray  # (Q, 2) int64: the evidence together with its key, its mark or its sentence; (0, 0) likewise
 
     @property
@@ -162,7 +161,7 @@ def mqar(task: MQAR, draw: Draw, length: int, text: Text | None = None) -> Examp
         tokens[starts], tokens[starts + 1] = keys, task.keys + values
     tokens[front::2], tokens[front + 1 :: 2] = keys[query_pairs], task.keys + values[query_pairs]
     answers = span(np.arange(front + 1, length + 1, 2))
-    return Example(tokens, answers, span(starts[query_pairs] + width - 1), pairs, span(starts[query_pairs], width))
+    return Example(tokens, answers, span(starts[query_pairs] + width - 1), span(starts[query_pairs], width))
 
 
 def _lists(task: MQAR, pairs: int, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
@@ -193,7 +192,7 @@ def copy(task: Copy, draw: Draw, length: int, text: Text | None = None) -> Examp
             break
     tokens[start : start + task.span] = tokens[end:] = string
     tokens[end - 1] = task.vocab_size - 1
-    return Example(tokens, span(end, task.span), span(start, task.span), 1, span(start, task.span))
+    return Example(tokens, span(end, task.span), span(start, task.span), span(start, task.span))
 
 
 def induction(task: Induction, draw: Draw, length: int, text: Text | None = None) -> Example:
@@ -205,7 +204,7 @@ def induction(task: Induction, draw: Draw, length: int, text: Text | None = None
         tokens[-1] = tokens[start + 1]
         if draw.owns(*tokens):
             break
-    return Example(tokens, span(length), span(start + 1), 1, span(start, 2))
+    return Example(tokens, span(length), span(start + 1), span(start, 2))
 
 
 def maximum(task: Maximum, draw: Draw, length: int, text: Text | None = None) -> Example:
@@ -219,7 +218,7 @@ def maximum(task: Maximum, draw: Draw, length: int, text: Text | None = None) ->
     tokens[starts], tokens[starts + 1] = priorities, task.priorities + payloads
     best_item = int(priorities.argmax())
     tokens[-2], tokens[-1] = task.vocab_size - 1, tokens[starts[best_item] + 1]
-    return Example(tokens, span(length), span(starts[best_item] + 1), task.items, span(starts[best_item], 2))
+    return Example(tokens, span(length), span(starts[best_item] + 1), span(starts[best_item], 2))
 
 
 def flip_flop(task: FlipFlop, draw: Draw, length: int, text: Text | None = None) -> Example:
@@ -240,7 +239,7 @@ def flip_flop(task: FlipFlop, draw: Draw, length: int, text: Text | None = None)
             break
     reads = np.flatnonzero(verbs == read_id)
     writes = start + 2 * last_write[reads]
-    return Example(tokens, span(start + 2 * reads + 1), span(writes + 1), task.symbols, span(writes, 2))
+    return Example(tokens, span(start + 2 * reads + 1), span(writes + 1), span(writes, 2))
 
 
 # ---------------------------------------------------------------- tasks in text
@@ -274,7 +273,7 @@ def needle(task: Needle, draw: Draw, length: int, text: Text | None = None) -> E
         edges = np.zeros((total, 4), np.int64)  # start of the sentence, start and stop of the number in it, stop of the sentence
         for index, begin in zip(cities_in_text, starts, strict=True):
             edges[index] = begin + np.cumsum([0, len(openings[index]), len(numbers[index]), len(full_stop)])
-        return Example(sequence, answers, edges[order, 1:3], max(1, len(cities_in_text)), edges[order][:, [0, 3]])
+        return Example(sequence, answers, edges[order, 1:3], edges[order][:, [0, 3]])
 
     occurrences = [1 + (index in cities_in_text) if index < task.needles else 1 for index in range(total)]
     return without_leaks(draw, text, 7, occurrences, build)
@@ -293,7 +292,7 @@ def passkey(task: Passkey, draw: Draw, length: int, text: Text | None = None) ->
         sentences = [] if task.absent else [sentence]
         sequence, answers, starts = haystack(draw, length, sentences, [(question, number)], task.depth, filler)
         evidence, needles = (span(0, 0),) * 2 if task.absent else (span(starts + len(parts[0]), len(number)), span(starts, len(sentence)))
-        return Example(sequence, answers, evidence, 1, needles)
+        return Example(sequence, answers, evidence, needles)
 
     return without_leaks(draw, text, 5, [1 if task.absent else 3], build)
 

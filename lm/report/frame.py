@@ -10,6 +10,7 @@ import pandas as pd
 
 from lm.errors import RunError
 from lm.files import expanded
+from lm.report.comparison import arm_label
 from lm.runs.evaluations import Evaluation, Series, evaluation_files, evaluation_in, selects
 from lm.runs.folder import CONFIG, DIVERGED, ENVIRONMENT, SWAPPED
 from lm.runs.record import RunRecord, divergence, read_run

@@ -96,15 +96,15 @@ def _drop_gradient(parameter: Tensor) -> None:
 def _gradients_of_loss(hidden: Tensor, head: Head, bf16: bool, device: str) -> list[Tensor]:
     """The gradients of hidden states (B, T, C) and, if it is trained, of the head's weights (V, C), as the loss forms them chunk by chunk
     (`lm.model.cross_entropy`). The memory that the loss takes meanwhile is taken and freed, too."""
-    weight, n_tokens, n_bytes = head.weight, hidden.numel() // hidden.size(-1), 2 if bf16 else 4
+    weight, (n_tokens, width), n_bytes = head.weight, hidden.flatten(0, -2).shape, 2 if bf16 else 4
     vocab_size = len(weight)
-    chunk = min(n_tokens, max(64, CHUNK_LOGITS[device] // vocab_size)) * vocab_size
-    rows = min(chunk, max(1, CACHED_LOGITS[device] // vocab_size) * vocab_size)
+    n_chunk = min(n_tokens, max(64, CHUNK_LOGITS[device] // vocab_size))
+    n_cached = min(n_chunk, max(1, CACHED_LOGITS[device] // vocab_size))
     gradients = [torch.empty_like(hidden), *([torch.empty_like(weight)] if weight.requires_grad else [])]
     copy = torch.empty(n_bytes * weight.numel() if bf16 else 0, dtype=torch.uint8)
-    # Beside the logits: of some rows, logits and probabilities in fp32 and what a cap takes; then the product for the head's gradient.
-    chunk_bytes = n_bytes * chunk + max((4 + 4 * bf16 + 8 * bool(head.softcap)) * rows, n_bytes * weight.numel() * weight.requires_grad)
+    # The chunk's logits, and the largest of: fp32 logits, probabilities and softcap of some tokens, and the products for both gradients.
+    products = n_bytes * max(n_chunk * width, weight.numel() * weight.requires_grad)
+    chunk_bytes = n_bytes * n_chunk * vocab_size + max((4 + 4 * bf16 + 8 * bool(head.softcap)) * n_cached * vocab_size, products)
     torch.empty(chunk_bytes, dtype=torch.uint8)
-    parts = torch.empty_like(hidden)  # parts of the gradient, before they are joined
-    del copy, parts
+    del copy
     return gradients

@@ -27,4 +27,4 @@ class First(Task):
         tokens = draw.below(self.symbols, length + 1)
         tokens[-2:] = self.symbols, tokens[0]
         first, last = np.array([[0, 1]]), np.array([[length, length + 1]])
-        return Example(tokens, last, first, candidates=1, needles=first)
+        return Example(tokens, last, first, needles=first)
