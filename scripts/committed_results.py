@@ -17,13 +17,10 @@ HUES = {"softmax": 0, "ssmax": 1, "log_n": 2, "ssmax_fixed": 3, "half": 4, "quar
 HUES |= {"ssmax_fixed, n=fixed:753": 4, "ssmax_fixed, n=fixed:2048": 5, "ssmax_fixed, n=visible": 2}
 
 
-def runs_of(name: str, stage: str = "final") -> pd.DataFrame:
-    """The numbers of an experiment's runs of a stage, `final` or `tune`, as scripts/collect.py writes them. Rates that not all tuning seeds
-    were trained at are left out."""
+def runs_of(name: str) -> pd.DataFrame:
+    """The numbers of an experiment's final runs, as scripts/collect.py writes them."""
     data = pd.read_csv(RESULTS / name / "seeds.csv", dtype={"setting": str})
-    data, keys = data[data.stage == stage], [key for key in ("size", "arm", "rate") if key in data]
-    if stage == "tune":
-        data = data[data.groupby(keys)["seed"].transform("nunique") == data.seed.nunique()]
+    data, keys = data[data.stage == "final"], [key for key in ("size", "arm", "rate") if key in data]
     seeds = data.groupby(keys)["seed"].unique().map(sorted).map(tuple)
     if len(set(seeds)) > 1:  # values are paired in the order of seeds
         raise SystemExit(f"error: results/{name}/seeds.csv: arms differ in seeds: {seeds.to_dict()}")

@@ -1,7 +1,7 @@
 """An experiment on text in docs/: its tables, its picture and its verdicts."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -44,8 +44,8 @@ class Losses:
         counts_tokens: whether a table has the tokens that each arm, trained at one rate, took to the highest final loss of any run.
         suffix: end of the name of its tables, where the experiment's accuracies have tables, too.
         accuracy: whether the metric is an accuracy, shown in per cent, of which higher values are better; `matters` is a fraction.
-        stage: the stage of the runs that are shown, `final` or `tune`.
         ranked: whether lines stand in the order of their losses in the setting that rates were tuned on, in a picture, too.
+        beside: columns of another experiment, by their headings: words for a line.
     """
 
     name: str
@@ -63,8 +63,8 @@ class Losses:
     counts_tokens: bool = False
     suffix: str = ""
     accuracy: bool = False
-    stage: str = "final"
     ranked: bool = False
+    beside: Mapping[str, Callable[[str], str]] = field(default_factory=dict)
 
     @property
     def place(self) -> str:
@@ -78,7 +78,7 @@ class Losses:
 
     @cached_property
     def data(self) -> pd.DataFrame:
-        data = runs_of(self.name, self.stage)
+        data = runs_of(self.name)
         return data[data["size"] == self.size] if self.size else data
 
     @cached_property
@@ -120,6 +120,14 @@ class Losses:
         }
         return verdicts(comparisons, self.matters)
 
+    def compared(self, key: tuple[str, str, str]) -> tuple[str, str]:
+        """The line and the baseline of a verdict's key."""
+        return key[:2]
+
+    def words(self, verdict: Verdict) -> str:
+        """A verdict in words, with its difference."""
+        return verdict_words(verdict, *self._scale)
+
     def tables(self) -> dict[str, str]:
         """The tables of the page, by their places; verdicts only if something is decided, tokens only if they are counted."""
         tables = {self.place: self.table()} | ({f"{self.place} verdicts": self.verdict_table()} if self.deciding else {})
@@ -128,13 +136,14 @@ class Losses:
 
     def table(self) -> str:
         """The table in Markdown: the mean loss of each line in each setting, at its best rate, with the standard deviation of seeds."""
-        lines = [["", "learning rate", *self.columns, *self.costs]]
+        lines = [["", "learning rate", *self.columns, *self.beside, *self.costs]]
         for line in self.lines:
             cells = [next(iter(self.by_rate(line, column).values()), None) for column in self.columns]
             rate = rate_words(next(iter(self.by_rate(line, self.tuned_on))))
             factor, digits = self._scale
             words = ["" if x is None else f"{factor * x.mean():.{digits}f} ({factor * x.std(ddof=1):.{digits}f})" for x in cells]
-            lines.append([self.labels[line], rate, *words, *(cells[line] for cells in self.costs.values())])
+            words += [*(cell(line) for cell in self.beside.values()), *(cells[line] for cells in self.costs.values())]
+            lines.append([self.labels[line], rate, *words])
         return markdown(lines)
 
     @cached_property
@@ -160,7 +169,7 @@ class Losses:
         """The differences in the deciding settings with their verdicts, in Markdown."""
         lines = [["", "minus", *self.deciding]]
         for line, baseline in sorted(self.pairs, key=lambda pair: self.lines.index(pair[0])) if self.ranked else self.pairs:
-            cells = [verdict_words(self.verdicts[line, baseline, column], *self._scale) for column in self.deciding]
+            cells = [self.words(self.verdicts[line, baseline, column]) for column in self.deciding]
             lines.append([self.labels[line], self.labels[baseline], *cells])
         return markdown(lines)
 

@@ -107,6 +107,14 @@ class Recall:
                     comparisons[arm, rate, length] = Comparison(differences, higher_is_better=True)
         return verdicts(comparisons, self.matters)
 
+    def compared(self, key: tuple[str, float, int]) -> tuple[str, str]:
+        """The arm and the baseline of a verdict's key."""
+        return key[0], self.baseline
+
+    def words(self, verdict: Verdict) -> str:
+        """A verdict in words, with its difference in points."""
+        return verdict_words(verdict)
+
     @cached_property
     def arms(self) -> list[str]:
         """The arms in the order shown: as they are named, or from the highest accuracy at the deciding length to the lowest."""
@@ -157,16 +165,23 @@ class Recall:
             run = heads[(heads.arm == arm) & (heads[self.rows] == row)].pivot(index="seed", columns="metric", values="value")
             margin = run["margin"].clip(upper=MOST)
             cells = [f"{margin.mean():.1f} [{margin.min():.1f}, {margin.max():.1f}]" if margin.min() < MOST else f"more than {MOST}"]
-            by_length = np.array([self.accuracies[arm, row, length] for length in self.lengths])
-            observed = [observed_half_length(self.lengths, accuracy) for accuracy in by_length.T]
-            n_fallen, median = int(np.isfinite(observed).sum()), float(np.median(observed))
-            counted = f" ({n_fallen} of {len(observed)} fall)" if 0 < n_fallen < len(observed) else ""
             predicted = _tokens(float(run["predicted half-length"].median()), "never")
             cells += [f"{run['slope'].mean():.2f}", predicted] if run["formula holds"].all() else ["", ""]
-            beyond_all = f"not up to {self.lengths[-1]:,}"
-            cells += ["not learned" if median <= self.lengths[0] else _tokens(median, beyond_all) + counted]
-            lines.append([self._row(row), self.labels[arm], *cells])
+            lines.append([self._row(row), self.labels[arm], *cells, self._half_length(arm, row)])
         return markdown(lines)
+
+    def half_length(self, arm: str) -> str:
+        """Words for the median length at which accuracy of a tuned arm falls below one half, at its best rate."""
+        return self._half_length(arm, self.rates(arm)[0])
+
+    def _half_length(self, arm: str, row: float) -> str:
+        by_length = np.array([self.accuracies[arm, row, length] for length in self.lengths])
+        observed = [observed_half_length(self.lengths, accuracy) for accuracy in by_length.T]
+        n_fallen, median = int(np.isfinite(observed).sum()), float(np.median(observed))
+        if median <= self.lengths[0]:
+            return "not learned"
+        counted = f" ({n_fallen} of {len(observed)} fall)" if 0 < n_fallen < len(observed) else ""
+        return _tokens(median, f"not up to {self.lengths[-1]:,}") + counted
 
     def trend_table(self) -> str:
         """Accuracy at the deciding length by part of training, and its change (`committed_results.trend_table`), in Markdown."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import predictors
-from committed_results import DESCRIBED, RESULTS, ROOT
+from committed_results import DESCRIBED, RESULTS, ROOT, markdown
 from loss_results import EXTENDED, Losses
 from recall_results import Recall
 
@@ -67,9 +67,9 @@ SCALED = {
     "log_n": "log n",
 }
 PUT_IN = {
-    "ssmax_fixed, n=fixed:753": "n fixed at 753 after training",
-    "ssmax_fixed, n=fixed:2048": "n fixed at 2,048 after training",
-    "ssmax_fixed, n=visible": "growth after training",
+    "ssmax_fixed, n=fixed:753": "trained at n = 256 and tested at 753",
+    "ssmax_fixed, n=fixed:2048": "trained at n = 256 and tested at 2,048",
+    "ssmax_fixed, n=visible": "trained at n = 256 and tested with growth",
 }
 
 
@@ -97,13 +97,13 @@ GAU = {
 BESIDE_TEXT = QK_NORM | {"after_half": "softmax, temperature 1/2 after training", "after_ssmax": "softmax, SSMax after training"}
 NEEDLE_PUT_IN = {
     **FIXED_AT_256,
-    "ssmax_fixed, n=fixed:1024": "n fixed at 1,024 after training",
-    "ssmax_fixed, n=fixed:4096": "n fixed at 4,096 after training",
-    "ssmax_fixed, n=visible": "growth after training",
+    "ssmax_fixed, n=fixed:1024": "trained at n = 256 and tested at 1,024",
+    "ssmax_fixed, n=fixed:4096": "trained at n = 256 and tested at 4,096",
+    "ssmax_fixed, n=visible": "trained at n = 256 and tested with growth",
     "ssmax": "SSMax",
-    "ssmax, n=fixed:256": "SSMax, n fixed at 256 after training",
-    "ssmax, n=fixed:1024": "SSMax, n fixed at 1,024 after training",
-    "ssmax, n=fixed:4096": "SSMax, n fixed at 4,096 after training",
+    "ssmax, n=fixed:256": "SSMax tested at n = 256",
+    "ssmax, n=fixed:1024": "SSMax tested at n = 1,024",
+    "ssmax, n=fixed:4096": "SSMax tested at n = 4,096",
 }
 WHEN = {"ssmax": "SSMax", "ssmax_b": "SSMax with b", "softmax": "softmax"}
 WHEN |= {f"at_{part}{b}": f"SSMax{words} after {part} %" for b, words in (("", ""), ("_b", " with b")) for part in (25, 50, 75, 90)}
@@ -113,6 +113,9 @@ WHEN_TRENDS = {
     "SSMax": {"ssmax": 0, "at_25": 0.25, "at_50": 0.5, "at_75": 0.75, "at_90": 0.9, "after": 1},
     "SSMax with b": {"ssmax_b": 0, "at_25_b": 0.25, "at_50_b": 0.5, "at_75_b": 0.75, "at_90_b": 0.9},
 }
+RECALL_ALL = Recall(
+    "recall-all", "recall-normalizers.md", EVERY, "softmax", (4096,), 0.25, tuned=True, picture=True, heads=True, ranked=True
+)
 SHOWN = (
     *(
         Losses(
@@ -142,8 +145,7 @@ SHOWN = (
     Losses(
         "eight-times-after",
         "length.md",
-        {**FIXED_AT_256, **PUT_IN, "ssmax": "SSMax"}
-        | {f"ssmax, n=fixed:{n}": f"SSMax, n fixed at {n:,} after training" for n in (256, 753, 2048)},
+        {**FIXED_AT_256, **PUT_IN, "ssmax": "SSMax"} | {f"ssmax, n=fixed:{n}": f"SSMax tested at n = {n:,}" for n in (256, 753, 2048)},
         (("ssmax", "ssmax_fixed"), *against("ssmax_fixed", PUT_IN), *against("ssmax", PUT_IN), ("ssmax, n=fixed:256", "ssmax")),
         AT_2048,
         rows={"QK-norm": against("ssmax_fixed", ("ssmax", *PUT_IN))},
@@ -161,7 +163,16 @@ SHOWN = (
         0.01,
     ),
     Losses("when-to-swap-text", "when-to-swap.md", WHEN, against("ssmax", WHEN), AT_256 | AT_2048, trends=WHEN_TRENDS),
-    Losses("text-all", "text-normalizers.md", EVERY_AT_256, (), AT_256 | AT_2048 | AT_THE_END, (), stage="tune", ranked=True),
+    Losses(
+        "text-all",
+        "text-normalizers.md",
+        EVERY_AT_256,
+        against("softmax", EVERY_AT_256),
+        AT_256 | AT_2048 | AT_THE_END,
+        matters=0.03,
+        ranked=True,
+        beside={"recall falls below 1/2 at": RECALL_ALL.half_length},
+    ),
     *(
         Losses(
             "training-length",
@@ -180,7 +191,7 @@ SHOWN = (
     Recall("recall", "retrieval.md", {arm: LABELS[arm] for arm in ("softmax", "ssmax", "log_n")}, "softmax", (2048,), 0.1, picture=True),
     Recall("recall-control", "retrieval.md", LABELS, "ssmax_fixed", (2048, 8192), 0.1, picture=True),
     Recall("recall-tuned", "retrieval.md", LABELS, "ssmax_fixed", (16384,), 0.25, tuned=True, picture=True, ranked=True),
-    Recall("recall-all", "recall-normalizers.md", EVERY, "softmax", (4096,), 0.25, tuned=True, picture=True, heads=True, ranked=True),
+    RECALL_ALL,
     Recall("recall-after", "retrieval.md", RECALL_AFTER, "ssmax_fixed", (16384,), 0.25, rows="size", heads=True, picture=True),
     Recall("when-to-swap", "when-to-swap.md", WHEN, "ssmax", (16384,), 0.25, trends=WHEN_TRENDS),
     Recall("needle", "needle-in-text.md", LABELS | FIXED_AT_256, "ssmax_fixed", (4096,), 0.25, tuned=True, task="needle"),
@@ -211,6 +222,53 @@ SHOWN = (
     ),
 )
 
+FIXED, THETA = "ssmax_fixed", "theta x 50"
+HEADLINES = (  # rows of the table at the top of docs/results.md: what was measured, the place in docs/, and keys of a result's verdicts
+    ("recall at 256 times, exploratory", "retrieval.md#the-control-at-tuned-rates", "recall-tuned", ("ssmax", 3e-3, 16384)),
+    ("", "", "recall-tuned", ("softmax", 6e-3, 16384)),
+    ("the same, 2,400 steps", "retrieval.md#a-temperature-put-in-after-training", "recall-after", ("ssmax", 2400, 16384)),
+    ("", "", "recall-after", ("softmax", 2400, 16384)),
+    ("", "", "recall-after", ("after_half", 2400, 16384)),
+    ("the same, after a swap", "when-to-swap.md", "when-to-swap", ("after", 3e-3, 16384)),
+    ("", "", "when-to-swap", ("at_90_b", 3e-3, 16384)),
+    ("needles at 16 times, exploratory", "needle-in-text.md", "needle", ("ssmax", 1e-3, 4096)),
+    ("", "", "needle", ("softmax", 2e-3, 4096)),
+    ("needles beside text at 16 times", "needle-in-text.md#beside-ordinary-text", "needle-and-text", ("ssmax", 2e-3, 4096)),
+    ("", "", "needle-and-text-after", ("ssmax, n=fixed:1024", "ssmax", "4,096 tokens")),
+    ("loss of speeches at 8 times", "length.md", "eight-times-speeches", ("ssmax", FIXED, THETA)),
+    ("", "", "eight-times-speeches", ("ssmax_no_qk_norm", f"{FIXED}_no_qk_norm", THETA)),
+    ("", "", "eight-times-after", ("ssmax_fixed, n=fixed:753", "ssmax", THETA)),
+    ("loss of code at 8 times", "length.md#on-code", "eight-times-code", ("ssmax", FIXED, THETA)),
+    ("loss of speeches at 8 times, after a swap", "when-to-swap.md#on-text", "when-to-swap-text", ("after", "ssmax", THETA)),
+    ("", "", "when-to-swap-text", ("softmax", "ssmax", THETA)),
+    ("the same by normalizer", "text-normalizers.md", "text-all", ("stick_breaking", "softmax", THETA)),
+    ("", "", "text-all", ("forget", "softmax", THETA)),
+    ("", "", "text-all", ("ssmax", "softmax", THETA)),
+    (
+        "loss of speeches at the training length",
+        "length.md#at-the-training-length",
+        "training-length-speeches",
+        ("ssmax", "softmax", "at 256 tokens"),
+    ),
+    (
+        "loss of code at the training length",
+        "length.md#at-the-training-length",
+        "training-length-code",
+        ("ssmax", "softmax", "at 256 tokens"),
+    ),
+    ("loss of GAU, fine-tuned on 64 tokens", "gau.md#at-other-lengths", "gau-lengths", ("n-sample", "n-256", "64")),
+)
+
+
+def overview() -> str:
+    """The verdicts of `HEADLINES` in Markdown: accuracies in points, losses in nats."""
+    results, lines = {result.place: result for result in SHOWN}, [["measured", "arm", "minus", "difference", "over"]]
+    for measured, page, place, key in HEADLINES:
+        result, verdict = results[place], results[place].verdicts[key]
+        pair = [result.labels[line] for line in result.compared(key)]
+        lines.append([f"[{measured}]({page})" if page else "", *pair, result.words(verdict), verdict.interval.coverage])
+    return markdown(lines)
+
 
 def filled(text: str, name: str, table: str) -> str:
     """A page with the table of some results in it. Raises LookupError: it has no place for them."""
@@ -232,6 +290,8 @@ def files() -> dict[Path, bytes]:
             pages[page] = filled(pages.get(page) or page.read_text(encoding="utf-8"), place, table)
         if picture := result.drawn():
             pictures[ROOT / "docs" / f"{result.place}.svg"] = picture
+    page = ROOT / "docs" / "results.md"
+    pages[page] = filled(page.read_text(encoding="utf-8"), "overview", overview())
     runs, page = predictors.learned(RESULTS), ROOT / "docs" / "half-length.md"
     numbers = predictors.predictions(runs)
     pages[page] = filled(page.read_text(encoding="utf-8"), "predictors", predictors.table(runs, numbers))

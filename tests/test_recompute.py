@@ -159,10 +159,10 @@ def test_a_line_may_be_an_arm_whose_normalizer_a_setting_changes(commit):
 
 
 @pytest.mark.usefixtures("painted")
-def test_ranked_lines_of_tuning_runs_stand_by_their_loss_and_may_lack_a_number(commit):
+def test_ranked_lines_stand_by_their_loss_and_may_lack_a_number(commit):
     losses = {"softmax": 4.0, "relu": 4.2, "forget": 3.9}
     lines = [
-        {"arm": arm, "rate": rate, "stage": "tune", "seed": seed, "metric": metric, "setting": "as trained", "x": x}
+        {"arm": arm, "rate": rate, "stage": "final", "seed": seed, "metric": metric, "setting": "as trained", "x": x}
         | {"value": value + 0.1 * (rate == 0.2) + 0.02 * seed}
         for arm, loss in losses.items()
         for metric, value, x in (("mean loss", loss, 512), ("entropy", 0.5, 0))
@@ -173,12 +173,13 @@ def test_ranked_lines_of_tuning_runs_stand_by_their_loss_and_may_lack_a_number(c
     commit(lines)
     columns = {"as trained": ("", "mean loss", "as trained", 512), "entropy": ("", "entropy", "as trained", 0)}
     pairs, labels = (("relu", "softmax"), ("forget", "softmax")), {"softmax": "an arm", "relu": "another", "forget": "a third"}
-    result = Losses("made", "", labels, pairs, columns, ("as trained",), "as trained", stage="tune", ranked=True)
+    beside = {"elsewhere": {"softmax": "1", "relu": "2", "forget": "3"}.get}
+    result = Losses("made", "", labels, pairs, columns, ("as trained",), "as trained", ranked=True, beside=beside)
     assert result.lines == ["forget", "softmax", "relu"]
     assert [row.split(" | ")[1:] for row in result.table().splitlines()[2:]] == [
-        ["1e-1", "3.910 (0.014)", "0.510 (0.014) |"],
-        ["1e-1", "4.010 (0.014)", "0.510 (0.014) |"],
-        ["1e-1", "4.210 (0.014)", " |"],
+        ["1e-1", "3.910 (0.014)", "0.510 (0.014)", "3 |"],
+        ["1e-1", "4.010 (0.014)", "0.510 (0.014)", "1 |"],
+        ["1e-1", "4.210 (0.014)", "", "2 |"],
     ]
     assert [row.split(" | ")[0] for row in result.verdict_table().splitlines()[2:]] == ["| a third", "| another"]
     assert all(name in result.drawn() for name in (b"an arm", b"another", b"a third"))
